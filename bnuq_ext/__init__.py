@@ -1,0 +1,3 @@
+"""bnuq_ext: fast predictive distributions from batch normalisation."""
+
+from . import ops as ops

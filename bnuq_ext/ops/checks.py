@@ -1,0 +1,38 @@
+"""The vocabulary of argument checks: `<op>: <argument> must <requirement>, got <value>`."""
+
+import torch
+from torch import Tensor
+
+
+def refuse(op: str, name: str, requirement: str, got, error=ValueError):
+    raise error(f"{op}: {name} must {requirement}, got {got}")
+
+
+def check_tensor(op: str, name: str, value) -> None:
+    if not isinstance(value, Tensor):
+        refuse(op, name, "be a tensor", type(value).__name__, TypeError)
+
+
+def check_floating(op: str, name: str, value) -> None:
+    check_tensor(op, name, value)
+    if not value.is_floating_point():
+        refuse(op, name, "be a floating-point tensor", value.dtype, TypeError)
+
+
+def check_shape(op: str, name: str, value: Tensor, shape: tuple) -> None:
+    if tuple(value.shape) != tuple(shape):
+        refuse(op, name, f"have shape {list(shape)}", list(value.shape))
+
+
+def check_device(op: str, name: str, value: Tensor, device: torch.device) -> None:
+    if value.device != device:
+        refuse(op, name, f"be on {device}", value.device)
+
+
+def check_seed(op: str, seed, device: torch.device | None = None) -> None:
+    check_tensor(op, "seed", seed)
+    if seed.dtype != torch.int64:
+        refuse(op, "seed", "be int64", seed.dtype, TypeError)
+    check_shape(op, "seed", seed, (2,))
+    if device is not None:
+        check_device(op, "seed", seed, device)

@@ -1,0 +1,90 @@
+"""Counter-based random numbers: the noise of every other op, as a tensor."""
+
+import torch
+from torch import Tensor
+
+from .. import _library  # noqa: F401
+from .checks import check_seed, refuse
+
+TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "joint": 5}
+
+
+def new_seed(seed: int | None = None, first_replica: int = 0, device="cpu") -> Tensor:
+    """The seed tensor of an op: (key, number of the first replica).
+
+    Args:
+        seed: the key, any 64-bit integer; None draws it from torch's generator of `device`.
+        first_replica: number of the first replica; at least 0.
+        device: where the op runs.
+
+    Returns:
+        (2,) int64 on `device`.
+    """
+    if seed is None:
+        key = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+    else:
+        key = torch.tensor([seed], dtype=torch.int64, device=device)
+    return torch.cat([key, torch.tensor([first_replica], dtype=torch.int64, device=device)])
+
+
+def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -> Tensor:
+    """Standard normals, each a function of (key, stream, tag, replica, place) alone.
+
+    Philox4x32-10, eight normals a call by Box-Muller with a 12-bit angle. For a shape (T, O, I) the
+    noise of a weight matrix, in the order of 16x16 mma fragments; for (T, C) that of a vector.
+    Row t belongs to replica `seed[1] + t`.
+
+    Args:
+        seed: (2,) int64, the key and the first replica; its device is the result's.
+        stream: number of the stochastic layer; at least 0, below 2^32.
+        shape: (T, O, I) or (T, C).
+        tag: what the noise is for: "weight", "bias", "mean", "spread" or "joint". By default "weight"
+            for three dimensions and "mean" for two.
+
+    Returns:
+        float32 of `shape`, on the device of `seed`.
+    """
+    shape = tuple(shape)
+    check_seed("philox_normal", seed)
+    if len(shape) not in (2, 3):
+        raise ValueError(f"philox_normal: shape must have 2 or 3 entries, got {shape}")
+    if any(n < 0 for n in shape):
+        raise ValueError(f"philox_normal: shape must not be negative, got {shape}")
+    if not 0 <= stream < 2**32:
+        raise ValueError(f"philox_normal: stream must lie in [0, 2^32), got {stream}")
+    tag = tag if tag is not None else ("weight" if len(shape) == 3 else "mean")
+    if tag not in TAGS:
+        refuse("philox_normal", "tag", f"be one of {', '.join(TAGS)}", tag)
+    return torch.ops.bnuq.philox_normal(seed, stream, TAGS[tag], shape)
+
+
+def snapshot_indices(seed: Tensor, num_snapshots: int, num_samples: int) -> Tensor:
+    """The snapshot of each replica: perm_e(t mod B), e = floor(t / B), t = `seed[1]`, `seed[1]` + 1, ...
+
+    perm_e is a permutation of the B snapshots keyed by the seed, so every B replicas use each snapshot
+    once.
+
+    Args:
+        seed: (2,) int64, the key and the first replica.
+        num_snapshots: B; at least 1, below 2^31.
+        num_samples: T; at least 0.
+
+    Returns:
+        (T,) int64, on the device of `seed`.
+    """
+    check_seed("snapshot_indices", seed)
+    if not 1 <= num_snapshots < 2**31:
+        refuse("snapshot_indices", "num_snapshots", "lie in [1, 2^31)", num_snapshots)
+    if num_samples < 0:
+        refuse("snapshot_indices", "num_samples", "not be negative", num_samples)
+    return torch.ops.bnuq.snapshot_indices(seed, num_snapshots, num_samples)
+
+
+@torch.library.register_fake("bnuq::philox_normal")
+def _(seed, stream, tag, shape):
+    return seed.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("bnuq::snapshot_indices")
+def _(seed, num_snapshots, num_samples):
+    return seed.new_empty((num_samples,))

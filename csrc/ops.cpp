@@ -1,0 +1,49 @@
+// The table of every op. Each backend registers its kernels at the foot of its own files.
+//
+// T replicas, N rows, C channels, B snapshots, K classes. `seed` is int64[2]: the key and the
+// global number of the first replica. Parameters and statistics come in the accumulation type.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(bnuq, m) {
+  m.def("philox_normal(Tensor seed, int stream, int tag, SymInt[] shape) -> Tensor");
+  m.def("snapshot_indices(Tensor seed, int num_snapshots, int num_samples) -> Tensor");
+
+  m.def(
+      "batch_norm_bank(Tensor x, Tensor mean, Tensor var, Tensor? seed, Tensor? snapshot,"
+      " int num_samples, Tensor? weight, Tensor? bias, Tensor? residual, float eps, float slope,"
+      " bool shared) -> Tensor");
+  m.def(
+      "batch_norm_bank_out(Tensor(a!) out, Tensor x, Tensor mean, Tensor var, Tensor? seed,"
+      " Tensor? snapshot, int num_samples, Tensor? weight, Tensor? bias, Tensor? residual, float "
+      "eps,"
+      " float slope, bool shared) -> ()");
+  m.def(
+      "batch_norm_bank_backward(Tensor grad_y, Tensor? x, Tensor? y, Tensor mean, Tensor var,"
+      " Tensor? seed, Tensor? snapshot, int num_samples, Tensor? weight, float eps, float slope,"
+      " bool shared, bool need_x, bool need_residual, bool need_sums)"
+      " -> (Tensor grad_x, Tensor grad_residual, Tensor sums)");
+
+  m.def(
+      "batch_norm_fitted(Tensor x, Tensor params, Tensor seed, int stream, int family,"
+      " int num_samples, Tensor? weight, Tensor? bias, Tensor? residual, float eps, float slope,"
+      " bool shared) -> Tensor");
+  m.def(
+      "batch_norm_fitted_out(Tensor(a!) out, Tensor x, Tensor params, Tensor seed, int stream,"
+      " int family, int num_samples, Tensor? weight, Tensor? bias, Tensor? residual, float eps,"
+      " float slope, bool shared) -> ()");
+  m.def(
+      "batch_norm_fitted_backward(Tensor grad_y, Tensor? x, Tensor? y, Tensor params, Tensor seed,"
+      " int stream, int family, int num_samples, Tensor? weight, float eps, float slope,"
+      " bool shared, bool need_x, bool need_residual, bool need_sums)"
+      " -> (Tensor grad_x, Tensor grad_residual, Tensor sums)");
+
+  m.def(
+      "predictive_statistics(Tensor logits)"
+      " -> (Tensor mean, Tensor variance, Tensor entropy, Tensor expected_entropy)");
+  m.def(
+      "predictive_statistics_backward(Tensor logits, Tensor mean, Tensor? grad_mean,"
+      " Tensor? grad_variance, Tensor? grad_entropy, Tensor? grad_expected_entropy) -> Tensor");
+  m.def(
+      "predictive_accumulate_(Tensor(a!) mean, Tensor(b!) m2, Tensor(c!) expected_entropy,"
+      " Tensor logits, int count) -> ()");
+}

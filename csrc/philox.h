@@ -1,0 +1,202 @@
+// Counter-based random numbers: one definition for the CPU kernels, the CUDA kernels and the tests.
+//
+//   word(key, stream, tag, replica, index) = philox4x32_10(subkey, {index, replica})
+//   subkey = first two words of philox4x32_10(key, {stream, tag, 0, 0})
+//
+// One word gives a pair of normals, one call eight of them. No torch and no CUDA toolkit here.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define BNUQ_HD __host__ __device__ __forceinline__
+#define BNUQ_UNROLL _Pragma("unroll")
+#else
+#define BNUQ_HD [[gnu::always_inline]] inline
+#define BNUQ_UNROLL
+#endif
+
+namespace bnuq {
+
+// What the noise is for. The values are part of the frozen random-number contract.
+enum Tag : uint32_t {
+  kTagWeight = 0,
+  kTagBias = 1,
+  kTagMean = 2,
+  kTagSpread = 3,
+  kTagPermutation = 4,
+  kTagJoint = 5,
+};
+
+struct Words4 {
+  uint32_t v[4];
+};
+
+struct Key {
+  uint32_t k0, k1;
+};
+
+// Philox4x32-10 of Salmon et al. (2011), "Parallel random numbers: as easy as 1, 2, 3".
+BNUQ_HD Words4 philox(Key key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  BNUQ_UNROLL
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = uint64_t(0xD2511F53u) * c0, p1 = uint64_t(0xCD9E8D57u) * c2;
+    c0 = uint32_t(p1 >> 32) ^ c1 ^ key.k0;
+    c2 = uint32_t(p0 >> 32) ^ c3 ^ key.k1;
+    c1 = uint32_t(p1);
+    c3 = uint32_t(p0);
+    key.k0 += 0x9E3779B9u;
+    key.k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+BNUQ_HD Key subkey(int64_t key, uint32_t stream, uint32_t tag) {
+  const Key root = {uint32_t(uint64_t(key)), uint32_t(uint64_t(key) >> 32)};
+  const Words4 w = philox(root, stream, tag, 0, 0);
+  return {w.v[0], w.v[1]};
+}
+
+BNUQ_HD Words4 philox_at(Key sub, uint64_t index, uint64_t replica) {
+  return philox(
+      sub, uint32_t(index), uint32_t(index >> 32), uint32_t(replica), uint32_t(replica >> 32));
+}
+
+BNUQ_HD float as_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+#endif
+}
+
+BNUQ_HD uint32_t as_bits(float f) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(f);
+#else
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  return u;
+#endif
+}
+
+// The normals below are r * (cos theta, sin theta) before this factor; a GEMM folds it into sigma.
+constexpr float kNormalScale = 1.1774100225154747f;  // sqrt(2 ln 2)
+
+// One word to a pair, before kNormalScale:
+//   r = sqrt(|lg2(float(w | 1) * 2^-32)|),  theta = an odd multiple of 2 pi / 8192 from bits 1..12.
+// Angles that start at 0 would put an atom at zero.
+#if defined(__CUDA_ARCH__)
+__device__ __forceinline__ void unit_pair(uint32_t w, float& z0, float& z1) {
+  float lg, r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(lg) : "f"(float(w | 1u) * 2.3283064365386963e-10f));
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(fabsf(lg)));
+  // 0x4b000000 is 2^23: the angle's bits become a float without a conversion instruction.
+  const float theta =
+      fmaf(__uint_as_float((w & 0x1ffeu) | 0x4b000001u), 7.669903939428206e-4f, -6433.98175455188f);
+  z0 = r * __cosf(theta);
+  z1 = r * __sinf(theta);
+}
+#else
+// The CPU body computes the same formula with polynomials that vectorise (error below 3e-7 |z|).
+BNUQ_HD float lg2_unit(float u) {
+  const uint32_t bits = as_bits(u);
+  const bool high = (bits & 0x7fffffu) > 0x3504f3u;  // mantissa above sqrt(2)
+  const int32_t exponent = int32_t(bits >> 23) - 127 + (high ? 1 : 0);
+  const float m = as_float((bits & 0x7fffffu) | (high ? 0x3f000000u : 0x3f800000u));
+  const float f = m - 1.0f, s = f / (2.0f + f), q = s * s;
+  const float p =
+      2.88539008f + q * (0.961796694f + q * (0.577078016f + q * (0.412198583f + q * 0.32059888f)));
+  return float(exponent) + s * p;
+}
+
+BNUQ_HD void unit_pair(uint32_t w, float& z0, float& z1) {
+  const float r = std::sqrt(std::fabs(lg2_unit(float(w | 1u) * 2.3283064365386963e-10f)));
+  const int32_t k = int32_t((w & 0x1ffeu) | 1u);  // theta = k * 2 pi / 8192
+  const int32_t quadrant = (k + 1024) >> 11;
+  const float a = float(k - (quadrant << 11)) * 7.669903939428206e-4f, q = a * a;
+  const float s = a * (1.0f + q * (-1.66666667e-1f + q * (8.33333158e-3f + q * -1.9840874e-4f)));
+  const float c =
+      1.0f + q * (-0.5f + q * (4.16666667e-2f + q * (-1.38888397e-3f + q * 2.4760495e-5f)));
+  const float x = (quadrant & 1) ? s : c, y = (quadrant & 1) ? c : s;
+  z0 = r * (((quadrant + 1) & 2) ? -x : x);
+  z1 = r * ((quadrant & 2) ? -y : y);
+}
+#endif
+
+BNUQ_HD void normal_pair(uint32_t w, float& z0, float& z1) {
+  unit_pair(w, z0, z1);
+  z0 *= kNormalScale;
+  z1 *= kNormalScale;
+}
+
+BNUQ_HD void normals8(const Words4& words, float* z) {
+  BNUQ_UNROLL
+  for (int j = 0; j < 4; ++j) normal_pair(words.v[j], z[2 * j], z[2 * j + 1]);
+}
+
+// ---- where a number lives ----------------------------------------------------------------------
+
+// A vector's element c is slot c % 8 of index c / 8.
+BNUQ_HD float vector_normal(Key sub, int64_t c, uint64_t replica) {
+  const Words4 words = philox_at(sub, uint64_t(c) >> 3, replica);
+  float z0, z1;
+  normal_pair(words.v[(c >> 1) & 3], z0, z1);
+  return (c & 1) ? z1 : z0;
+}
+
+// A weight (o, i) lives in the 16x16 tile (o / 16, i / 16), in the order of the A fragment of
+// mma.m16n8k16: lane = 4 * (o % 8) + (i % 8) / 2, slot = i % 2 + 2 * (o % 16 / 8) + 4 * (i % 16 /
+// 8).
+struct WeightPlace {
+  uint64_t index;  // tile row in the high word; tile column * 32 + lane in the low word
+  int slot;
+};
+
+BNUQ_HD uint64_t weight_index(int64_t tile_o, int64_t tile_i, int lane) {
+  return (uint64_t(tile_o) << 32) | uint64_t(tile_i * 32 + lane);
+}
+
+BNUQ_HD WeightPlace weight_place(int64_t o, int64_t i) {
+  const int lane = int(o & 7) * 4 + int((i & 7) >> 1);
+  const int slot = int(i & 1) + 2 * int((o >> 3) & 1) + 4 * int((i >> 3) & 1);
+  return {weight_index(o >> 4, i >> 4, lane), slot};
+}
+
+BNUQ_HD float weight_normal(Key sub, int64_t o, int64_t i, uint64_t replica) {
+  const WeightPlace place = weight_place(o, i);
+  const Words4 words = philox_at(sub, place.index, replica);
+  float z0, z1;
+  normal_pair(words.v[place.slot >> 1], z0, z1);
+  return (place.slot & 1) ? z1 : z0;
+}
+
+// ---- which snapshot a replica uses -------------------------------------------------------------
+
+// perm_e(t mod B) with e = t / B: the swap-or-not shuffle of Hoang, Morris and Rogaway (2012), a
+// keyed permutation of any B. A position keeps its place through all rounds with probability
+// 2^-24, so no snapshot's frequency is off by more than that. (A Feistel network with cycle walking
+// needs as many rounds at B = 3 and walks besides.)
+constexpr int kShuffleRounds = 24;
+
+BNUQ_HD int64_t snapshot_at(int64_t key, uint64_t replica, int64_t num_snapshots) {
+  const uint32_t B = uint32_t(num_snapshots);
+  const uint64_t epoch = replica / B;
+  uint32_t x = uint32_t(replica % B);
+  const Key sub = subkey(key, 0, kTagPermutation);
+  Words4 pivots = {};
+  for (int round = 0; round < kShuffleRounds; ++round) {
+    if (round % 4 == 0) pivots = philox_at(sub, (uint64_t(round) << 32) | 0xffffffffu, epoch);
+    const uint32_t pivot = uint32_t((uint64_t(pivots.v[round % 4]) * B) >> 32);
+    const uint32_t partner = pivot >= x ? pivot - x : uint32_t(uint64_t(pivot) + B - x);
+    const uint32_t larger = x > partner ? x : partner;
+    const Words4 coin = philox_at(sub, (uint64_t(round) << 32) | larger, epoch);
+    x = (coin.v[0] & 1) ? partner : x;
+  }
+  return int64_t(x);
+}
+
+}  // namespace bnuq

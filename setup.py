@@ -1,0 +1,150 @@
+"""Builds bnuq_ext/_cpu.so (always) and bnuq_ext/_cuda.so (torch with CUDA and nvcc at hand).
+
+BNUQ_CUDA=0|1 overrides the choice; CUDA_HOME, TORCH_CUDA_ARCH_LIST and MAX_JOBS mean what they mean
+for torch's own extensions.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import setup
+
+
+def import_torch():
+    """pip's build isolation hides site-packages but keeps the interpreter, so look there too."""
+    try:
+        import torch
+    except ImportError:
+        places = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        site = next((p for p in places if (Path(p) / "torch").is_dir()), None)
+        if site is None:
+            sys.exit("bnuq_ext: install torch first, then `pip install --no-build-isolation .`")
+        sys.path.append(site)
+        import torch
+    return torch
+
+
+torch = import_torch()
+from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths  # noqa: E402
+
+TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # the stable ABI of torch 2.10
+CSRC = Path("csrc")
+HEADERS = sorted(str(p) for p in [*CSRC.glob("**/*.h"), *CSRC.glob("**/*.cuh")])
+
+
+def find_cuda_home():
+    """The folder with bin/nvcc: CUDA_HOME, /usr/local/cuda, then the nvcc on PATH."""
+    on_path = shutil.which("nvcc")
+    places = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    places += [Path(on_path).resolve().parent.parent] if on_path else []
+    return next((Path(p) for p in places if p and (Path(p) / "bin" / "nvcc").exists()), None)
+
+
+def decide_cuda(cuda_home):
+    want = os.environ.get("BNUQ_CUDA", "1" if os.environ.get("FORCE_CUDA") == "1" else "auto")
+    if want not in ("auto", "0", "1"):
+        sys.exit(f"bnuq_ext: BNUQ_CUDA must be auto, 0 or 1, got {want}")
+    if want == "1" and cuda_home is None:
+        sys.exit("bnuq_ext: BNUQ_CUDA=1 but no nvcc was found; set CUDA_HOME")
+    return want == "1" or (
+        want == "auto" and torch.version.cuda is not None and cuda_home is not None
+    )
+
+
+CUDA_HOME = find_cuda_home()
+USE_CUDA = decide_cuda(CUDA_HOME)
+print(
+    f"bnuq_ext: torch {torch.__version__}, nvcc {CUDA_HOME / 'bin' / 'nvcc' if CUDA_HOME else 'not found'}: "
+    f"building {'CPU and CUDA' if USE_CUDA else 'CPU only'}",
+    file=sys.stderr,
+)
+
+
+def gencode():
+    flags = []
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX").replace(" ", ";")
+    for arch in filter(None, archs.split(";")):
+        number, ptx = arch.removesuffix("+PTX").replace(".", ""), arch.endswith("+PTX")
+        code = f"[sm_{number},compute_{number}]" if ptx else f"sm_{number}"
+        flags += ["-gencode", f"arch=compute_{number},code={code}"]
+    return flags
+
+
+def cuda_include_paths():
+    """The toolkit's headers; what it lacks, torch's own CUDA packages carry."""
+    site = Path(torch.__file__).parent.parent
+    return [CUDA_HOME / "include", *sorted(site.glob("nvidia/cu*/include"))]
+
+
+def link_library(stem):
+    """The toolkit's lib<stem>.so, or the one in torch's CUDA packages."""
+    site = Path(torch.__file__).parent.parent
+    folders = [CUDA_HOME / "lib64", CUDA_HOME / "lib", *site.glob("nvidia/*/lib")]
+    return next((str(f) for folder in folders for f in sorted(folder.glob(f"lib{stem}.so*"))), None)
+
+
+class Build(BuildExtension):
+    """Compiles the .cu files itself: torch's CUDAExtension refuses beside a CPU-only torch."""
+
+    def build_extension(self, ext):
+        jobs = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
+        with ThreadPoolExecutor(jobs) as pool:
+            ext.extra_objects += pool.map(self.compile_cuda, getattr(ext, "cuda_sources", ()))
+        super().build_extension(ext)
+
+    def compile_cuda(self, source):
+        obj = (Path(self.build_temp) / "cuda" / Path(source).stem).with_suffix(".o").resolve()
+        newest = max(Path(p).stat().st_mtime for p in [source, *HEADERS])
+        if not self.force and obj.exists() and obj.stat().st_mtime > newest:
+            return str(obj)
+        obj.parent.mkdir(parents=True, exist_ok=True)
+        command = [
+            CUDA_HOME / "bin" / "nvcc",
+            "-std=c++17",
+            "-O3",
+            *gencode(),
+            TARGET,
+            "-DUSE_CUDA",
+        ]
+        command += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", "--expt-relaxed-constexpr"]
+        command += [f"-I{p}" for p in [*include_paths(), *cuda_include_paths()]]
+        subprocess.check_call([*command, "-c", source, "-o", str(obj)])
+        return str(obj)
+
+
+def extensions():
+    # -fno-math-errno -fno-trapping-math: without them the normals run twelve times slower.
+    flags = [
+        "-O3",
+        "-g0",
+        "-fvisibility=hidden",
+        "-fopenmp-simd",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+    ]
+    common = {"py_limited_api": True, "depends": HEADERS, "extra_compile_args": [*flags, TARGET]}
+    cpu = [str(p) for p in [CSRC / "ops.cpp", *sorted((CSRC / "cpu").glob("*.cpp"))]]
+    exts = [CppExtension("bnuq_ext._cpu", cpu, **common)]
+    if USE_CUDA:
+        # Nothing is used from libtorch.so itself, so the linker would drop it, and with it the way
+        # to libtorch_cuda.so.
+        link = ["-Wl,--no-as-needed", "-ltorch", link_library("cudart") or "-lcudart"]
+        cuda = CppExtension(
+            "bnuq_ext._cuda", ["csrc/cuda/module.cpp"], extra_link_args=link, **common
+        )
+        cuda.cuda_sources = [str(p) for p in sorted((CSRC / "cuda").glob("*.cu"))]
+        cuda.depends = [*HEADERS, *cuda.cuda_sources]
+        exts.append(cuda)
+    return exts
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": Build.with_options(no_python_abi_suffix=True)},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
