@@ -5,6 +5,7 @@ for torch's own extensions.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,12 +46,25 @@ def find_cuda_home():
     return next((Path(p) for p in places if p and (Path(p) / "bin" / "nvcc").exists()), None)
 
 
+def nvcc_version(cuda_home):
+    text = subprocess.check_output([cuda_home / "bin" / "nvcc", "--version"], text=True)
+    return re.search(r"release (\d+\.\d+)", text).group(1)
+
+
 def decide_cuda(cuda_home):
     want = os.environ.get("BNUQ_CUDA", "1" if os.environ.get("FORCE_CUDA") == "1" else "auto")
     if want not in ("auto", "0", "1"):
         sys.exit(f"bnuq_ext: BNUQ_CUDA must be auto, 0 or 1, got {want}")
     if want == "1" and cuda_home is None:
         sys.exit("bnuq_ext: BNUQ_CUDA=1 but no nvcc was found; set CUDA_HOME")
+    if want == "auto" and cuda_home is not None and torch.version.cuda is not None:
+        toolkit, built = nvcc_version(cuda_home), torch.version.cuda
+        if toolkit.split(".")[0] != built.split(".")[0]:
+            # Libraries of two CUDA majors do not load into one process.
+            print(
+                f"bnuq_ext: nvcc is {toolkit} and torch has CUDA {built}: no CUDA", file=sys.stderr
+            )
+            return False
     return want == "1" or (
         want == "auto" and torch.version.cuda is not None and cuda_home is not None
     )
