@@ -1,0 +1,84 @@
+"""Importing the package: quiet, cheap, and clear about what is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bnuq_ext
+
+PACKAGE = Path(bnuq_ext.__file__).parent
+ROOT = Path(__file__).parent.parent
+
+
+def run(code, cwd, *flags):
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": str(cwd)}
+    command = [sys.executable, *flags, "-c", code]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The package alone in a folder, to be damaged."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "bnuq_ext", ignore=ignore)
+    return tmp_path
+
+
+def test_import_is_silent_and_starts_no_cuda(copy):
+    blocked = ("matplotlib", "sklearn", "torchvision", "torchmetrics", "scipy", "pytest")
+    code = (
+        "import sys\n"
+        f"for name in {blocked}: sys.modules[name] = None\n"
+        "import bnuq_ext, torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "bnuq_ext.ops.philox_normal(bnuq_ext.ops.new_seed(0), 0, (1, 2))\n"
+    )
+    result = run(code, copy, "-W", "error")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_missing_cpu_library_is_an_import_error(copy):
+    for library in (copy / "bnuq_ext").glob("_cpu*.so"):
+        library.unlink()
+    result = run("import bnuq_ext", copy)
+    assert result.returncode == 1
+    assert (
+        "ImportError: bnuq_ext: the CPU library was not built; run `pip install .`" in result.stderr
+    )
+
+
+def test_damaged_cpu_library_is_an_import_error(copy):
+    (copy / "bnuq_ext" / "_cpu.so").write_bytes(b"not a library")
+    result = run("import bnuq_ext", copy)
+    assert result.returncode == 1
+    assert "the CPU library does not load under torch" in result.stderr
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is None, reason="a CPU-only torch never tries the CUDA library"
+)
+def test_damaged_cuda_library_warns_and_leaves_the_cpu(copy):
+    (copy / "bnuq_ext" / "_cuda.so").write_bytes(b"not a library")
+    code = (
+        "import bnuq_ext\n"
+        "assert not bnuq_ext._library.HAS_CUDA\n"
+        "bnuq_ext.ops.philox_normal(bnuq_ext.ops.new_seed(0), 0, (1, 2))\n"
+    )
+    result = run(code, copy)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("bnuq_ext: CUDA library not loaded, CPU only") == 1
+
+
+def test_build_refuses_an_unknown_choice():
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("not run from a source tree")
+    env = os.environ | {"BNUQ_CUDA": "maybe"}
+    command = [sys.executable, "setup.py", "--version"]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert "BNUQ_CUDA must be auto, 0 or 1, got maybe" in result.stderr
