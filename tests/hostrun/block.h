@@ -1,0 +1,56 @@
+// The execution model: a grid runs block after block, and a block's threads are fibers that run one
+// at a time until they wait for each other. The order of blocks, warps and lanes comes from a seed.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <type_traits>
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+constexpr int warpSize = 32;
+
+namespace hostrun {
+
+// Where in the source a thread waits.
+struct Site {
+  const char* file;
+  int line;
+};
+
+// What the lanes of a warp do together once all of them are there: operands[lane] is what each lane
+// handed in, alive until the lane goes on; null for a lane outside the mask.
+using Combine = void (*)(void* const* operands);
+
+// Runs the body for every thread of the grid. Refuses what a GPU of compute capability 9.0 refuses.
+void launch(dim3 grid, dim3 block, size_t dynamic_bytes, const std::function<void()>& body);
+
+// 0 runs blocks, warps and lanes in ascending order; any other seed shuffles all three.
+void set_order(uint64_t seed);
+
+void block_barrier(Site site);
+void warp_collective(unsigned mask, Combine combine, void* operand, Site site);
+
+// An array in shared memory, all bits set before every block; one per declaration, which `key`
+// names.
+void* static_shared(const void* key, size_t bytes, size_t alignment);
+void* dynamic_shared();
+
+template <typename Array, typename Declaration>
+std::remove_reference_t<Array>& shared_array(Declaration) {
+  static const char key = 0;
+  return *static_cast<Array*>(static_shared(&key, sizeof(Array), alignof(Array)));
+}
+
+int lane();
+
+[[noreturn]] void refuse_source(int source);
+
+// Fails unless p is aligned as an access of T needs it.
+void check_aligned(const void* p, size_t alignment, Site site);
+
+}  // namespace hostrun

@@ -1,0 +1,120 @@
+"""Builds the host-run modules with ninja and loads them: the CUDA kernels as numpy functions."""
+
+import argparse
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+HERE = Path(__file__).parent.resolve()
+BUILD = HERE / "build"
+STEMS = ["probes"]
+SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
+VARIANTS = {
+    "plain": ("", ""),
+    # The portable form of the fiber switch, and a build without the assembler one.
+    "ucontext": ("-DHOSTRUN_UCONTEXT", ""),
+    "sanitized": (SANITIZE, "-fsanitize=address,undefined"),
+}
+
+
+def missing():
+    """Why the modules cannot be built here, or None."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler ({compiler})"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return f"no Python.h in {sysconfig.get_path('include')}"
+    absent = [name for name in ("pybind11", "numpy") if importlib.util.find_spec(name) is None]
+    absent += [] if ninja() else ["ninja"]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+def ninja():
+    """The command that starts ninja, or an empty list."""
+    if importlib.util.find_spec("ninja"):
+        return [sys.executable, "-m", "ninja"]
+    return [shutil.which("ninja")] if shutil.which("ninja") else []
+
+
+def build_ninja():
+    """The text of build.ninja: every source once per variant that changes it."""
+    import pybind11
+
+    lines = [
+        f"cxx = {os.environ.get('CXX', 'g++')}",
+        f"includes = -I{HERE} -isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}",
+        "flags = -std=c++17 -O1 -fPIC -fvisibility=hidden -Wall -Wextra -Werror -DBNUQ_HOSTRUN",
+        "rule compile",
+        "  command = $cxx $flags $extra $includes -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        "  command = $cxx -shared $extra $in -o $out",
+    ]
+    for variant, (compile_flags, link_flags) in VARIANTS.items():
+        objects = []
+        for stem in ["module", "fiber", "block", *STEMS]:
+            flags = f"-DHOSTRUN_MODULE=hostrun_{variant}" if stem == "module" else compile_flags
+            objects.append(f"{variant}/{stem}.o")
+            lines += [f"build {objects[-1]}: compile {HERE / stem}.cpp", f"  extra = {flags}"]
+        lines += [
+            f"build hostrun_{variant}.so: link {' '.join(objects)}",
+            f"  extra = {link_flags}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def build(variant):
+    """Builds one module, or only what has changed of it, and returns its path."""
+    BUILD.mkdir(exist_ok=True)
+    text, path = build_ninja(), BUILD / "build.ninja"
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    target = f"hostrun_{variant}.so"
+    command = [*ninja(), "-C", str(BUILD), target]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"hostrun: the build failed\n{done.stdout}{done.stderr}")
+    return BUILD / target
+
+
+def load_file(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def load(variant="plain"):
+    """The module of a variant, built first where it is out of date."""
+    return load_file(build(variant))
+
+
+def sanitizer_environment():
+    """What a Python process needs in order to load the sanitized module."""
+    compiler = os.environ.get("CXX", "g++")
+
+    def library(name):
+        found = subprocess.check_output([compiler, f"-print-file-name={name}"], text=True)
+        return found.strip()
+
+    # libstdc++ has to be there when AddressSanitizer starts, or it cannot intercept a throw.
+    return os.environ | {
+        "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variants", nargs="*", default=list(VARIANTS))
+    for name in parser.parse_args().variants:
+        print(build(name))
