@@ -36,3 +36,8 @@ def check_seed(op: str, seed, device: torch.device | None = None) -> None:
     check_shape(op, "seed", seed, (2,))
     if device is not None:
         check_device(op, "seed", seed, device)
+
+
+def check_stream(op: str, stream: int) -> None:
+    if not 0 <= stream < 2**32:
+        refuse(op, "stream", "lie in [0, 2^32)", stream)

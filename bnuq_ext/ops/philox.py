@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import _library  # noqa: F401
-from .checks import check_seed, refuse
+from .checks import check_seed, check_stream, refuse
 
 TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "joint": 5}
 
@@ -47,11 +47,10 @@ def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -
     shape = tuple(shape)
     check_seed("philox_normal", seed)
     if len(shape) not in (2, 3):
-        raise ValueError(f"philox_normal: shape must have 2 or 3 entries, got {shape}")
+        refuse("philox_normal", "shape", "have 2 or 3 entries", shape)
     if any(n < 0 for n in shape):
-        raise ValueError(f"philox_normal: shape must not be negative, got {shape}")
-    if not 0 <= stream < 2**32:
-        raise ValueError(f"philox_normal: stream must lie in [0, 2^32), got {stream}")
+        refuse("philox_normal", "shape", "not be negative", shape)
+    check_stream("philox_normal", stream)
     tag = tag if tag is not None else ("weight" if len(shape) == 3 else "mean")
     if tag not in TAGS:
         refuse("philox_normal", "tag", f"be one of {', '.join(TAGS)}", tag)

@@ -1,0 +1,132 @@
+"""Batch norm with the statistics of T replicas, residual and activation fused."""
+
+import torch
+from torch import Tensor
+
+from .. import _library  # noqa: F401
+from .batch_norm_checks import (
+    check_bank,
+    check_fitted,
+    check_input,
+    check_out,
+    prepare,
+    slope_of,
+    wants_grad,
+)
+
+FAMILIES = {"normal": 0, "lognormal": 1}
+
+
+def batch_norm_bank(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    seed: Tensor | None = None,
+    snapshot: Tensor | None = None,
+    *,
+    num_samples: int | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    slope: float = 0.01,
+    shared: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Batch norm of T replicas, each with a stored snapshot s_t of the statistics.
+
+        y[t] = act((x[t] - mean[s_t]) * weight / sqrt(var[s_t] + eps) + bias + residual[t])
+
+    Args:
+        x: (N, C, *) with `shared`, else (T*N, C, *), replica-major; float32, float64, float16 or
+            bfloat16.
+        mean: (B, C), the snapshots' means.
+        var: (B, C), the snapshots' biased variances.
+        seed: (2,) int64, key and first replica: s_t is as in `snapshot_indices`. Or give `snapshot`.
+        snapshot: (T,) int64 in [0, B); checked on the CPU, on CUDA another value yields NaN.
+        num_samples: T; at least 1. Needed with `seed`; with `snapshot` it is its length.
+        weight, bias: (C,), or None for 1 and 0.
+        eps: added to the variance.
+        residual: like x, added before the activation; shared where x is.
+        activation: "none", "relu" or "leaky_relu".
+        slope: of leaky_relu below zero; positive.
+        shared: one x for all replicas.
+        out: like the result; receives it. No gradients then.
+
+    Returns:
+        (T*N, C, *) in the dtype and memory format of x (channels_last stays that). Statistics and
+        arithmetic are float32 (float64 for float64). Deterministic. Gradients with respect to x,
+        mean, var, weight, bias and residual.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
+    """
+    op = "batch_norm_bank"
+    num_samples = check_bank(op, x, mean, var, seed, snapshot, num_samples)
+    check_input(op, x, num_samples, weight, bias, eps, residual, shared)
+    negative_slope = slope_of(op, activation, slope)
+    mean, var = prepare(x, mean), prepare(x, var)
+    weight, bias = prepare(x, weight), prepare(x, bias)
+    args = (x, mean, var, seed, snapshot, num_samples, weight, bias, residual)
+    args += (eps, negative_slope, shared)
+    if out is None:
+        return torch.ops.bnuq.batch_norm_bank.default(*args)
+    check_out(
+        op, out, x, num_samples, residual, shared, wants_grad(*args[:3], weight, bias, residual)
+    )
+    torch.ops.bnuq.batch_norm_bank_out.default(out, *args)
+    return out
+
+
+def batch_norm_fitted(
+    x: Tensor,
+    params: Tensor,
+    seed: Tensor,
+    stream: int,
+    num_samples: int,
+    family: str,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    slope: float = 0.01,
+    shared: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Batch norm of T replicas, each with statistics drawn from fitted distributions.
+
+        y[t] = act((x[t] - mean[t]) * weight / sqrt(spread[t]^2 + eps) + bias + residual[t])
+        mean[t, c] = params[0, c] + params[1, c] * z_mean
+        spread[t, c] = exp(params[2, c] + params[3, c] * z_spread)  for "lognormal"
+        spread[t, c] = max(params[2, c] + params[3, c] * z_spread, params[2, c] / 8)  for "normal"
+
+    z_mean and z_spread are `philox_normal(seed, stream, (T, C))` of the tags "mean" and "spread".
+
+    Args:
+        params: (4, C): mean and std of the batch mean; mean and std of the spread, or of its
+            logarithm.
+        seed: (2,) int64, key and first replica.
+        stream: number of the stochastic layer; at least 0, below 2^32.
+        num_samples: T; at least 1.
+        family: "normal" or "lognormal", of the spread.
+
+    The others, the result and the errors are those of `batch_norm_bank`. Gradients with respect to
+    x, params, weight, bias and residual.
+    """
+    op = "batch_norm_fitted"
+    check_fitted(op, x, params, seed, stream, num_samples, family, FAMILIES)
+    check_input(op, x, num_samples, weight, bias, eps, residual, shared)
+    negative_slope = slope_of(op, activation, slope)
+    params, weight, bias = prepare(x, params), prepare(x, weight), prepare(x, bias)
+    args = (x, params, seed, stream, FAMILIES[family], num_samples, weight, bias, residual)
+    args += (eps, negative_slope, shared)
+    if out is None:
+        return torch.ops.bnuq.batch_norm_fitted.default(*args)
+    check_out(
+        op, out, x, num_samples, residual, shared, wants_grad(x, params, weight, bias, residual)
+    )
+    torch.ops.bnuq.batch_norm_fitted_out.default(out, *args)
+    return out

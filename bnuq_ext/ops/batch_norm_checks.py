@@ -1,0 +1,178 @@
+"""Argument checks of the batch-norm ops; cheap, for they run once a layer."""
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    check_device,
+    check_floating,
+    check_seed,
+    check_shape,
+    check_stream,
+    check_tensor,
+    refuse,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics, parameters and sums for activations of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def prepare(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """A parameter as the kernels take it: contiguous, in the accumulation type."""
+    if parameter is None:
+        return None
+    return parameter.to(acc_dtype(x.dtype)).contiguous()
+
+
+def result_format(x: Tensor) -> torch.memory_format:
+    """channels_last where x is that and not contiguous, else contiguous."""
+    if not x.is_contiguous():
+        if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+            return torch.channels_last
+        if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+            return torch.channels_last_3d
+    return torch.contiguous_format
+
+
+def wants_grad(*tensors) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def slope_of(op: str, activation: str, slope: float) -> float:
+    """The activation as one number: its slope below zero."""
+    if activation == "none":
+        return 1.0
+    if activation == "relu":
+        return 0.0
+    if activation != "leaky_relu":
+        refuse(op, "activation", 'be "none", "relu" or "leaky_relu"', repr(activation))
+    if not slope > 0:
+        refuse(op, "slope", "be positive", slope)
+    return float(slope)
+
+
+def check_activations(op: str, x: Tensor) -> None:
+    check_tensor(op, "x", x)
+    if x.dtype not in DTYPES:
+        refuse(op, "x", "be float32, float16, bfloat16 or float64", x.dtype, TypeError)
+    if x.dim() < 2:
+        refuse(op, "x", "have at least 2 dimensions (N, C, *)", list(x.shape))
+
+
+def check_parameter(op: str, name: str, value: Tensor, shape: tuple, device) -> None:
+    check_floating(op, name, value)
+    check_shape(op, name, value, shape)
+    check_device(op, name, value, device)
+
+
+def check_num_samples(op: str, num_samples) -> None:
+    if not isinstance(num_samples, int | torch.SymInt):
+        refuse(op, "num_samples", "be an integer", type(num_samples).__name__, TypeError)
+    if num_samples < 1:
+        refuse(op, "num_samples", "be at least 1", num_samples)
+
+
+def check_snapshot(op: str, snapshot: Tensor, num_snapshots: int, device) -> None:
+    check_tensor(op, "snapshot", snapshot)
+    if snapshot.dtype != torch.int64:
+        refuse(op, "snapshot", "be int64", snapshot.dtype, TypeError)
+    if snapshot.dim() != 1:
+        refuse(op, "snapshot", "have 1 dimension", list(snapshot.shape))
+    check_device(op, "snapshot", snapshot, device)
+    if torch.compiler.is_compiling() or device.type != "cpu":
+        return
+    for value in snapshot.tolist():
+        if not 0 <= value < num_snapshots:
+            refuse(op, "snapshot", f"lie in [0, {num_snapshots})", value)
+
+
+def check_bank(op, x, mean, var, seed, snapshot, num_samples) -> int:
+    """Checks x and where its statistics come from; T."""
+    check_activations(op, x)
+    check_floating(op, "mean", mean)
+    if mean.dim() != 2:
+        refuse(op, "mean", "have shape (B, C)", list(mean.shape))
+    if mean.shape[0] < 1:
+        refuse(op, "mean", "hold at least 1 snapshot", list(mean.shape))
+    check_parameter(op, "mean", mean, (mean.shape[0], x.shape[1]), x.device)
+    check_parameter(op, "var", var, mean.shape, x.device)
+    if (seed is None) == (snapshot is None):
+        got = "neither" if seed is None else "both"
+        refuse(op, "seed", "be given or snapshot, one of them", got)
+    if snapshot is None:
+        check_seed(op, seed, x.device)
+        check_num_samples(op, num_samples)
+        return num_samples
+    check_snapshot(op, snapshot, mean.shape[0], x.device)
+    if num_samples is not None and num_samples != snapshot.shape[0]:
+        refuse(op, "num_samples", f"be the length of snapshot {snapshot.shape[0]}", num_samples)
+    check_num_samples(op, snapshot.shape[0])
+    return snapshot.shape[0]
+
+
+def check_fitted(op, x, params, seed, stream, num_samples, family, families) -> None:
+    """Checks x and where its statistics come from."""
+    check_activations(op, x)
+    check_tensor(op, "params", params)
+    check_parameter(op, "params", params, (4, x.shape[1]), x.device)
+    check_seed(op, seed, x.device)
+    check_stream(op, stream)
+    check_num_samples(op, num_samples)
+    if family not in families:
+        refuse(op, "family", f"be one of {', '.join(families)}", repr(family))
+
+
+def check_input(op, x, num_samples, weight, bias, eps, residual, shared) -> None:
+    """Checks what both ops take besides the statistics."""
+    if not shared and x.shape[0] % num_samples != 0:
+        refuse(op, "x", f"have a multiple of {num_samples} rows", list(x.shape))
+    if not eps >= 0:
+        refuse(op, "eps", "not be negative", eps)
+    if weight is not None:
+        check_parameter(op, "weight", weight, x.shape[1:2], x.device)
+    if bias is not None:
+        check_parameter(op, "bias", bias, x.shape[1:2], x.device)
+    if residual is not None:
+        check_tensor(op, "residual", residual)
+        if residual.dtype != x.dtype:
+            refuse(op, "residual", f"have the dtype of x {x.dtype}", residual.dtype, TypeError)
+        check_shape(op, "residual", residual, x.shape)
+        check_device(op, "residual", residual, x.device)
+
+
+def check_out(op, out, x, num_samples, residual, shared, wants_grad) -> None:
+    """Checks a tensor that is to receive the result."""
+    check_tensor(op, "out", out)
+    if wants_grad or out.requires_grad:
+        refuse(op, "out", "be None where gradients are needed", "a tensor")
+    if out.dtype != x.dtype:
+        refuse(op, "out", f"have the dtype of x {x.dtype}", out.dtype, TypeError)
+    check_shape(op, "out", out, (x.shape[0] * (num_samples if shared else 1), *x.shape[1:]))
+    check_device(op, "out", out, x.device)
+    if not out.is_contiguous(memory_format=result_format(x)):
+        refuse(op, "out", "have the memory format of the result", f"strides {out.stride()}")
+    for name, source in (("x", x), ("residual", residual)):
+        if source is not None and _overlap(out, source) and not _same(out, source, shared):
+            refuse(op, "out", f"be {name} itself or not overlap it", "overlapping memory")
+
+
+def _same(out: Tensor, source: Tensor, shared: bool) -> bool:
+    if out.data_ptr() != source.data_ptr() or out.stride() != source.stride():
+        return False
+    return not shared or out.shape == source.shape
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if torch.compiler.is_compiling() or a.numel() == 0 or b.numel() == 0:
+        return False
+    (first, past), (begin, end) = _extent(a), _extent(b)
+    return first < end and begin < past
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()

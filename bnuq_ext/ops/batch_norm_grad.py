@@ -1,0 +1,186 @@
+"""Fakes and gradients of the batch-norm ops.
+
+With g = act'(y) * grad_y the backward op returns grad_x, grad_residual and, per replica and
+channel, sums[0] = sum g and sums[1] = sum g * (x - mean) * rstd. From them
+    grad_bias = sum_t sums[0],                 grad_weight = sum_t sums[1],
+    grad_mean[t] = -weight * rstd * sums[0],   grad_var[t] = -weight * rstd^2 / 2 * sums[1].
+"""
+
+import torch
+
+from .batch_norm_checks import acc_dtype, result_format
+from .philox import philox_normal
+
+
+def _empty_rows(x, rows, memory_format):
+    return x.new_empty((rows, *x.shape[1:])).contiguous(memory_format=memory_format)
+
+
+def _fake(x, num_samples, shared):
+    return _empty_rows(x, x.shape[0] * (num_samples if shared else 1), result_format(x))
+
+
+def _fake_backward(grad_y, y, num_samples, shared, need_x, need_residual, need_sums):
+    rows = grad_y.shape[0] // num_samples if shared else grad_y.shape[0]
+    memory_format = result_format(grad_y if y is None else y)
+    acc = acc_dtype(grad_y.dtype)
+    like_x = [
+        _empty_rows(grad_y, rows, memory_format) if need else grad_y.new_empty((0,))
+        for need in (need_x, need_residual)
+    ]
+    shape = (2, num_samples, grad_y.shape[1]) if need_sums else (0,)
+    return *like_x, grad_y.new_empty(shape, dtype=acc)
+
+
+@torch.library.register_fake("bnuq::batch_norm_bank")
+def _(x, mean, var, seed, snapshot, num_samples, weight, bias, residual, eps, slope, shared):
+    return _fake(x, num_samples, shared)
+
+
+@torch.library.register_fake("bnuq::batch_norm_fitted")
+def _(x, params, seed, stream, family, num_samples, weight, bias, residual, eps, slope, shared):
+    return _fake(x, num_samples, shared)
+
+
+@torch.library.register_fake("bnuq::batch_norm_bank_out")
+def _(out, x, mean, var, seed, snapshot, num_samples, weight, bias, residual, eps, slope, shared):
+    return None
+
+
+@torch.library.register_fake("bnuq::batch_norm_fitted_out")
+def _(
+    out, x, params, seed, stream, family, num_samples, weight, bias, residual, eps, slope, shared
+):
+    return None
+
+
+@torch.library.register_fake("bnuq::batch_norm_bank_backward")
+def _(grad_y, x, y, mean, var, seed, snapshot, num_samples, weight, eps, slope, shared, *needs):
+    return _fake_backward(grad_y, y, num_samples, shared, *needs)
+
+
+@torch.library.register_fake("bnuq::batch_norm_fitted_backward")
+def _(
+    grad_y, x, y, params, seed, stream, family, num_samples, weight, eps, slope, shared, *needs
+):  # fmt: skip
+    return _fake_backward(grad_y, y, num_samples, shared, *needs)
+
+
+def _save(ctx, x, output, others, needs_sums, slope):
+    """Saves x only for the sums and the output only for the activation."""
+    ctx.save_for_backward(x if needs_sums else None, output if slope != 1 else None, *others)
+
+
+def _moment_grads(sums, weight, var, eps):
+    """Gradients with respect to each replica's mean and variance, both (T, C)."""
+    rstd = (var + eps).rsqrt()
+    scale = rstd if weight is None else rstd * weight
+    return -scale * sums[0], -0.5 * scale * rstd * sums[1]
+
+
+def _setup_bank(ctx, inputs, output):
+    x, mean, var, seed, snapshot, num_samples, weight, bias, residual, eps, slope, shared = inputs
+    ctx.scalars = (num_samples, eps, slope, shared)
+    needs = ctx.needs_input_grad
+    ctx.needs_sums = needs[1] or needs[2] or needs[6] or needs[7]
+    _save(ctx, x, output, (mean, var, seed, snapshot, weight), ctx.needs_sums, slope)
+
+
+def _backward_bank(ctx, grad_y):
+    x, y, mean, var, seed, snapshot, weight = ctx.saved_tensors
+    num_samples, eps, slope, shared = ctx.scalars
+    needs = ctx.needs_input_grad
+    grad_x, grad_residual, sums = torch.ops.bnuq.batch_norm_bank_backward(
+        grad_y, x, y, mean, var, seed, snapshot, num_samples, weight, eps, slope, shared,
+        needs[0], needs[8], ctx.needs_sums,
+    )  # fmt: skip
+    grad_mean = grad_var = None
+    if needs[1] or needs[2]:
+        grad_mean, grad_var = _bank_grads(sums, mean, var, seed, snapshot, num_samples, weight, eps)
+    return (
+        grad_x if needs[0] else None,
+        grad_mean if needs[1] else None,
+        grad_var if needs[2] else None,
+        None,
+        None,
+        None,
+        sums[1].sum(0) if needs[6] else None,
+        sums[0].sum(0) if needs[7] else None,
+        grad_residual if needs[8] else None,
+        None,
+        None,
+        None,
+    )
+
+
+def _bank_grads(sums, mean, var, seed, snapshot, num_samples, weight, eps):
+    """Gradients with respect to the snapshots, both (B, C): a one-hot product adds up the replicas."""
+    num_snapshots = mean.shape[0]
+    if snapshot is None:
+        snapshot = torch.ops.bnuq.snapshot_indices(seed, num_snapshots, num_samples)
+    drawn_var = var[snapshot.clamp(0, num_snapshots - 1)]
+    per_replica = _moment_grads(sums, weight, drawn_var, eps)
+    one_hot = torch.arange(num_snapshots, device=mean.device)[:, None] == snapshot
+    return tuple(one_hot.to(mean.dtype) @ grad for grad in per_replica)
+
+
+def _setup_fitted(ctx, inputs, output):
+    x, params, seed, stream, family, num_samples, weight, bias, residual, eps, slope, shared = (
+        inputs
+    )
+    ctx.scalars = (stream, family, num_samples, eps, slope, shared)
+    needs = ctx.needs_input_grad
+    ctx.needs_sums = needs[1] or needs[6] or needs[7]
+    _save(ctx, x, output, (params, seed, weight), ctx.needs_sums, slope)
+
+
+def _backward_fitted(ctx, grad_y):
+    x, y, params, seed, weight = ctx.saved_tensors
+    stream, family, num_samples, eps, slope, shared = ctx.scalars
+    needs = ctx.needs_input_grad
+    grad_x, grad_residual, sums = torch.ops.bnuq.batch_norm_fitted_backward(
+        grad_y, x, y, params, seed, stream, family, num_samples, weight, eps, slope, shared,
+        needs[0], needs[8], ctx.needs_sums,
+    )  # fmt: skip
+    grad_params = None
+    if needs[1]:
+        grad_params = _params_grad(sums, params, seed, stream, family, num_samples, weight, eps)
+    return (
+        grad_x if needs[0] else None,
+        grad_params,
+        None,
+        None,
+        None,
+        None,
+        sums[1].sum(0) if needs[6] else None,
+        sums[0].sum(0) if needs[7] else None,
+        grad_residual if needs[8] else None,
+        None,
+        None,
+        None,
+    )
+
+
+def _params_grad(sums, params, seed, stream, family, num_samples, weight, eps):
+    """Gradient with respect to params (4, C), through the noise drawn again."""
+    shape = (num_samples, params.shape[1])
+    z_mean = philox_normal(seed, stream, shape, tag="mean").to(params.dtype)
+    z_spread = philox_normal(seed, stream, shape, tag="spread").to(params.dtype)
+    drawn = params[2] + params[3] * z_spread
+    if family == 1:
+        spread = drawn.exp()
+        d_centre, d_std = spread, spread * z_spread
+    else:
+        free = drawn > params[2] / 8
+        spread = torch.where(free, drawn, params[2] / 8)
+        d_centre, d_std = torch.where(free, 1.0, 0.125), torch.where(free, z_spread, 0.0)
+    grad_mean, grad_var = _moment_grads(sums, weight, spread.square(), eps)
+    grad_spread = 2 * spread * grad_var
+    rows = (grad_mean, grad_mean * z_mean, grad_spread * d_centre, grad_spread * d_std)
+    return torch.stack([row.sum(0) for row in rows])
+
+
+torch.library.register_autograd("bnuq::batch_norm_bank", _backward_bank, setup_context=_setup_bank)
+torch.library.register_autograd(
+    "bnuq::batch_norm_fitted", _backward_fitted, setup_context=_setup_fitted
+)

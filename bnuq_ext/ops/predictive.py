@@ -1,0 +1,121 @@
+"""What T replicas' logits say: mean, variance, entropy and expected entropy of the probabilities."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _library  # noqa: F401
+from .batch_norm_checks import DTYPES, acc_dtype
+from .checks import check_device, check_shape, check_tensor, refuse
+
+
+class PredictiveStatistics(NamedTuple):
+    """See `predictive_statistics`."""
+
+    mean: Tensor
+    variance: Tensor
+    entropy: Tensor
+    expected_entropy: Tensor
+
+
+def predictive_statistics(logits: Tensor) -> PredictiveStatistics:
+    """Statistics of p_t = softmax(logits[t]) over T replicas, in one pass over the logits.
+
+        mean = sum_t p_t / T,      variance = sum_t (p_t - mean)^2 / T,
+        entropy = H[mean],         expected_entropy = sum_t H[p_t] / T
+
+    The mutual information between class and replica is `entropy - expected_entropy`.
+
+    Args:
+        logits: (T, N, K, *), T at least 1; float32, float64, float16 or bfloat16.
+
+    Returns:
+        mean (N, K, *), variance (N, K, *), entropy (N, *), expected_entropy (N, *), entropies in
+        nats; float32, or float64 for float64. The replicas are taken one after another (Welford's
+        recursion). Deterministic. Gradients with respect to the logits.
+
+    Raises:
+        ValueError, TypeError: logits have the wrong shape or dtype.
+    """
+    _check_logits("predictive_statistics", logits)
+    return PredictiveStatistics(*torch.ops.bnuq.predictive_statistics.default(logits))
+
+
+def predictive_accumulate_(
+    mean: Tensor, m2: Tensor, expected_entropy: Tensor, logits: Tensor, count: int
+) -> None:
+    """Takes T replicas more into running predictive statistics, in place.
+
+    Start from zeros with count 0. After T replicas in all, in chunks of any size and with the same
+    bits: variance = m2 / T, expected entropy = expected_entropy / T. No gradients.
+
+    Args:
+        mean: (N, K, *), mean probability so far; contiguous, float32 (float64 for float64 logits).
+        m2: (N, K, *), sum of squared deviations from it.
+        expected_entropy: (N, *), sum of the replicas' entropies in nats.
+        logits: (T, N, K, *), T at least 1.
+        count: replicas already taken in; at least 0.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, device, layout, value or dtype.
+    """
+    op = "predictive_accumulate_"
+    _check_logits(op, logits)
+    if count < 0:
+        refuse(op, "count", "not be negative", count)
+    shape = logits.shape[1:]
+    state = {"mean": mean, "m2": m2, "expected_entropy": expected_entropy}
+    for name, value in state.items():
+        check_tensor(op, name, value)
+        if value.dtype != acc_dtype(logits.dtype):
+            refuse(op, name, f"be {acc_dtype(logits.dtype)}", value.dtype, TypeError)
+        check_shape(
+            op, name, value, shape if value is not expected_entropy else shape[:1] + shape[2:]
+        )
+        check_device(op, name, value, logits.device)
+        if not value.is_contiguous():
+            refuse(op, name, "be contiguous", f"strides {value.stride()}")
+    torch.ops.bnuq.predictive_accumulate_.default(mean, m2, expected_entropy, logits, count)
+
+
+def _check_logits(op: str, logits: Tensor) -> None:
+    check_tensor(op, "logits", logits)
+    if logits.dtype not in DTYPES:
+        refuse(op, "logits", "be float32, float16, bfloat16 or float64", logits.dtype, TypeError)
+    if logits.dim() < 3:
+        refuse(op, "logits", "have at least 3 dimensions (T, N, K, *)", list(logits.shape))
+    if logits.shape[0] < 1:
+        refuse(op, "logits", "hold at least 1 replica", list(logits.shape))
+
+
+@torch.library.register_fake("bnuq::predictive_statistics")
+def _(logits):
+    shape, acc = logits.shape[1:], acc_dtype(logits.dtype)
+    positions = shape[:1] + shape[2:]
+    return tuple(logits.new_empty(s, dtype=acc) for s in (shape, shape, positions, positions))
+
+
+@torch.library.register_fake("bnuq::predictive_statistics_backward")
+def _(logits, mean, *grads):
+    return logits.new_empty(logits.shape)
+
+
+@torch.library.register_fake("bnuq::predictive_accumulate_")
+def _(mean, m2, expected_entropy, logits, count):
+    return None
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0], output[0])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, *grads):
+    logits, mean = ctx.saved_tensors
+    return torch.ops.bnuq.predictive_statistics_backward(logits, mean, *grads)
+
+
+torch.library.register_autograd(
+    "bnuq::predictive_statistics", _backward, setup_context=_setup_context
+)
