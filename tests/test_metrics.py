@@ -1,0 +1,174 @@
+"""The scores against scikit-learn, scipy and values worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from scipy import optimize, stats
+from sklearn import metrics as sklearn_metrics
+
+from bnuq_ext import metrics
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def labels(n, k, seed=1):
+    return torch.randint(k, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def test_nll_is_scikit_learns_log_loss():
+    probs, y = (3 * draw(200, 10)).softmax(1), labels(200, 10)
+    expected = sklearn_metrics.log_loss(y, probs, labels=range(10))
+    assert metrics.nll(probs, y).item() == pytest.approx(expected, rel=1e-12)
+    assert metrics.nll(probs, y, reduction="none").mean().item() == pytest.approx(
+        expected, rel=1e-12
+    )
+
+
+def test_nll_of_pixels():
+    probs, y = draw(3, 5, 4, 2).softmax(1), labels(24, 5).view(3, 4, 2)
+    flat = probs.permute(0, 2, 3, 1).reshape(-1, 5)
+    expected = sklearn_metrics.log_loss(y.flatten(), flat, labels=range(5))
+    assert metrics.nll(probs, y).item() == pytest.approx(expected, rel=1e-12)
+    assert metrics.nll(probs, y, reduction="none").shape == (3, 4, 2)
+
+
+def test_nll_of_an_impossible_label_is_infinite():
+    assert metrics.nll(torch.tensor([[1.0, 0.0]]), torch.tensor([1])).item() == math.inf
+
+
+def test_accuracy():
+    probs, y = draw(200, 4).softmax(1), labels(200, 4)
+    expected = sklearn_metrics.accuracy_score(y, probs.argmax(1))
+    assert metrics.accuracy(probs, y).item() == pytest.approx(expected, rel=1e-12)
+    assert 0 < expected < 1
+
+
+def test_ece_by_hand():
+    # Two bins: (0, 0.5] holds a row of confidence 0.5 that is right, (0.5, 1] holds 0.9 right and 0.8 wrong.
+    probs = torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.1, 0.0], [0.1, 0.8, 0.1]], dtype=torch.float64)
+    y = torch.tensor([0, 0, 2])
+    expected = 1 / 3 * abs(1 - 0.5) + 2 / 3 * abs(0.5 - 0.85)
+    assert metrics.ece(probs, y, num_bins=2).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_ece_matches_scipy_bins():
+    probs, y = (2 * draw(500, 5)).softmax(1), labels(500, 5)
+    confidence, guess = probs.max(1)
+    right = (guess == y).double()
+    count, edges, _ = stats.binned_statistic(-confidence, confidence, "count", 15, (-1, 0))
+    gap = stats.binned_statistic(-confidence, confidence - right, "sum", edges).statistic
+    assert count.sum() == 500
+    assert metrics.ece(probs, y).item() == pytest.approx(abs(gap).sum() / 500, rel=1e-12)
+
+
+def test_entropies_match_scipy():
+    probs = (2 * draw(7, 20, 6)).softmax(2)
+    mean = probs.mean(0)
+    entropy = torch.from_numpy(stats.entropy(mean.numpy(), axis=1))
+    expected = torch.from_numpy(stats.entropy(probs.numpy(), axis=2)).mean(0)
+    actual = metrics.predictive_entropy(probs, reduction="none")
+    torch.testing.assert_close(actual, entropy)
+    actual = metrics.mutual_information(probs, reduction="none")
+    torch.testing.assert_close(actual, entropy - expected)
+    assert metrics.mutual_information(probs).item() == pytest.approx(actual.mean().item())
+
+
+def test_entropy_and_information_of_opposed_certainties_is_log_two():
+    probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    assert metrics.predictive_entropy(probs).item() == pytest.approx(math.log(2))
+    assert metrics.mutual_information(probs).item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 64])
+def test_equal_replicas_have_exactly_no_information(replicas):
+    probs = (5 * draw(1, 50, 10).float()).softmax(2).expand(replicas, -1, -1)
+    assert (metrics.mutual_information(probs, reduction="none") == 0).all()
+
+
+def test_information_is_never_negative_beyond_rounding():
+    probs = (30 * draw(5, 1000, 10)).softmax(2)
+    assert metrics.mutual_information(probs, reduction="none").min() > -1e-14
+
+
+def test_auroc_matches_scikit_learn_with_ties():
+    inside, outside = (3 * draw(80)).round(), (3 * draw(60, seed=2) + 1).round()
+    truth = torch.cat([torch.zeros(80), torch.ones(60)])
+    expected = sklearn_metrics.roc_auc_score(truth, torch.cat([inside, outside]))
+    assert metrics.auroc(inside, outside).item() == pytest.approx(expected, rel=1e-12)
+    assert metrics.auroc(outside, inside).item() == pytest.approx(1 - expected, rel=1e-12)
+
+
+def test_temperature_matches_scipy():
+    logits, y = 4 * draw(300, 5), labels(300, 5)
+    logits[torch.arange(300), y] += 3
+
+    def score(log_temperature):
+        return torch.nn.functional.cross_entropy(logits / math.exp(log_temperature), y).item()
+
+    expected = math.exp(optimize.minimize_scalar(score, (-1, 1), tol=1e-12).x)
+    assert 1 < expected < 10
+    assert metrics.fit_temperature(logits, y) == pytest.approx(expected, rel=1e-6)
+
+
+def test_temperature_of_perfect_logits_is_the_bound():
+    assert metrics.fit_temperature(0.1 * torch.eye(4), torch.arange(4)) == pytest.approx(0.01)
+    assert metrics.fit_temperature(torch.eye(4), (torch.arange(4) + 1) % 4) == pytest.approx(100)
+
+
+PROBS, Y = torch.full((3, 2), 0.5), torch.tensor([0, 1, 1])
+REFUSED = [
+    (lambda: metrics.nll([0.5], Y), TypeError, "nll: probs must be a tensor, got list"),
+    (
+        lambda: metrics.nll(PROBS.long(), Y),
+        TypeError,
+        "nll: probs must be a floating-point tensor, got torch.int64",
+    ),
+    (lambda: metrics.nll(PROBS[0], Y), ValueError, "nll: probs must have shape (N, K), got [2]"),
+    (
+        lambda: metrics.nll(PROBS, Y.float()),
+        TypeError,
+        "nll: y must be a tensor of integer labels, got torch.float32",
+    ),
+    (
+        lambda: metrics.accuracy(PROBS, Y[:2]),
+        ValueError,
+        "accuracy: y must have shape [3], got [2]",
+    ),
+    (lambda: metrics.ece(PROBS, Y + 1), ValueError, "ece: y must lie in [0, 2), got [1, 2]"),
+    (lambda: metrics.ece(PROBS, Y, 0), ValueError, "ece: num_bins must be positive, got 0"),
+    (
+        lambda: metrics.nll(PROBS, Y, reduction="sum"),
+        ValueError,
+        'nll: reduction must be "mean" or "none", got \'sum\'',
+    ),
+    (
+        lambda: metrics.mutual_information(PROBS),
+        ValueError,
+        "mutual_information: probs must have shape (T, N, K), got [3, 2]",
+    ),
+    (
+        lambda: metrics.predictive_entropy(PROBS),
+        ValueError,
+        "predictive_entropy: probs must have shape (T, N, K), got [3, 2]",
+    ),
+    (
+        lambda: metrics.auroc(PROBS, PROBS[0]),
+        ValueError,
+        "auroc: scores_in must have one dimension, got 2",
+    ),
+    (
+        lambda: metrics.fit_temperature(PROBS[:0], Y[:0]),
+        ValueError,
+        "fit_temperature: logits must have rows, got [0, 2]",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, error, message", REFUSED, ids=[r[2][:40] for r in REFUSED])
+def test_rejects(call, error, message):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
