@@ -2,26 +2,65 @@
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .replicas import current_pass
 
 
 class Stochastic:
-    """Mixin of a batch-norm layer whose statistics can be sampled.
+    """Mixin of a batch-norm layer whose statistics can be sampled; goes before the class it extends.
 
     Outside a pass it is the class that it is mixed into, in train() and in eval(). `bank` and `bank_name`
     are plain attributes: they are no part of the state_dict, and deepcopy and pickle keep them.
+
+    A pass uses `affine`, `batch_statistics` and `finish`; an adapter of another class overrides what
+    differs there.
     """
 
     bank = None  # Bank, shared by all layers of a model
     bank_name = None  # the layer's key in the bank
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):  # torch.fx: one node, as for the torch layer
+            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
         active = current_pass()
-        return self.plain_forward(x) if active is None else active.visit(self, x)
+        if active is None:
+            return self.plain_forward(x)
+        self.check_input(x)
+        return active.visit(self, x)
 
     def plain_forward(self, x: Tensor) -> Tensor:
+        """What the original class does."""
         return super().forward(x)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raises as the original class does for an x with the wrong number of dimensions."""
+        self._check_input_dim(x)
+
+    def finish(self, y: Tensor) -> Tensor:
+        """What the original class does to the normalised y: (N, C, *) to (N, C, *); here nothing."""
+        return y
+
+    def affine(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """(weight (C,), bias (C,), eps); None stands for ones and zeros."""
+        return self.weight, self.bias, self.eps
+
+    def batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Mean and biased variance of each channel over everything else.
+
+        Args:
+            x: (N, C, *) the layer's input.
+
+        Returns:
+            mean (C,), variance (C,), both float32 (float64 for float64), and the number of values
+            that a channel has.
+        """
+        var, mean = torch.var_mean(
+            x.to(accumulation_dtype(x.dtype)),
+            dim=[d for d in range(x.dim()) if d != 1],
+            correction=0,
+        )
+        return mean, var, x[:, 0].numel()
 
 
 class StochasticBatchNorm1d(Stochastic, nn.BatchNorm1d):
@@ -43,6 +82,15 @@ class StochasticSyncBatchNorm(Stochastic, nn.SyncBatchNorm):
 def named_stochastic_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The stochastic layers of a model by qualified name, each once, in the order of the modules."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Stochastic)}
+
+
+def original_class(layer: nn.Module) -> type[nn.Module]:
+    """The class that a stochastic layer was made from."""
+    return next(
+        cls
+        for cls in type(layer).__mro__
+        if issubclass(cls, nn.Module) and not issubclass(cls, Stochastic)
+    )
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
