@@ -91,7 +91,7 @@ class Frozen(SwappedClass):
         if x.dim() != 4:
             raise ValueError(f"expected 4D input (got {x.dim()}D input)")
 
-    def affine(self) -> tuple[Tensor, Tensor, float]:
+    def affine_parameters(self) -> tuple[Tensor, Tensor, float]:
         return self.weight, self.bias, getattr(self, "eps", 0.0)
 
 

@@ -13,7 +13,7 @@ class Stochastic:
     Outside a pass it is the class that it is mixed into, in train() and in eval(). `bank` and `bank_name`
     are plain attributes: they are no part of the state_dict, and deepcopy and pickle keep them.
 
-    A pass uses `affine`, `batch_statistics` and `finish`; an adapter of another class overrides what
+    A pass uses `affine_parameters`, `batch_statistics` and `finish`; an adapter of another class overrides what
     differs there.
     """
 
@@ -41,7 +41,7 @@ class Stochastic:
         """What the original class does to the normalised y: (N, C, *) to (N, C, *); here nothing."""
         return y
 
-    def affine(self) -> tuple[Tensor | None, Tensor | None, float]:
+    def affine_parameters(self) -> tuple[Tensor | None, Tensor | None, float]:
         """(weight (C,), bias (C,), eps); None stands for ones and zeros."""
         return self.weight, self.bias, self.eps
 
