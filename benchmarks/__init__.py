@@ -1,0 +1,1 @@
+"""Speed against what a user could do without this package. Run `make bench`."""

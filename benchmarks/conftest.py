@@ -1,0 +1,9 @@
+import torch
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    """What the report's first line says beside the processor."""
+    machine_info["torch"] = torch.__version__
+    machine_info["threads"] = torch.get_num_threads()
+    if torch.cuda.is_available():
+        machine_info["gpu"] = torch.cuda.get_device_name()

@@ -1,0 +1,233 @@
+"""The yardsticks give the answer that they are timed for, and the report says what was measured."""
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import models, report, yardsticks
+from benchmarks.memory import peak_extra_bytes
+from bnuq_ext import reference
+
+NETWORKS = {
+    "mlp": (lambda: models.MLP(12, 8, 3, 5), (4, 12)),
+    "resnet18": (lambda: models.resnet18(num_classes=5, width=4), (3, 3, 16, 16)),
+    "resnet50": (lambda: models.resnet50(num_classes=5, width=4), (2, 3, 48, 48)),
+}
+YARDSTICKS = {
+    "loop": yardsticks.loop,
+    "vmap": yardsticks.vmapped,
+    "vmap in chunks": lambda *args: yardsticks.vmapped(*args, chunk=2),
+    "folded weights": yardsticks.folded_into_convolutions,
+    "batched affine": yardsticks.batched,
+    "compiled loop": yardsticks.compiled_loop,
+    "compiled batched": yardsticks.compiled_batched,
+}
+
+
+@pytest.fixture(params=NETWORKS)
+def network(request):
+    """A small network, tables of five replicas, and an input."""
+    build, shape = NETWORKS[request.param]
+    torch.manual_seed(0)
+    model = models.randomise_batch_norm(build())
+    return model, yardsticks.random_tables(model, 5), torch.randn(shape)
+
+
+def oracle(model, tables, x):
+    """In float64: each row of the tables copied into the running buffers, and one eval pass."""
+    model, outputs = deepcopy(model).double(), []
+    for t in range(5):
+        for name, (mean, var) in tables.items():
+            layer = model.get_submodule(name)
+            layer.running_mean.copy_(mean[t])
+            layer.running_var.copy_(var[t])
+        outputs.append(model(x.double()))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("name", YARDSTICKS)
+@torch.no_grad()
+def test_yardsticks_agree_with_an_eval_pass_a_replica(network, name):
+    model, tables, x = network
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    # Without the compiler: the benchmark itself checks what Inductor makes of it.
+    with torch.compiler.set_stance("force_eager"):
+        actual = YARDSTICKS[name](model, tables, x)()
+    expected = oracle(model, tables, x)
+    assert expected.std(0).min() > 1e-4
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0)
+
+
+def test_parameters_of_the_resnets_are_those_of_the_paper():
+    count = {
+        name: sum(p.numel() for p in build().parameters())
+        for name, build in [("18", models.resnet18), ("50", models.resnet50)]
+    }
+    # 11.2 million with ten classes and the CIFAR stem; 25.56 million with a thousand classes.
+    assert count == {"18": 11_173_962, "50": 25_557_032}
+
+
+def test_halving_stages():
+    shapes = []
+    model = models.resnet50(num_classes=5, width=4).eval()
+    for block in model.blocks:
+        block.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape[1:])))
+    model(torch.randn(1, 3, 224, 224))
+    assert shapes[0] == (16, 56, 56) and shapes[3] == (32, 28, 28)
+    assert shapes[7] == (64, 14, 14) and shapes[-1] == (128, 7, 7) and len(shapes) == 16
+
+
+def test_folding_refuses_a_batch_norm_that_follows_no_linear_layer():
+    model = models.randomise_batch_norm(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)))
+    with pytest.raises(yardsticks.Unavailable, match="1 does not follow a convolution"):
+        yardsticks.folded_into_convolutions(
+            model, yardsticks.random_tables(model, 2), torch.ones(2, 3)
+        )
+
+
+@torch.no_grad()
+def test_summary_of_the_yardsticks_is_that_of_the_reference():
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(7, 5, 4)
+    mean, variance, entropy, information = yardsticks.predictive(lambda: logits)()
+    expected = reference.predictive_statistics(logits.double())
+    assert_close = lambda a, e: torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-6)  # noqa: E731
+    assert_close(mean, expected[0])
+    assert_close(variance, expected[1])
+    assert_close(entropy, expected[2])
+    assert_close(information, expected[2] - expected[3])
+
+
+@pytest.mark.parametrize(
+    "text", ["raise RuntimeError('no such operator')", "import no_such_module", ""], ids=repr
+)
+def test_a_broken_torch_uncertainty_is_no_yardstick(tmp_path, monkeypatch, network, text):
+    for name in [n for n in sys.modules if n.split(".")[0] == "torch_uncertainty"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "torch_uncertainty").mkdir()
+    (tmp_path / "torch_uncertainty" / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        yardsticks.Unavailable, match="torch-uncertainty: (Runtime|ModuleNotFound)Error"
+    ):
+        yardsticks.torch_uncertainty(*network)
+
+
+TRITON = """
+import torch
+from benchmarks import models, yardsticks
+from benchmarks.triton_affine import TritonAffine, affine
+
+torch.manual_seed(0)
+for shape, layout in [((3, 7), torch.contiguous_format), ((2, 3, 4, 5, 6), torch.channels_last_3d),
+                      ((3, 5, 21, 20), torch.contiguous_format), ((3, 64, 6, 6), torch.channels_last)]:
+    x, residual = torch.randn(3, *shape), torch.randn(3 * shape[0], *shape[1:]).contiguous(memory_format=layout)
+    scale, shift = torch.rand(3, shape[1]), torch.randn(3, shape[1])
+    rows = (3, 1, shape[1]) + (1,) * (len(shape) - 2)
+    for shared in (True, False):
+        given = x[:1] if shared else x
+        expected = (given * scale.view(rows) + shift.view(rows)).flatten(0, 1)
+        given = given.flatten(0, 1).contiguous(memory_format=layout)
+        actual = affine(given, scale, shift, shared)
+        torch.testing.assert_close(actual, expected)
+        assert actual.stride() == residual.stride()
+        fused = affine(given, scale, shift, shared, residual)
+        torch.testing.assert_close(fused, (expected + residual).relu())
+with torch.no_grad():
+    model = models.randomise_batch_norm(models.MLP(12, 8, 3, 5))
+    tables, x = yardsticks.random_tables(model, 5), torch.randn(4, 12)
+    actual = yardsticks.batched(model, tables, x, TritonAffine)()
+    torch.testing.assert_close(actual, yardsticks.loop(model, tables, x)())
+"""
+
+SM90 = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from benchmarks.triton_affine import affine_kernel
+
+types = {name: "i32" for name in ("size", "x_size", "C", "S")} | {"scale": "*fp32", "shift": "*fp32"}
+for dtype in ("*fp32", "*bf16"):
+    for fused, int64 in [(False, False), (True, True)]:
+        flags = {"FUSED": fused, "INT64": int64, "BLOCK": 2048}
+        signature = {n: "constexpr" if n in flags else types.get(n, dtype) for n in affine_kernel.arg_names}
+        kernel = compile(ASTSource(affine_kernel, signature, flags), target=GPUTarget("cuda", 90, 32))
+        assert len(kernel.asm["cubin"]) > 1000
+"""
+
+
+@pytest.mark.parametrize("script,interpret", [(TRITON, "1"), (SM90, "0")], ids=["run", "sm_90"])
+def test_triton_affine_without_a_gpu(script, interpret, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- memory and the report -----------------------------------------------------------------------
+
+
+def test_peak_memory_counts_what_is_alive_at_once():
+    def several():
+        a = torch.empty(1000)
+        b = a.view(10, 100) + 1
+        del a
+        return b.add_(torch.zeros(500).sum())
+
+    # a and b, 4000 bytes each; then b, the 2000 bytes of zeros and the sum's 4.
+    assert peak_extra_bytes(several, "cpu") == 8000
+    given = torch.ones(100)
+    assert peak_extra_bytes(lambda: given.view(10, 10).t().add_(1), "cpu") == 0
+    assert peak_extra_bytes(lambda: [torch.ones(100) for _ in range(10)], "cpu") == 4000
+    assert peak_extra_bytes(lambda: [torch.ones(100).sum() for _ in range(10)], "cpu") == 440
+
+
+ROWS = [
+    {
+        "case": "MLP, 16 rows",
+        "ours_ms": 2.0,
+        "yardsticks": {"loop": 9.0, "vmap": 3.0, "compiled loop": 1.5},
+        "ratio": {"loop": 4.5, "vmap": 1.5, "compiled loop": 0.75},
+        "ratio_range": {"loop": [4.4, 4.6], "vmap": [1.2, 2.1], "compiled loop": [0.7, 0.8]},
+        "skipped": {"torch-uncertainty": "not installed"},
+        "memory_mb": {"T=20": 3.0, "T=200": 3.3},
+        "target": {"loop": 4.0, "vmap": 2.0, "compiled loop": 1.0, "memory": 1.05},
+    },
+    {
+        "case": "fused",
+        "ours_ms": 1.0,
+        "yardsticks": {"copy_": 0.5},
+        "ratio": {"copy_": 0.5},
+        "gb_s": 17.0,
+        "copy_gb_s": 20.0,
+        "target": {"copy_": 0.8},
+    },
+]
+
+
+def test_report(tmp_path, capsys):
+    records = tmp_path / "raw.json"
+    machine = {"cpu": {"brand_raw": "Some CPU"}, "threads": 2, "torch": "2.14.1"}
+    benchmarks = [{"extra_info": row} for row in [*ROWS, {}]]
+    record = {"machine_info": machine, "benchmarks": benchmarks, "datetime": "2026-01-02T03:04"}
+    records.write_text(json.dumps(record))
+    report.main([str(records)])
+    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert "Some CPU, 2 threads, torch 2.14.1, commit no commit, 2026-01-02" in lines
+    assert "MLP, 16 rows 2.000 loop 9.000 4.50x 4.40-4.60 4x met" in lines
+    assert "vmap 3.000 1.50x 1.20-2.10 2x within noise" in lines
+    assert "compiled loop 1.500 0.75x 0.70-0.80 1x MISSED" in lines
+    assert "memory T=20 3.00 MB" in lines
+    assert "memory T=200 3.30 MB 1.10x <= 1.05x MISSED" in lines
+    assert "torch-uncertainty - not installed" in lines
+    assert "fused 1.000 17.0 copy_ 0.500 20.0 GB/s 85% of copy_ 80% met" in lines
+    text = (tmp_path / "raw.md").read_text()
+    assert "| MLP, 16 rows | 2.000 |  | loop | 9.000 | 4.50x | 4.40-4.60 | 4x | met |" in text
+    assert json.loads((tmp_path / "raw-table.json").read_text())["rows"] == ROWS
