@@ -1,12 +1,14 @@
 // What the batch-norm kernels of the CPU share: where statistics come from, and the affine map of
 // every (replica, channel), made once a call.
 #pragma once
+#include <algorithm>
 #include <optional>
 #include <vector>
 
 #include "../batch_norm.h"
 #include "../layout.h"
 #include "convert.h"
+#include "simd.h"
 
 namespace bnuq {
 
@@ -96,23 +98,37 @@ struct AffineTable {
   std::vector<acc_t> bias;         // (C,)
 };
 
+// Variances to scales, in place.
+template <typename acc_t>
+BNUQ_CLONES void scale_of_variance(acc_t* scale, const acc_t* weight, int64_t C, acc_t eps) {
+  if (weight) {
+#pragma omp simd
+    for (int64_t c = 0; c < C; ++c) scale[c] = weight[c] * rsqrt_of(scale[c] + eps);
+  } else {
+#pragma omp simd
+    for (int64_t c = 0; c < C; ++c) scale[c] = rsqrt_of(scale[c] + eps);
+  }
+}
+
 template <typename acc_t, typename Statistics>
 AffineTable<acc_t> affine_table(
     const Statistics& statistics, int64_t T, int64_t C, const std::optional<Tensor>& weight,
     const std::optional<Tensor>& bias, double eps) {
   const auto source = statistics.template source<acc_t>(C);
-  const acc_t* w = pointer<acc_t>(weight);
   const acc_t* b = pointer<acc_t>(bias);
   AffineTable<acc_t> table = {
       C, std::vector<acc_t>(T * C), std::vector<acc_t>(T * C), std::vector<acc_t>(C)};
+  if (b) std::copy(b, b + C, table.bias.begin());
   for (int64_t t = 0; t < T; ++t) {
     const int64_t row = source.row(t);
+    acc_t* mean = &table.mean[t * C];
+    acc_t* scale = &table.scale[t * C];
     for (int64_t c = 0; c < C; ++c) {
-      const Affine<acc_t> a = affine(source.at(row, c), w, b, c, acc_t(eps));
-      table.mean[t * C + c] = a.mean;
-      table.scale[t * C + c] = a.scale;
-      table.bias[c] = a.bias;
+      const Moments<acc_t> m = source.at(row, c);
+      mean[c] = m.mean;
+      scale[c] = m.var;
     }
+    scale_of_variance(scale, pointer<acc_t>(weight), C, acc_t(eps));
   }
   return table;
 }
