@@ -4,9 +4,11 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "simd.h"
+#include "weight_noise.h"
 
 namespace bnuq {
 namespace {
@@ -15,11 +17,23 @@ using torch::stable::Tensor;
 namespace st = torch::stable;
 
 BNUQ_CLONES void vector_row(float* out, Key sub, uint64_t replica, int64_t C) {
-  for (int64_t c = 0; c < C; ++c) out[c] = vector_normal(sub, c, replica);
+  for (int64_t c = 0; c < C; c += 8) {
+    float z[8];
+    normals8(philox_at(sub, uint64_t(c) >> 3, replica), z);
+    std::copy_n(z, std::min<int64_t>(8, C - c), out + c);
+  }
 }
 
-BNUQ_CLONES void weight_row(float* out, Key sub, uint64_t replica, int64_t o, int64_t I) {
-  for (int64_t i = 0; i < I; ++i) out[i] = weight_normal(sub, o, i, replica);
+// The weights of one band of 16 rows, of which the matrix may hold fewer.
+void weight_band(float* out, Key sub, uint64_t replica, int64_t tile_o, int64_t O, int64_t I) {
+  const int64_t tiles = (I + kTile - 1) / kTile, width = tiles * kTile;
+  std::vector<float> rows(2 * width);
+  for (int o = 0; o < 8 && tile_o * kTile + o < O; ++o) {
+    weight_row_pair(rows.data(), rows.data() + width, sub, replica, tile_o, o, tiles);
+    const int64_t low = tile_o * kTile + o, high = low + 8;
+    std::copy_n(rows.data(), I, out + low * I);
+    if (high < O) std::copy_n(rows.data() + width, I, out + high * I);
+  }
 }
 
 Tensor philox_normal_cpu(
@@ -31,15 +45,18 @@ Tensor philox_normal_cpu(
   const int64_t* s = seed.const_data_ptr<int64_t>();
   const Key sub = subkey(s[0], uint32_t(stream), uint32_t(tag));
   const bool weights = shape.size() == 3;
-  const int64_t T = shape[0], rows = weights ? shape[1] : 1, width = shape.back();
+  const int64_t T = shape[0], O = shape[1], I = shape.back();
+  const int64_t bands = weights ? (O + kTile - 1) / kTile : 1;
   float* data = out.mutable_data_ptr<float>();
-  st::parallel_for(0, T * rows, 1 + 4096 / (width + 1), [&](int64_t begin, int64_t end) {
+  const int64_t grain = 1 + 4096 / (I + 1);
+  st::parallel_for(0, T * bands, grain, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      const uint64_t replica = uint64_t(s[1] + r / rows);
+      const int64_t t = r / bands;
+      const uint64_t replica = uint64_t(s[1] + t);
       if (weights)
-        weight_row(data + r * width, sub, replica, r % rows, width);
+        weight_band(data + t * O * I, sub, replica, r % bands, O, I);
       else
-        vector_row(data + r * width, sub, replica, width);
+        vector_row(data + t * I, sub, replica, I);
     }
   });
   return out;
