@@ -1,7 +1,11 @@
 """bnuq_ext: fast predictive distributions from batch normalisation."""
 
 from . import ops as ops
+from ._version import __version__ as __version__
 from .adapters import register_adapter as register_adapter
+from .bank import Bank as Bank
+from .bank import attach as attach
+from .collect import collect as collect
 from .convert import convert as convert
 from .convert import revert as revert
 from .nn import StochasticBatchNorm1d as StochasticBatchNorm1d

@@ -1,5 +1,7 @@
 """The vocabulary of argument checks: `<op>: <argument> must <requirement>, got <value>`."""
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,19 @@ def check_seed(op: str, seed, device: torch.device | None = None) -> None:
     check_shape(op, "seed", seed, (2,))
     if device is not None:
         check_device(op, "seed", seed, device)
+
+
+def check_integer(op: str, name: str, value, least: int) -> int:
+    """The value as an int: TypeError for what is no integer, ValueError below `least`."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        refuse(op, name, "be an integer", repr(value), TypeError)
+    if number < least:
+        refuse(op, name, f"be at least {least}", number)
+    return number
 
 
 def check_stream(op: str, stream: int) -> None:

@@ -1,0 +1,346 @@
+"""The bank: the statistics of every stochastic layer for B mini-batches."""
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from . import bank_file
+from .nn import accumulation_dtype, named_stochastic_layers
+from .ops.checks import check_floating, check_integer, check_tensor, refuse
+from .restore import without_gradients
+
+
+class Bank:
+    """B snapshots: the (mean, biased variance, count) of each batch-norm call for one mini-batch.
+
+    Row b of every tensor comes from mini-batch b, so that correlations between layers are kept. The keys
+    are the layers' names; the second call of a layer in one forward has the key `name#1`. A bank is not
+    to be changed: make a new one.
+
+    Args:
+        mean: {key: (B, C)}  batch means; floating, finite. Copied to the CPU, float32 (float64 stays).
+        var: {key: (B, C)}  biased batch variances; finite, not negative.
+        count: {key: (B,)}  values a channel behind a statistic (rows times positions), at least 2; or one
+            integer for all.
+        batch_size: M, rows of a mini-batch; at least 1.
+        dataset_size: N, rows that the mini-batches come from; at least M. By default B·M.
+        disjoint: fraction of the pairs of snapshots whose mini-batches share no row: 1 for one pass over
+            the data, 0 for mini-batches drawn independently.
+        unused: names of the stochastic layers that the model does not call.
+        metadata: text kept with the bank.
+
+    Raises:
+        ValueError, TypeError: for anything else.
+    """
+
+    def __init__(
+        self,
+        mean: Mapping[str, Tensor],
+        var: Mapping[str, Tensor],
+        count: Mapping[str, Tensor] | int,
+        *,
+        batch_size: int,
+        dataset_size: int | None = None,
+        disjoint: float = 1.0,
+        unused: Iterable[str] = (),
+        metadata: Mapping[str, str] | None = None,
+    ):
+        mean, var = _copied("mean", mean), _copied("var", var)
+        count = _copied_count(count, mean)
+        self._fill(mean, var, count, batch_size, dataset_size, disjoint, unused, metadata or {})
+
+    @classmethod
+    def adopt(cls, mean, var, count, **fields) -> "Bank":
+        """A bank of these very tensors, checked but not copied: nobody else may hold them."""
+        bank = cls.__new__(cls)
+        bank._fill(mean, var, count, **fields)
+        return bank
+
+    def _fill(self, mean, var, count, batch_size, dataset_size, disjoint, unused, metadata):
+        if not mean:
+            refuse("Bank", "mean", "hold at least one layer", "none")
+        for group, entries in (("var", var), ("count", count)):
+            if entries.keys() != mean.keys():
+                refuse("Bank", group, f"have the keys of mean {list(mean)}", list(entries))
+        self.mean, self.var, self.count = mean, var, count
+        for key in mean:
+            self._check_statistics(key)
+        if dataset_size is None:
+            dataset_size = len(self) * batch_size
+        self.batch_size = check_integer("Bank", "batch_size", batch_size, 1)
+        self.dataset_size = check_integer("Bank", "dataset_size", dataset_size, batch_size)
+        if not isinstance(disjoint, (int, float)) or not 0 <= disjoint <= 1:
+            refuse("Bank", "disjoint", "lie in [0, 1]", disjoint)
+        self.disjoint = float(disjoint)
+        self.unused = _checked_unused(unused, mean)
+        self.metadata = _checked_metadata(metadata)
+        self._start_cache()
+
+    def _check_statistics(self, key: str) -> None:
+        mean, var, count = self.mean[key], self.var[key], self.count[key]
+        if mean.dim() != 2 or mean.numel() == 0:
+            got = list(mean.shape)
+            refuse("Bank", f"mean[{key!r}]", "have shape (B, C) with B and C at least 1", got)
+        for name, value, shape in (
+            ("mean", mean, (len(self), mean.shape[1])),
+            ("var", var, tuple(mean.shape)),
+            ("count", count, (len(self),)),
+        ):
+            if tuple(value.shape) != shape:
+                refuse("Bank", f"{name}[{key!r}]", f"have shape {list(shape)}", list(value.shape))
+        if mean.dtype != var.dtype or mean.dtype != accumulation_dtype(mean.dtype):
+            got = f"{mean.dtype} and {var.dtype}"
+            refuse("Bank", f"mean[{key!r}] and var[{key!r}]", "be both float32 or float64", got)
+        if count.dtype != torch.int64:
+            refuse("Bank", f"count[{key!r}]", "be int64", count.dtype, TypeError)
+        _check_range(f"mean[{key!r}]", mean, -float("inf"))
+        _check_range(f"var[{key!r}]", var, 0)
+        _check_range(f"count[{key!r}]", count, 2)
+
+    def _start_cache(self) -> None:
+        self._cache: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys, in the order of the calls."""
+        return tuple(self.mean)
+
+    def __len__(self) -> int:
+        return next(iter(self.mean.values())).shape[0]
+
+    def __repr__(self) -> str:
+        channels = sum(mean.shape[1] for mean in self.mean.values())
+        return (
+            f"Bank({len(self)} snapshots of {self.batch_size} rows out of {self.dataset_size}; "
+            f"{len(self.mean)} batch-norm calls, {channels} channels)"
+        )
+
+    def equal(self, other: "Bank") -> bool:
+        """Whether the other bank has the same keys, sizes and numbers, to the last bit."""
+        sizes = ("names", "batch_size", "dataset_size", "disjoint", "unused")
+        return all(getattr(self, size) == getattr(other, size) for size in sizes) and all(
+            mine[key].dtype == theirs[key].dtype and torch.equal(mine[key], theirs[key])
+            for mine, theirs in zip(self._groups(), other._groups(), strict=True)
+            for key in mine
+        )
+
+    def on(self, device) -> dict[str, tuple[Tensor, Tensor]]:
+        """{key: (mean, var)} on a device, copied there once; safe from several threads."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        with self._lock:
+            if device not in self._cache:
+                with without_gradients():
+                    self._cache[device] = {
+                        key: (mean.to(device), self.var[key].to(device))
+                        for key, mean in self.mean.items()
+                    }
+            return self._cache[device]
+
+    def __getstate__(self):
+        return {key: value for key, value in vars(self).items() if key not in ("_cache", "_lock")}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self._start_cache()
+
+    def save(self, path) -> None:
+        """Write a safetensors file with a SHA-256; `path` holds the old content or all of the new.
+
+        Args:
+            path: str or os.PathLike, in a folder that exists; a file there is replaced.
+
+        Raises:
+            ValueError: path names a folder or a device. FileNotFoundError: its folder is missing.
+        """
+        tensors = {
+            f"{group}/{key}": tensor
+            for group, entries in zip(_GROUPS, self._groups(), strict=True)
+            for key, tensor in entries.items()
+        }
+        fields = {
+            "batch_size": str(self.batch_size),
+            "dataset_size": str(self.dataset_size),
+            "disjoint": repr(self.disjoint),
+            "unused": json.dumps(self.unused),
+            "metadata": json.dumps(self.metadata),
+        }
+        bank_file.save(path, tensors, fields)
+
+    @classmethod
+    def load(cls, path) -> "Bank":
+        """The bank in a file that `save` wrote. Nothing in the file is run.
+
+        Args:
+            path: str or os.PathLike.
+
+        Raises:
+            ValueError: the file is damaged, is no bank, or is of a newer version.
+        """
+        tensors, fields = bank_file.load(path)
+        return cls.from_file(tensors, fields, os.fspath(path))
+
+    @classmethod
+    def from_file(cls, tensors: dict[str, Tensor], fields: dict[str, str], name: str) -> "Bank":
+        """The bank that a file's tensors and text fields make; `name` is the file's, for the message."""
+        try:
+            return cls.adopt(*_ungrouped(tensors), **_parsed_fields(fields))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"Bank.load: file {name!r} must hold a bank, got {error}") from error
+
+    def _groups(self) -> tuple[dict[str, Tensor], ...]:
+        return self.mean, self.var, self.count
+
+
+_GROUPS = ("mean", "var", "count")
+
+
+def _copied(group: str, entries) -> dict[str, Tensor]:
+    """Copies on the CPU, in the type of accumulation, so that nothing else changes the bank's tensors."""
+    if not isinstance(entries, Mapping):
+        refuse("Bank", group, "be a dict of tensors", type(entries).__name__, TypeError)
+    for key, tensor in entries.items():
+        if not isinstance(key, str):
+            refuse("Bank", group, "have names for keys", repr(key), TypeError)
+        check_floating("Bank", f"{group}[{key!r}]", tensor)
+    with without_gradients():
+        return {
+            key: t.to("cpu", accumulation_dtype(t.dtype), copy=True).contiguous()
+            for key, t in entries.items()
+        }
+
+
+def _copied_count(count, mean: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not isinstance(count, Mapping):
+        value = check_integer("Bank", "count", count, 2)
+        with without_gradients():
+            return {key: torch.full(m.shape[:1], value) for key, m in mean.items()}
+    for key, tensor in count.items():
+        check_tensor("Bank", f"count[{key!r}]", tensor)
+    with without_gradients():
+        return {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in count.items()}
+
+
+def _check_range(name: str, value: Tensor, least) -> None:
+    # aminmax hands NaN on and needs no memory of the tensor's size.
+    low, high = (bound.item() for bound in torch.aminmax(value))
+    if not (low > -float("inf") and high < float("inf")):
+        refuse("Bank", name, "be finite", "NaN or infinity")
+    if low < least:
+        refuse("Bank", name, f"be at least {least}", low)
+
+
+def _checked_unused(unused, mean: dict[str, Tensor]) -> tuple[str, ...]:
+    unused = tuple(unused)
+    if not all(isinstance(name, str) and name not in mean for name in unused):
+        refuse("Bank", "unused", "be names of layers without statistics", list(unused))
+    return unused
+
+
+def _checked_metadata(metadata) -> dict[str, str]:
+    if not isinstance(metadata, Mapping) or not all(
+        isinstance(text, str) for item in metadata.items() for text in item
+    ):
+        refuse("Bank", "metadata", "be a dict of str to str", metadata, TypeError)
+    return {str(key): str(text) for key, text in metadata.items()}
+
+
+def _ungrouped(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """[mean, var, count] of tensors called mean/<key>, var/<key>, count/<key>."""
+    groups: dict[str, dict[str, Tensor]] = {group: {} for group in _GROUPS}
+    for name, tensor in tensors.items():
+        group, slash, key = name.partition("/")
+        if not slash or group not in groups:
+            raise ValueError(f"a tensor called {name!r}")
+        groups[group][key] = tensor
+    return list(groups.values())
+
+
+def _parsed_fields(fields: dict[str, str]) -> dict:
+    expected = ["format", "version", "batch_size", "dataset_size", "disjoint", "unused", "metadata"]
+    if list(fields) != expected:
+        raise ValueError(f"fields {list(fields)} instead of {expected}")
+    unused = json.loads(fields["unused"])
+    if not isinstance(unused, list):
+        raise ValueError(f"unused {unused}")
+    return {
+        "batch_size": int(fields["batch_size"]),
+        "dataset_size": int(fields["dataset_size"]),
+        "disjoint": float(fields["disjoint"]),
+        "unused": unused,
+        "metadata": json.loads(fields["metadata"]),
+    }
+
+
+def attach(model: nn.Module, bank: Bank) -> None:
+    """Give a converted model a bank: `predict` then draws from it.
+
+    Args:
+        model: holds stochastic layers.
+        bank: has the statistics of exactly these layers, with their numbers of channels.
+
+    Raises:
+        ValueError: the layers' names or channels differ; the model is then left as it was.
+    """
+    if not isinstance(bank, Bank):
+        refuse("attach", "bank", "be a Bank", type(bank).__name__, TypeError)
+    layers = stochastic_layers("attach", model)
+    _check_layers(layers, bank)
+    before = [(layer, layer.bank, layer.bank_name) for layer in layers.values()]
+    try:
+        for name, layer in layers.items():
+            layer.bank, layer.bank_name = bank, name
+    except BaseException:
+        for layer, old, name in before:
+            layer.bank, layer.bank_name = old, name
+        raise
+
+
+def find_bank(model: nn.Module, op: str) -> Bank:
+    """The bank of a model, for the op that needs it.
+
+    Raises:
+        ValueError: no stochastic layers, a layer without a bank, or layers with different banks.
+    """
+    banks = {id(layer.bank): layer.bank for layer in stochastic_layers(op, model).values()}
+    if id(None) in banks:
+        refuse(op, "model", "have a bank", "none; run bnuq_ext.collect first")
+    if len(banks) > 1:
+        got = f"{len(banks)}; run bnuq_ext.collect on the whole model"
+        refuse(op, "model", "have one bank in all layers", got)
+    return next(iter(banks.values()))
+
+
+def stochastic_layers(op: str, model: nn.Module) -> dict[str, nn.Module]:
+    """The stochastic layers of a model by name; ValueError when it has none."""
+    if not isinstance(model, nn.Module):
+        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
+    layers = named_stochastic_layers(model)
+    if not layers:
+        got = "none; run bnuq_ext.convert first"
+        refuse(op, "model", "contain stochastic batch-norm layers", got)
+    return layers
+
+
+def _layer_name(key: str, layers: dict[str, nn.Module]) -> str:
+    return key if key in layers or "#" not in key else key.rpartition("#")[0]
+
+
+def _check_layers(layers: dict[str, nn.Module], bank: Bank) -> None:
+    names = {key: _layer_name(key, layers) for key in bank.names}
+    extra = sorted({*names.values(), *bank.unused} - layers.keys())
+    missing = sorted(layers.keys() - {*names.values(), *bank.unused})
+    if extra or missing:
+        got = f"one that lacks {missing} and has {extra} besides"
+        refuse("attach", "bank", "have the statistics of the model's layers", got)
+    for key, name in names.items():
+        layer, num_channels = layers[name], bank.mean[key].shape[1]
+        expected = getattr(layer, "num_features", None) or layer.running_mean.numel()
+        if num_channels != expected:
+            refuse("attach", f"bank.mean[{key!r}]", f"have {expected} channels", num_channels)

@@ -1,0 +1,141 @@
+"""Where mini-batches come from: a loader, any iterable of batches, or draws from a data set."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from .ops.checks import check_integer, refuse
+
+
+@dataclass
+class Source:
+    """Mini-batches, and what is known of how they were drawn.
+
+    Attributes:
+        start: begins one pass over the data.
+        reshuffles: whether a further pass has other batches.
+        apart: whether the batches of one pass share no row.
+        dataset_size: N, or None where nothing tells.
+        in_order: whether the batches are known to follow the order of the data.
+        generators: the source's own random generators.
+    """
+
+    start: Callable[[], Iterable]
+    reshuffles: bool = False
+    apart: bool = True
+    dataset_size: int | None = None
+    in_order: bool = False
+    generators: tuple[torch.Generator, ...] = ()
+
+    def batches(self, num_batches: int) -> Iterator[tuple[int, object]]:
+        """(number of the pass, batch), at most `num_batches` of them, over as many passes as it takes."""
+        taken, number = 0, 0
+        while taken < num_batches:
+            before = taken
+            for batch in islice(self.start(), num_batches - taken):
+                taken += 1
+                yield number, batch
+            if not self.reshuffles or taken == before:
+                return
+            number += 1
+
+
+def find_source(op: str, data, batch_size: int | None) -> Source:
+    """The source that a user's `data` and `batch_size` mean.
+
+    Args:
+        op: who asks, for the messages.
+        data: a DataLoader or an iterable of batches; with `batch_size` a map-style data set.
+        batch_size: rows of a batch that is drawn from a data set, at least 2; else None.
+    """
+    if isinstance(data, torch_data.DataLoader):
+        if batch_size is not None:
+            refuse(op, "batch_size", "be None for a loader, which has its own", batch_size)
+        return _loader_source(data)
+    if batch_size is not None:
+        return _dataset_source(op, data, batch_size)
+    map_style = isinstance(data, torch_data.Dataset) and not isinstance(
+        data, torch_data.IterableDataset
+    )
+    if map_style or isinstance(data, Tensor):
+        refuse(op, "batch_size", "be given for a data set", None)
+    if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
+        requirement = "be a loader, an iterable of batches, or a data set"
+        refuse(op, "data", requirement, type(data).__name__, TypeError)
+    return Source(lambda: data)
+
+
+def _dataset_source(op: str, dataset, batch_size: int) -> Source:
+    check_integer(op, "batch_size", batch_size, 2)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        got = type(dataset).__name__
+        refuse(op, "data", "be a map-style data set when batch_size is given", got, TypeError)
+    if batch_size > len(dataset):
+        refuse(op, "batch_size", f"be at most the data set's size {len(dataset)}", batch_size)
+    return Source(lambda: _draws(dataset, batch_size), apart=False, dataset_size=len(dataset))
+
+
+def _draws(dataset, batch_size: int) -> Iterator:
+    """Batches without end, each drawn without replacement, independent of each other."""
+    fetch = getattr(dataset, "__getitems__", None) or (lambda rows: [dataset[row] for row in rows])
+    rng = np.random.default_rng(torch.empty((), dtype=torch.int64).random_().item())
+    while True:
+        rows = rng.choice(len(dataset), batch_size, replace=False, shuffle=False)
+        # In the data's order, so that batches of all rows have bit-identical statistics.
+        yield torch_data.default_collate(fetch(np.sort(rows).tolist()))
+
+
+def _loader_source(loader: torch_data.DataLoader) -> Source:
+    batch_sampler = loader.batch_sampler
+    generators = [loader.generator]
+    if batch_sampler is None or isinstance(loader.dataset, torch_data.IterableDataset):
+        # The data set makes its own batches, or its own order: another pass would give the same.
+        rows = None if batch_sampler is None else _size(loader.dataset)
+        return Source(lambda: loader, dataset_size=rows, generators=_given(generators))
+    sampler = getattr(batch_sampler, "sampler", None)
+    generators.append(getattr(sampler, "generator", None))
+    subset = isinstance(sampler, torch_data.SubsetRandomSampler)
+    rows = len(sampler) if subset else _size(loader.dataset)
+    whole = rows is not None and (getattr(batch_sampler, "batch_size", None) or 0) >= rows
+    return Source(
+        lambda: loader,
+        reshuffles=isinstance(sampler, _SHUFFLING),
+        apart=type(batch_sampler) is torch_data.BatchSampler and _without_replacement(sampler),
+        dataset_size=rows,
+        in_order=isinstance(sampler, torch_data.SequentialSampler) and not whole,
+        generators=_given(generators),
+    )
+
+
+_SHUFFLING = (
+    torch_data.RandomSampler,
+    torch_data.SubsetRandomSampler,
+    torch_data.WeightedRandomSampler,
+)
+
+
+def _without_replacement(sampler) -> bool:
+    if isinstance(sampler, torch_data.RandomSampler):
+        # More samples than rows: the sampler goes through the rows again within one pass.
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    if isinstance(sampler, torch_data.WeightedRandomSampler):
+        return not sampler.replacement
+    kinds = (
+        torch_data.SequentialSampler,
+        torch_data.SubsetRandomSampler,
+        torch_data.DistributedSampler,
+    )
+    return isinstance(sampler, kinds)
+
+
+def _size(dataset) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _given(generators: list) -> tuple[torch.Generator, ...]:
+    return tuple({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())

@@ -1,0 +1,244 @@
+"""`collect`: the statistics of mini-batches, layer by layer, into a bank."""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ._version import __version__
+from .bank import Bank, attach, stochastic_layers
+from .batches import Source, find_source
+from .inputs import call, model_device, model_input, move, num_rows, tensors
+from .ops.checks import check_integer, refuse
+from .replicas import Pass, running
+from .restore import evaluating, preserved_rng, without_gradients
+
+
+def collect(
+    model: nn.Module,
+    data,
+    num_batches: int = 64,
+    *,
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+    input_fn: Callable | None = None,
+    progress: bool = True,
+    on_nonfinite: str = "raise",
+) -> Bank:
+    """The bank of a model: every stochastic layer's statistics for `num_batches` mini-batches.
+
+    Each batch goes through the model with batch statistics in the stochastic layers, the deeper ones
+    behind the ones before as in a training step, and everything else in eval. Parameters, running
+    statistics, training flags, gradients, hooks and random generators are left as found, whatever happens;
+    the bank is attached to the model at the end only.
+
+    Args:
+        model: converted by `convert`.
+        data: a DataLoader or any iterable of batches (a tensor, a tuple whose first entry is one, or a dict
+            with one under "input" or "x"); with `batch_size` a map-style data set. A loader that shuffles
+            is gone through again when it has too few batches; anything else that ends early gives
+            a smaller bank. Random draws follow torch's generator: the same state, the same bank.
+        num_batches: B, batches to go through; at least 1.
+        batch_size: M, rows drawn for a batch from a data set, without replacement within a batch, one batch
+            independent of the next; from 2 to the size of the data set.
+        device: where the inputs go; by default that of the model's first parameter.
+        input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword arguments.
+        progress: show a bar on stderr when that is a terminal.
+        on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the input or the statistics.
+
+    Returns:
+        the Bank. A batch with fewer than two values a channel is left out, with a warning. A
+        StochasticSyncBatchNorm gives the statistics of this process's batch.
+
+    Raises:
+        ValueError, TypeError: an argument is refused, or no batch can be used; the model keeps the bank that
+            it had.
+    """
+    layers = stochastic_layers("collect", model)
+    _check_arguments(model, num_batches, input_fn, on_nonfinite)
+    device = _checked_device(model, device)
+    source = find_source("collect", data, batch_size)
+    if source.in_order:
+        warnings.warn(_IN_ORDER, stacklevel=2)
+    record = _Record(layers, input_fn, device, on_nonfinite)
+    with preserved_rng(*source.generators), evaluating(model), without_gradients():
+        # Closed with the body, so that a loader's workers end with it.
+        with closing(source.batches(num_batches)) as batches:
+            for epoch, batch in tqdm(
+                batches, "collect", num_batches, disable=None if progress else True
+            ):
+                record.add(model, batch, epoch)
+        bank = record.bank(source)
+    for message in record.remarks(source, num_batches, bank):
+        warnings.warn(message, stacklevel=2)
+    attach(model, bank)
+    return bank
+
+
+class CollectPass(Pass):
+    """Normalises with the batch's own statistics and notes them.
+
+    `statistics[key]` is (mean (C,), biased var (C,), count) of one call; `too_small` tells of a call with
+    fewer than two values a channel, which ends the forward.
+    """
+
+    def __init__(self, layers: dict[str, nn.Module]):
+        super().__init__(layers)
+        self.statistics: dict[str, tuple[Tensor, Tensor, int]] = {}
+        self.too_small = False
+
+    def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
+        if key in self.statistics:
+            refuse("collect", "names of layers", "differ from those of second calls", repr(key))
+        if x.numel() < 2 * x.shape[1]:
+            self.too_small = True
+            raise _TooSmall
+        self.statistics[key] = layer.batch_statistics(x)
+        weight, bias, eps = layer.affine_parameters()
+        # The very function of train mode, so that deeper layers see what they see in training.
+        return layer.finish(F.batch_norm(x, None, None, weight, bias, True, 0.0, eps))
+
+
+class _TooSmall(Exception):
+    """Ends the forward of a batch with fewer than two values a channel."""
+
+
+class _Record:
+    """What the batches gave so far: per call a list over batches, and what was left out."""
+
+    def __init__(self, layers, input_fn, device, on_nonfinite: str):
+        self.layers, self.input_fn, self.device = layers, input_fn, device
+        self.on_nonfinite = on_nonfinite
+        self.mean: dict[str, list[Tensor]] = {}
+        self.var: dict[str, list[Tensor]] = {}
+        self.count: dict[str, list[int]] = {}
+        self.called: set[str] = set()
+        self.rows: list[int] = []
+        self.passes: Counter[int] = Counter()
+        self.seen = self.small = self.nonfinite = 0
+
+    def add(self, model: nn.Module, batch, number_of_pass: int) -> None:
+        """Put a batch through the model and keep its statistics, unless it is of no use."""
+        self.seen += 1
+        inputs = move(model_input("collect", batch, self.input_fn), self.device)
+        rows = num_rows("collect", inputs)
+        if rows == 0:
+            self.small += 1
+            return
+        if not all(_finite(x) for x in tensors(inputs)):
+            self._leave_out("the input")
+            return
+        active = CollectPass(self.layers)
+        with running(active), suppress(_TooSmall):
+            call(model, inputs)
+        if active.too_small:
+            self.small += 1
+            return
+        statistics = {k: (m.cpu(), v.cpu(), n) for k, (m, v, n) in active.statistics.items()}
+        bad = [k for k, (m, v, _) in statistics.items() if not (_finite(m) and _finite(v))]
+        if bad:
+            self._leave_out(f"the statistics of layer {bad[0]!r}")
+            return
+        self._keep(statistics)
+        self.called.update(active.calls)
+        self.rows.append(rows)
+        self.passes[number_of_pass] += 1
+
+    def _leave_out(self, where: str) -> None:
+        if self.on_nonfinite == "raise":
+            refuse("collect", f"batch {self.seen - 1}", "be finite", f"NaN or infinity in {where}")
+        self.nonfinite += 1
+
+    def _keep(self, statistics: dict[str, tuple[Tensor, Tensor, int]]) -> None:
+        if self.rows and statistics.keys() != self.mean.keys():
+            requirement = f"make the calls of the ones before, {list(self.mean)}"
+            refuse("collect", f"batch {self.seen - 1}", requirement, list(statistics))
+        for key, (mean, var, count) in statistics.items():
+            self.mean.setdefault(key, []).append(mean)
+            self.var.setdefault(key, []).append(var)
+            self.count.setdefault(key, []).append(count)
+
+    def bank(self, source: Source) -> Bank:
+        """The bank of what was kept; the lists are used up, so that it is never there twice."""
+        if not self.rows:
+            got = f"{self.seen}, of which {self.small} too small and {self.nonfinite} not finite"
+            refuse("collect", "data", "hold a batch with two finite values a channel", got)
+        if not self.called:
+            got = "calls of none"
+            refuse("collect", "model", "call its stochastic layers in eval", got)
+        rows = Counter(self.rows).most_common(1)[0][0]
+        known = source.dataset_size or 0
+        names = list(self.mean)
+        return Bank.adopt(
+            {key: torch.stack(self.mean.pop(key)) for key in names},
+            {key: torch.stack(self.var.pop(key)) for key in names},
+            {key: torch.tensor(self.count.pop(key)) for key in names},
+            batch_size=rows,
+            dataset_size=known if known >= rows else sum(self.rows),
+            disjoint=self._disjoint() if source.apart else 0.0,
+            unused=[name for name in self.layers if name not in self.called],
+            metadata={"torch": torch.__version__, "bnuq_ext": __version__},
+        )
+
+    def _disjoint(self) -> float:
+        """Fraction of the pairs of snapshots that come from one pass."""
+        snapshots = len(self.rows)
+        if snapshots == 1:
+            return 1.0
+        return sum(math.comb(n, 2) for n in self.passes.values()) / math.comb(snapshots, 2)
+
+    def remarks(self, source: Source, num_batches: int, bank: Bank) -> Iterator[str]:
+        """What the user should know of the bank."""
+        if self.small:
+            yield (
+                f"collect: {self.small} of {self.seen} batches were left out: they have fewer than two "
+                "values a channel"
+            )
+        if self.nonfinite:
+            yield f"collect: {self.nonfinite} of {self.seen} batches were left out: NaN or infinity"
+        if self.seen < num_batches:
+            yield f"collect: the data ended after {self.seen} of {num_batches} batches"
+        whole = source.dataset_size is not None or self.seen < num_batches
+        if whole and 10 * bank.batch_size > bank.dataset_size:
+            yield (
+                f"collect: the batches have {bank.batch_size} rows, more than a tenth of the data's "
+                f"{bank.dataset_size}: the larger they are the less their statistics vary, and "
+                "the mutual information vanishes"
+            )
+
+
+_IN_ORDER = (
+    "collect: the loader does not shuffle, and batches in the order of the data (often sorted by class) have "
+    "other statistics than those of training; give it shuffle=True"
+)
+
+
+def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> None:
+    for module in model.modules():
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            got = f"{type(module).__name__}; give its .module"
+            refuse("collect", "model", "not be wrapped for several devices", got)
+    check_integer("collect", "num_batches", num_batches, 1)
+    if input_fn is not None and not callable(input_fn):
+        refuse("collect", "input_fn", "be callable", repr(input_fn), TypeError)
+    if on_nonfinite not in ("raise", "skip"):
+        refuse("collect", "on_nonfinite", "be 'raise' or 'skip'", repr(on_nonfinite))
+
+
+def _checked_device(model: nn.Module, device) -> torch.device | None:
+    if device is None:
+        return model_device(model)
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise type(error)(f"collect: device must name a torch device, got {device!r}") from error
+
+
+def _finite(x: Tensor) -> bool:
+    return not x.is_floating_point() or bool(torch.isfinite(x).all())

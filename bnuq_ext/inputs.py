@@ -1,0 +1,98 @@
+"""What a model is given: a tensor, a tuple of arguments or a dict of keyword arguments."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .ops.checks import refuse
+
+
+def model_input(op: str, batch, input_fn: Callable | None = None):
+    """The model's input in a batch: what `input_fn` makes of it, else its first or only tensor.
+
+    Args:
+        op: who asks, for the message.
+        batch: a tensor; a tuple or list whose first entry is one; a dict with one under "input" or "x".
+        input_fn: batch -> tensor, tuple of arguments, or dict of keyword arguments.
+
+    Returns:
+        a tensor, a tuple or a dict, for `call`.
+    """
+    if input_fn is not None:
+        made = input_fn(batch)
+        if not isinstance(made, (Tensor, tuple, Mapping)):
+            got = type(made).__name__
+            refuse(op, "input_fn", "return a tensor, a tuple or a dict", got, TypeError)
+        return made
+    found = batch
+    if isinstance(batch, Mapping):
+        found = batch.get("input", batch.get("x"))
+    elif isinstance(batch, (tuple, list)):
+        found = batch[0] if batch else None
+    if not isinstance(found, Tensor):
+        requirement = (
+            "be a tensor, a tuple whose first entry is one, or a dict with one under 'input' or 'x' "
+            "(input_fn takes it out of anything else)"
+        )
+        refuse(op, "a batch", requirement, _describe(batch), TypeError)
+    return found
+
+
+def _describe(batch) -> str:
+    kind = type(batch).__name__
+    if isinstance(batch, Mapping):
+        return f"{kind} with keys {list(batch)}"
+    if isinstance(batch, (tuple, list)):
+        return f"{kind} of {type(batch[0]).__name__}" if batch else f"an empty {kind}"
+    return kind
+
+
+def tensors(inputs) -> Iterator[Tensor]:
+    """The tensors of an input, those inside tuples, lists and dicts too, in order."""
+    if isinstance(inputs, Tensor):
+        yield inputs
+    elif isinstance(inputs, Mapping):
+        for value in inputs.values():
+            yield from tensors(value)
+    elif isinstance(inputs, (tuple, list)):
+        for value in inputs:
+            yield from tensors(value)
+
+
+def num_rows(op: str, inputs) -> int:
+    """Size of the first dimension of the first tensor."""
+    first = next((t for t in tensors(inputs) if t.dim() > 0), None)
+    if first is None:
+        refuse(op, "an input", "hold a tensor with rows", "none")
+    return first.shape[0]
+
+
+def move(inputs, device: torch.device | None):
+    """The input with its tensors on `device`; None leaves them where they are."""
+    if device is None:
+        return inputs
+    if isinstance(inputs, Tensor):
+        return inputs.to(device, non_blocking=True)
+    if isinstance(inputs, Mapping):
+        return {key: move(value, device) for key, value in inputs.items()}
+    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+        return type(inputs)(*(move(value, device) for value in inputs))
+    if isinstance(inputs, (tuple, list)):
+        return type(inputs)(move(value, device) for value in inputs)
+    return inputs
+
+
+def call(model: nn.Module, inputs):
+    """model(x), model(*arguments) or model(**keywords)."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def model_device(model: nn.Module) -> torch.device | None:
+    """Device of the model's first parameter or buffer; None when it has neither."""
+    for group in (model.parameters(), model.buffers()):
+        for tensor in group:
+            return tensor.device
+    return None

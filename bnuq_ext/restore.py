@@ -1,0 +1,54 @@
+"""Context managers that leave a model and the random number generators as they found them."""
+
+import random
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module):
+    """Every module in eval for the body; each one's own flag is put back after it, however it ends.
+
+    The flags are set directly: a module's own train() or eval() may do more than that (merge weights,
+    freeze layers), which nothing could undo.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in before:
+            module.training = False
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def preserved_rng(*generators: torch.Generator):
+    """The states of torch's, numpy's and Python's global generators, and of the given ones, put back.
+
+    A loader draws its order from them and transforms draw from them. CUDA's generators are looked at
+    only where CUDA has started.
+    """
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cpu, legacy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    before = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        np.random.set_state(legacy)
+        random.setstate(python)
+        for device, state in enumerate(cuda):
+            torch.cuda.set_rng_state(state, device)
+        for generator, state in before:
+            generator.set_state(state)
+
+
+@contextmanager
+def without_gradients():
+    """No autograd graph, and ordinary tensors even where the caller is in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
