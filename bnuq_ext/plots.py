@@ -1,0 +1,181 @@
+"""Figures of uncertainty: arrays in, matplotlib Axes (or a Figure of several) out.
+
+Nothing here changes a style, shows a window or writes a file. With `ax=None` a new figure is made, outside
+pyplot: `ax.figure.savefig(path)` writes it, and a notebook shows `ax.figure`.
+"""
+
+import numpy as np
+
+from .ops.checks import refuse
+
+BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8a8a"
+# Ten classes that stay apart for most colour-blind readers (Okabe and Ito, extended).
+CLASS_COLORS = (
+    "#56b4e9 #e69f00 #009e73 #cc79a7 #0072b2 #f0e442 #999999 #d55e00 #44348c #7fbf5f".split()
+)
+
+
+def _figure(width: float, height: float):
+    """A figure that pyplot does not know, so that it needs no closing and no display."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        requirement = "be installed (pip install 'bnuq_ext[demo]')"
+        refuse("plots", "matplotlib", requirement, error, ModuleNotFoundError)
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _axes(ax):
+    return _figure(5.4, 3.6).subplots() if ax is None else ax
+
+
+def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
+    """The fraction of inputs whose predictive entropy is at most the abscissa, one curve per entry.
+
+    Args:
+        entropies: dict of label -> (N,) entropies in nats.
+        num_classes: K; marks log K, the entropy of knowing nothing.
+        styles: dict of label -> arguments of `Axes.step`.
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    ax = _axes(ax)
+    for label, values in entropies.items():
+        values = np.sort(np.asarray(values, dtype=float))
+        if values.ndim != 1 or len(values) == 0:
+            refuse("entropy_cdf", label, "have shape (N,) with N > 0", list(values.shape))
+        fraction = np.arange(len(values) + 1) / len(values)
+        edges = np.concatenate([[0], values])
+        ax.step(edges, fraction, where="post", label=label, **(styles or {}).get(label, {}))
+    if num_classes is not None:
+        ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)
+        place = (np.log(num_classes), 0.03)
+        ax.annotate(f"log {num_classes} ", place, color=GREY, ha="right", fontsize="small")
+    ax.set(xlabel="predictive entropy [nats]", ylabel="fraction of images at or below")
+    ax.set(xlim=(0, None), ylim=(0, 1.02))
+    ax.legend(frameon=False)
+    return ax
+
+
+def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, ax=None):
+    """Curves of some score against the batch size M of the statistics, M on a logarithmic axis.
+
+    Args:
+        batch_sizes: (P,) values of M, ascending.
+        curves: dict of label -> (P,) scores; in the order blue, orange, grey.
+        ylabel: the score and its unit.
+        levels: dict of label of a curve -> its height without sampling, drawn dashed.
+        marks: dict of batch size -> a word put under it, with a line through the plot.
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    ax, marks = _axes(ax), marks or {}
+    for (label, values), color in zip(curves.items(), (BLUE, ORANGE, GREY), strict=False):
+        if len(values) != len(batch_sizes):
+            requirement = f"have one value for each of {len(batch_sizes)} batch sizes"
+            refuse("against_batch_size", label, requirement, len(values))
+        ax.plot(batch_sizes, values, marker="o", markersize=4, color=color, label=label)
+        if label in (levels or {}):
+            level = {"color": color, "linestyle": "--", "linewidth": 1}
+            ax.axhline(levels[label], label=f"{label}, plug-in BN", **level)
+    for m in marks:
+        ax.axvline(m, color=GREY, linewidth=0.6, zorder=0)
+    ax.set_xscale("log", base=2)
+    ticks = [f"{m}\n{marks[m]}" if m in marks else str(m) for m in batch_sizes]
+    ax.set_xticks(list(batch_sizes), ticks)
+    ax.minorticks_off()
+    ax.set(xlabel="batch size M of the statistics", ylabel=ylabel)
+    ax.legend(frameon=False)
+    return ax
+
+
+def information_and_nll(batch_sizes, information, nll, *, levels=None, marks=None):
+    """Mutual information and negative log-likelihood against the batch size, side by side.
+
+    Args:
+        batch_sizes, levels, marks: see `against_batch_size`; `levels` are of the likelihood.
+        information, nll: dict of label -> (P,) values in nats.
+
+    Returns:
+        Figure with two Axes.
+    """
+    figure = _figure(9.2, 3.5)
+    left, right = figure.subplots(1, 2)
+    label = "mutual information [nats]"
+    against_batch_size(batch_sizes, information, ylabel=label, marks=marks, ax=left)
+    left.set_ylim(bottom=0)
+    label = "negative log-likelihood [nats]"
+    against_batch_size(batch_sizes, nll, ylabel=label, levels=levels, marks=marks, ax=right)
+    return figure
+
+
+def stacked_probabilities(probs, *, shown, ax=None):
+    """One column per prediction, its class probabilities stacked; classes not `shown` stay white.
+
+    Args:
+        probs: (T, K) probabilities.
+        shown: the classes to draw, from the bottom up.
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    ax = _axes(ax)
+    probs = np.asarray(probs, dtype=float)
+    if probs.ndim != 2:
+        refuse("stacked_probabilities", "probs", "have shape (T, K)", list(probs.shape))
+    bottom = np.zeros(len(probs))
+    for k in shown:
+        color = CLASS_COLORS[k % len(CLASS_COLORS)]
+        columns = np.arange(1, len(probs) + 1)
+        ax.bar(
+            columns, probs[:, k], 1.0, bottom, color=color, edgecolor="white", lw=0.4, label=str(k)
+        )
+        bottom = bottom + probs[:, k]
+    ax.set(xlim=(0.5, len(probs) + 0.5), ylim=(0, 1))
+    return ax
+
+
+def verdict(image, plug_in, replicas, *, truth=None, visible=0.02):
+    """A noisy image, what one network says about it, and what its replicas say.
+
+    Args:
+        image: (H, W) pixels.
+        plug_in: (K,) probabilities of ordinary batch norm.
+        replicas: (T, K) probabilities of the replicas; drawn in the order of their verdicts.
+        truth: the true class.
+        visible: a class is drawn if its mean probability somewhere reaches this.
+
+    Returns:
+        Figure with three Axes: image, plug-in, replicas.
+    """
+    plug_in, replicas = np.asarray(plug_in, dtype=float), np.asarray(replicas, dtype=float)
+    mean = replicas.mean(0)
+    by_mean = np.argsort(-mean)
+    shown = [int(k) for k in by_mean if max(mean[k], plug_in[k]) >= visible]
+    rank = np.argsort(by_mean)[replicas.argmax(1)]
+    order = np.lexsort((-replicas.max(1), rank))
+    figure = _figure(8.6, 2.9)
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 0.55, 2.6))
+    left.imshow(image, cmap="gray_r", interpolation="nearest")
+    left.set(xticks=[], yticks=[])
+    left.set_title(
+        "the input" if truth is None else f"the input: a noisy {truth}", fontsize="medium"
+    )
+    stacked_probabilities(plug_in[None], shown=shown, ax=middle)
+    middle.set(xticks=[], ylabel="probability")
+    middle.set_title("plug-in BN", fontsize="medium")
+    middle.set_xlabel(f"“{plug_in.argmax()}”, {plug_in.max():.0%}")
+    stacked_probabilities(replicas[order], shown=shown, ax=right)
+    right.set(yticks=[], xticks=[1, len(replicas)])
+    right.set_title(f"{len(replicas)} replicas, one column each", fontsize="medium")
+    right.set_xlabel(f"together: “{mean.argmax()}”, {mean.max():.0%}")
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, title="digit", loc="outside right center", frameon=False, reverse=True
+    )
+    return figure

@@ -1,0 +1,118 @@
+"""The figures hold the numbers that they were given, with labels, units and legends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib import pyplot
+
+from bnuq_ext import plots
+
+
+def texts(legend):
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_entropy_cdf():
+    ax = plots.entropy_cdf({"in": [0.3, 0.1], "out": [0.5] * 4}, num_classes=5)
+    x, y = ax.lines[0].get_data()
+    np.testing.assert_allclose(x, [0, 0.1, 0.3])
+    np.testing.assert_allclose(y, [0, 0.5, 1])
+    assert texts(ax.get_legend()) == ["in", "out"]
+    assert ax.get_xlabel() == "predictive entropy [nats]"
+    np.testing.assert_allclose(ax.lines[2].get_xdata(), np.log(5))
+
+
+def test_against_batch_size():
+    curves = {"clean": [1.0, 0.5, 0.0], "noisy": [3.0, 2.0, 1.0]}
+    ax = plots.against_batch_size(
+        [4, 16, 300], curves, ylabel="NLL [nats]", levels={"noisy": 2.5}, marks={300: "= N"}
+    )
+    clean, noisy, level, mark = ax.lines
+    np.testing.assert_allclose(clean.get_data(), [[4, 16, 300], [1.0, 0.5, 0.0]])
+    np.testing.assert_allclose(noisy.get_ydata(), curves["noisy"])
+    np.testing.assert_allclose(level.get_ydata(), 2.5)
+    assert level.get_color() == noisy.get_color() and level.get_linestyle() == "--"
+    np.testing.assert_allclose(mark.get_xdata(), 300)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["4", "16", "300\n= N"]
+    assert texts(ax.get_legend()) == ["clean", "noisy", "noisy, plug-in BN"]
+    assert ax.get_ylabel() == "NLL [nats]"
+
+
+def test_information_and_nll():
+    figure = plots.information_and_nll([4, 8], {"a": [1, 0]}, {"a": [2, 3]}, levels={"a": 2.5})
+    left, right = figure.axes
+    np.testing.assert_allclose(left.lines[0].get_ydata(), [1, 0])
+    np.testing.assert_allclose(right.lines[0].get_ydata(), [2, 3])
+    assert len(left.lines) == 1 and len(right.lines) == 2
+    assert left.get_ylabel() == "mutual information [nats]"
+    assert right.get_ylabel() == "negative log-likelihood [nats]"
+
+
+def test_stacked_probabilities():
+    probs = np.array([[0.2, 0.5, 0.3], [0.6, 0.3, 0.1]])
+    ax = plots.stacked_probabilities(probs, shown=[2, 0])
+    lower, upper = ax.containers
+    np.testing.assert_allclose([bar.get_height() for bar in lower], [0.3, 0.1])
+    np.testing.assert_allclose([bar.get_height() for bar in upper], [0.2, 0.6])
+    np.testing.assert_allclose([bar.get_y() for bar in upper], [0.3, 0.1])
+
+
+def test_verdict():
+    replicas = np.array([[0.1, 0.9, 0.0], [0.8, 0.19, 0.01], [0.4, 0.59, 0.01]])
+    figure = plots.verdict(np.eye(8), [0.01, 0.98, 0.01], replicas, truth=0)
+    image, plug_in, right = figure.axes
+    assert image.get_title() == "the input: a noisy 0"
+    assert plug_in.get_xlabel() == "“1”, 98%"
+    assert right.get_xlabel() == "together: “1”, 56%"
+    # The surest of the most frequent verdict first; class 2 is too rare to be drawn.
+    assert texts(figure.legends[0]) == ["0", "1"]
+    np.testing.assert_allclose([bar.get_height() for bar in right.containers[0]], [0.9, 0.59, 0.19])
+
+
+def test_a_given_ax_is_used():
+    ax = plots.entropy_cdf({"a": [1.0]})
+    assert plots.entropy_cdf({"b": [2.0]}, ax=ax) is ax
+    assert plots.against_batch_size([2], {"a": [1.0]}, ylabel="", ax=ax) is ax
+    assert plots.stacked_probabilities([[1.0]], shown=[0], ax=ax) is ax
+
+
+def test_rejects():
+    with pytest.raises(ValueError) as caught:
+        plots.entropy_cdf({"none": []})
+    assert str(caught.value) == "entropy_cdf: none must have shape (N,) with N > 0, got [0]"
+    with pytest.raises(ValueError) as caught:
+        plots.against_batch_size([2, 4], {"a": [1.0]}, ylabel="")
+    assert str(caught.value) == (
+        "against_batch_size: a must have one value for each of 2 batch sizes, got 1"
+    )
+    with pytest.raises(ValueError) as caught:
+        plots.stacked_probabilities([1.0], shown=[0])
+    assert str(caught.value) == "stacked_probabilities: probs must have shape (T, K), got [1]"
+
+
+def test_missing_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        plots.entropy_cdf({"a": [1.0]})
+    assert str(caught.value).startswith(
+        "plots: matplotlib must be installed (pip install 'bnuq_ext[demo]'), got "
+    )
+
+
+def test_nothing_is_left_behind():
+    before = dict(matplotlib.rcParams)
+    plots.entropy_cdf({"a": [1.0]})
+    plots.verdict([[0]], [1.0], [[1.0]])
+    assert dict(matplotlib.rcParams) == before
+    assert pyplot.get_fignums() == []
+
+
+def test_import_leaves_matplotlib_alone():
+    code = "import sys; from bnuq_ext import plots; assert 'matplotlib' not in sys.modules"
+    place = os.environ | {"PYTHONPATH": str(Path(plots.__file__).parent.parent)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=place)
