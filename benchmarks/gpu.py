@@ -1,0 +1,290 @@
+"""Builds, tests, sanitizes and benchmarks on the GPU at hand, and writes one result folder.
+
+Three stages of under nine minutes each, run one by one or together. A stage saves after every step,
+so a stage that was cut off goes on where it stopped, and one that has finished for these sources is
+skipped unless FORCE=1.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import gpu_report  # noqa: E402
+from benchmarks.gpu_process import ROOT, Outcome, environment, find_tool, run  # noqa: E402
+
+STAGES = ["test", "sanitize", "bench"]
+STAGE_SECONDS = 510
+SCRATCH = ROOT / ".gpu-build"
+SANITIZERS = ["memcheck", "racecheck", "initcheck", "synccheck"]
+FOUND_ERRORS = 86  # the exit status that compute-sanitizer is told to use
+REFUSALS = ["Device not supported", "not supported on this", "Failed to initialize", "error 999"]
+EXIT_UNFINISHED = 3
+LEAST_SECONDS = 5  # with less left of the stage a step is not begun
+
+
+@dataclass
+class Step:
+    """One command of a stage. judge(outcome) is what the result file says of it, with a "status"."""
+
+    name: str
+    command: list
+    judge: object
+    limit: float = 300
+    env: dict = field(default_factory=dict)
+    alone: bool = True
+
+
+class Clock:
+    """Counts a stage's seconds down."""
+
+    def __init__(self, seconds):
+        self.end = time.monotonic() + seconds
+
+    def left(self):
+        return self.end - time.monotonic()
+
+
+# ---- what a command's end means ----------------------------------------------------------------
+
+
+def tail(outcome, lines=25):
+    return "\n".join(outcome.output.strip().splitlines()[-lines:])
+
+
+def judge_exit(outcome: Outcome):
+    result = {"status": outcome.status, "seconds": outcome.seconds}
+    return result if outcome.status == "passed" else result | {"output": tail(outcome)}
+
+
+def junit_counts(path):
+    """Numbers of a pytest run, its failures and the distinct reasons of its skips."""
+    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+    failed = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    skips = [c.find("skipped") for c in cases if c.find("skipped") is not None]
+    return {
+        "passed": len(cases) - len(failed) - len(skips),
+        "failed": len(failed),
+        "skipped": len(skips),
+        "failures": [f"{c.get('classname')}::{c.get('name')}" for c in failed],
+        "skip_reasons": sorted({s.get("message", "") for s in skips}),
+    }
+
+
+def judge_tests(junit):
+    def judge(outcome):
+        result = judge_exit(outcome)
+        absent = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", outcome.output)
+        # Status 2 is a collection that broke off: nothing of the file has run.
+        if outcome.code == 2 and absent and not absent[1].startswith(("bnuq_ext", "benchmarks")):
+            return {"status": "skipped", "reason": f"needs {absent[1]}, which is not installed"}
+        if outcome.code == 5:
+            return {"status": "skipped", "reason": "no test collected"}
+        if outcome.code in (0, 1) and junit.exists():
+            result |= junit_counts(junit)
+        return result
+
+    return judge
+
+
+def refusal(outcome):
+    """The line in which the machine refuses a tool, or None."""
+    lines = outcome.output.splitlines()
+    return next((ln.strip() for ln in lines if any(word in ln for word in REFUSALS)), None)
+
+
+def judge_sanitizer(outcome):
+    said = refusal(outcome)
+    if outcome.status == "absent" or said:
+        return {"status": "refused", "reason": said or outcome.output}
+    summary = [ln for ln in outcome.output.splitlines() if "SUMMARY" in ln]
+    result = judge_exit(outcome) | {"summary": summary[-1].strip("= ") if summary else None}
+    return result if summary or outcome.status == "timed out" else result | {"status": "failed"}
+
+
+def judge_planted(outcome):
+    """A planted error must be found: a tool that finds nothing there proves nothing elsewhere."""
+    result = judge_sanitizer(outcome)
+    if result["status"] in ("refused", "timed out"):
+        return result
+    found = outcome.code == FOUND_ERRORS
+    return result | {"status": "passed" if found else "failed", "found": found}
+
+
+# ---- the steps of each stage -------------------------------------------------------------------
+
+
+def test_steps():
+    steps = []
+    for path in sorted((ROOT / "tests").glob("test_*.py"), key=lambda p: p.name != "test_gpu.py"):
+        junit = SCRATCH / "junit" / f"{path.stem}.xml"
+        command = [sys.executable, "-m", "pytest", path, "-p", "no:cacheprovider"]
+        command += [f"--junitxml={junit}"]
+        steps.append(Step(path.name, command, judge_tests(junit), alone=path.name == "test_gpu.py"))
+    return steps
+
+
+def sanitize_steps(env):
+    tool = find_tool("compute-sanitizer") or "compute-sanitizer"
+    nvcc, probe = find_tool("nvcc") or "nvcc", SCRATCH / "sanitize_probe"
+    arch = "sm_" + (env["compute_capability"] or "9.0").replace(".", "")
+    source = ROOT / "benchmarks" / "sanitize_probe.cu"
+    build = [nvcc, "-arch", arch, "-lineinfo", "-o", probe, source]
+    steps = [Step("build of the planted errors", build, judge_exit, 120)]
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
+    case = [sys.executable, ROOT / "benchmarks" / "sanitize_case.py"]
+    for name in SANITIZERS:
+        sanitizer = [tool, "--tool", name, "--error-exitcode", str(FOUND_ERRORS)]
+        steps.append(Step(f"{name}: planted error", [*sanitizer, probe, name], judge_planted, 60))
+        steps.append(Step(name, [*sanitizer, *case], judge_sanitizer, 180, uncached))
+    return steps
+
+
+def bench_steps():
+    steps = []
+    for path in sorted((ROOT / "benchmarks").glob("test_*.py")):
+        raw = SCRATCH / "bench" / f"{path.stem}.json"
+        command = [sys.executable, "-m", "pytest", path, "--benchmark-only"]
+        command += ["-p", "no:cacheprovider", f"--benchmark-json={raw}"]
+        env = {"BNUQ_BENCH": os.environ.get("BNUQ_BENCH", "full")}
+        steps.append(Step(path.name, command, judge_exit, 400, env))
+    return steps
+
+
+def steps_of(stage, env):
+    if stage == "test":
+        return test_steps()
+    return sanitize_steps(env) if stage == "sanitize" else bench_steps()
+
+
+# ---- running -----------------------------------------------------------------------------------
+
+
+def build(clock, env):
+    """The extension, in place, for this GPU alone."""
+    cuda = {"BNUQ_CUDA": "1" if env["gpu"] else "0"}
+    if env["compute_capability"]:
+        cuda["TORCH_CUDA_ARCH_LIST"] = env["compute_capability"]
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    return judge_exit(run(command, min(clock.left(), 300), cuda))
+
+
+def run_step(step, clock):
+    """The result of one step, or None where the stage's time cut it off."""
+    limit = min(step.limit, clock.left())
+    if limit < min(step.limit, LEAST_SECONDS):
+        return None
+    outcome = run(step.command, limit, step.env)
+    if outcome.status == "timed out" and limit < step.limit:
+        return None
+    return step.judge(outcome)
+
+
+def run_steps(steps, done, clock, save, jobs):
+    """Runs what is not done yet, the steps that want the machine alone first; saves after each."""
+    lock = threading.Lock()
+
+    def one(step):
+        result = run_step(step, clock)
+        with lock:
+            if result is not None:
+                done[step.name] = result
+                save()
+            print(f"  {step.name}: {result['status'] if result else 'no time left'}", flush=True)
+
+    left = [step for step in steps if step.name not in done]
+    for step in left:
+        if step.alone:
+            one(step)
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, [step for step in left if not step.alone]))
+
+
+def read(path, sources):
+    """A result file of these very sources, or an empty one."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    return known if known.get("sources") == sources else {}
+
+
+def run_stage(stage, steps, folder, env, builder, seconds=STAGE_SECONDS):
+    """Runs one stage and returns its result, which `<folder>/<stage>.json` keeps."""
+    clock, path = Clock(seconds), folder / f"{stage}.json"
+    known = {} if os.environ.get("FORCE") == "1" else read(path, env["sources"])
+    if known.get("finished"):
+        print(f"{stage}: finished for these sources; FORCE=1 runs it again")
+        return known
+    result = {"stage": stage, "sources": env["sources"], "finished": False, "steps": {}}
+    result["steps"] |= known.get("steps", {})
+
+    def save():
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+    print(f"{stage}: {len(steps)} steps", flush=True)
+    result["build"] = builder(clock, env)
+    if result["build"]["status"] == "passed":
+        jobs = max(1, min(4, env["cpu_cores"] // 4))
+        run_steps(steps, result["steps"], clock, save, jobs)
+        result["finished"] = all(step.name in result["steps"] for step in steps)
+    save()
+    return result
+
+
+def result_folder(parent, env):
+    """`<gpu>-<date>`, or the folder that these sources already have for this GPU."""
+    gpu = re.sub(r"[^a-z0-9]+", "-", (env["gpu"] or "no-gpu").lower()).strip("-")
+    for known in sorted(parent.glob(f"{gpu}-*/environment.json")):
+        if json.loads(known.read_text()).get("sources") == env["sources"]:
+            return known.parent
+    name, number = f"{gpu}-{env['date']}", 2
+    while (parent / name).exists():
+        name, number = f"{gpu}-{env['date']}-{number}", number + 1
+    return parent / name
+
+
+def exit_status(results):
+    """0 for all well, 1 for a failure, 3 for a stage that has to be run again to go on."""
+    steps = [step for result in results for step in result["steps"].values()]
+    broken = any(result["build"]["status"] != "passed" for result in results)
+    if broken or any(step["status"] in ("failed", "timed out", "absent") for step in steps):
+        return 1
+    return 0 if all(result["finished"] for result in results) else EXIT_UNFINISHED
+
+
+def arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stage", choices=["all", *STAGES], default="all")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="the same steps without a GPU, on the CPU build"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = arguments(argv)
+    env = environment()
+    if env["gpu"] is None and not args.rehearse:
+        print("gpu: torch sees no CUDA device; --rehearse runs the steps without one")
+        return 2
+    folder = result_folder(args.out, env)
+    for place in (folder, SCRATCH / "junit", SCRATCH / "bench"):
+        place.mkdir(parents=True, exist_ok=True)
+    (folder / "environment.json").write_text(json.dumps(env, indent=1) + "\n")
+    results = []
+    for stage in STAGES if args.stage == "all" else [args.stage]:
+        results.append(run_stage(stage, steps_of(stage, env), folder, env, build))
+        gpu_report.write(folder, SCRATCH / "bench")
+    print(f"results: {folder}")
+    return exit_status(results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

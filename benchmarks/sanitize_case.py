@@ -1,0 +1,82 @@
+"""Every CUDA kernel once on small, awkward shapes: what compute-sanitizer runs.
+
+Inputs are made on the CPU and copied, so that hardly a kernel but ours runs under the tool.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bnuq_ext import ops  # noqa: E402
+
+T, N, C, B = 3, 2, 5, 4
+SHAPES = [(C,), (C, 7, 7), (C, 4, 4), (C, 1, 1)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def made(*shape, dtype=torch.float32, positive=False):
+    values = torch.rand(shape, dtype=torch.float64) + 0.5 if positive else torch.randn(shape)
+    return values.to(dtype).cuda()
+
+
+def laid_out(x, channels_last):
+    return x.contiguous(memory_format=torch.channels_last) if channels_last else x
+
+
+def batch_norm_cases():
+    for shape, dtype, shared in itertools.product(SHAPES, DTYPES, (True, False)):
+        for channels_last in (False, True) if len(shape) == 3 else (False,):
+            rows = N if shared else T * N
+            x, residual = (
+                laid_out(made(rows, *shape, dtype=dtype), channels_last).requires_grad_()
+                for _ in range(2)
+            )
+            yield x, residual, {"shared": shared, "activation": "relu"}
+
+
+def run_batch_norm():
+    seed = torch.tensor([7, 3]).cuda()
+    for x, residual, options in batch_norm_cases():
+        acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+        mean, var = made(B, C, dtype=acc), made(B, C, dtype=acc, positive=True)
+        weight, bias = made(C, dtype=acc), made(C, dtype=acc)
+        params = made(4, C, dtype=acc, positive=True)
+        for tensor in (mean, var, weight, bias, params):
+            tensor.requires_grad_()
+        options |= {"weight": weight, "bias": bias, "residual": residual}
+        y = ops.batch_norm_bank(x, mean, var, seed, num_samples=T, **options)
+        y.backward(torch.ones(y.shape).to(y))
+        for family in ("normal", "lognormal"):
+            y = ops.batch_norm_fitted(x, params, seed, 2, T, family, **options)
+            y.backward(torch.ones(y.shape).to(y))
+
+
+def run_predictive():
+    for dtype, shape in itertools.product(
+        DTYPES, [(T, N, 10), (T, N, 3, 5, 5), (T, 1, 1), (40, 3, 130)]
+    ):
+        logits = made(*shape, dtype=dtype).requires_grad_()
+        sum(part.sum() for part in ops.predictive_statistics(logits)).backward()
+        acc = torch.float64 if dtype == torch.float64 else torch.float32
+        mean, m2 = (torch.zeros(shape[1:], dtype=acc).cuda() for _ in range(2))
+        entropy = torch.zeros(shape[1:2] + shape[3:], dtype=acc).cuda()
+        ops.predictive_accumulate_(mean, m2, entropy, logits.detach(), 0)
+
+
+def main():
+    torch.manual_seed(0)
+    seed = torch.tensor([7, 3]).cuda()
+    for shape in [(2, 33), (2, 17, 19), (1, 1, 1)]:
+        ops.philox_normal(seed, 1, shape)
+    ops.snapshot_indices(seed, 5, 12)
+    run_batch_norm()
+    run_predictive()
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()

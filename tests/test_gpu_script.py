@@ -1,0 +1,295 @@
+"""benchmarks/gpu.py without a GPU: limits, resuming, verdicts and the report, on made-up commands."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import gpu, gpu_process, gpu_report
+from benchmarks.gpu_process import Outcome, run
+
+ENV = {
+    "gpu": "NVIDIA Test 9000",
+    "compute_capability": "9.0",
+    "cpu_cores": 8,
+    "sources": "abc",
+    "date": "2026-01-02",
+    "commit": "c0ffee",
+}
+
+
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+def passing_build(clock, env):
+    return {"status": "passed", "seconds": 0.0}
+
+
+def step(name, code="print('done')", **options):
+    return gpu.Step(name, python(code), gpu.judge_exit, **options)
+
+
+# ---- commands ----------------------------------------------------------------------------------
+
+
+def test_run_tells_how_a_command_ended(tmp_path):
+    assert run(python("print('hello')"), 30).output == "hello\n"
+    failed = run(python("import sys; print('why'); sys.exit(7)"), 30)
+    assert (failed.status, failed.code, failed.output) == ("failed", 7, "why\n")
+    absent = run([tmp_path / "no-such-program"], 30)
+    assert absent.status == "absent" and "no-such-program" in absent.output
+    assert run(python("import os; print(os.environ['MARK'])"), 30, {"MARK": "m"}).output == "m\n"
+
+
+def test_run_kills_grandchildren_at_the_limit(tmp_path):
+    mark = tmp_path / "alive"
+    grandchild = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
+    code = (
+        "import subprocess, sys\n"
+        "print('started', flush=True)\n"
+        f"subprocess.Popen([sys.executable, '-c', {grandchild!r}]).wait()\n"
+    )
+    start = time.monotonic()
+    outcome = run(python(code), 0.8)
+    assert (outcome.status, outcome.code, outcome.output) == ("timed out", None, "started\n")
+    assert time.monotonic() - start < 1.8
+    time.sleep(2)
+    assert not mark.exists()
+
+
+def test_commit_without_git(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_process, "ROOT", tmp_path)
+    monkeypatch.delenv("BNUQ_COMMIT", raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert gpu_process.commit() == "unknown"
+    (tmp_path / "COMMIT").write_text("1234\n")
+    assert gpu_process.commit() == "1234"
+    monkeypatch.setenv("BNUQ_COMMIT", "5678")
+    assert gpu_process.commit() == "5678"
+
+
+def test_commit_says_when_files_were_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_process, "ROOT", tmp_path)
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    (tmp_path / "file").write_text("one")
+    for command in (["init", "-q"], ["add", "file"], [*identity, "commit", "-qm", "m"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    clean = gpu_process.commit()
+    assert len(clean) == 40
+    (tmp_path / "file").write_text("two")
+    assert gpu_process.commit() == clean + "-dirty"
+
+
+def test_source_digest_follows_the_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_process, "ROOT", tmp_path)
+    for folder in ("csrc", "bnuq_ext", "tests/hostrun/build", "benchmarks"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("setup.py", "pyproject.toml", "csrc/a.h"):
+        (tmp_path / file).write_text(file)
+    first = gpu_process.source_digest()
+    (tmp_path / "tests" / "hostrun" / "build" / "made.cpp").write_text("x")
+    (tmp_path / "benchmarks" / "result.json").write_text("{}")
+    assert gpu_process.source_digest() == first
+    (tmp_path / "csrc" / "a.h").write_text("changed")
+    assert gpu_process.source_digest() != first
+
+
+# ---- stages ------------------------------------------------------------------------------------
+
+
+def test_a_stage_runs_its_steps_and_keeps_the_result(tmp_path):
+    steps = [step("one"), step("two", "raise SystemExit(4)"), step("three", alone=False)]
+    result = gpu.run_stage("test", steps, tmp_path, ENV, passing_build)
+    assert result["finished"] and list(result["steps"]) == ["one", "two", "three"]
+    assert [s["status"] for s in result["steps"].values()] == ["passed", "failed", "passed"]
+    assert json.loads((tmp_path / "test.json").read_text()) == result
+    assert gpu.exit_status([result]) == 1
+
+
+def test_a_finished_stage_is_skipped_unless_forced(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("FORCE", raising=False)
+    log = tmp_path / "log"
+    steps = [step("one", f"open({str(log)!r}, 'a').write('x')")]
+    for _ in range(2):
+        result = gpu.run_stage("test", steps, tmp_path, ENV, passing_build)
+    assert log.read_text() == "x" and gpu.exit_status([result]) == 0
+    assert "test: finished for these sources; FORCE=1 runs it again" in capsys.readouterr().out
+    monkeypatch.setenv("FORCE", "1")
+    gpu.run_stage("test", steps, tmp_path, ENV, passing_build)
+    assert log.read_text() == "xx"
+    monkeypatch.delenv("FORCE")
+    gpu.run_stage("test", steps, tmp_path, ENV | {"sources": "other"}, passing_build)
+    assert log.read_text() == "xxx"
+
+
+def test_a_stage_that_was_cut_off_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.5)
+    log = tmp_path / "log"
+    hanging = step("slow", "import time; time.sleep(60)", limit=90)
+    steps = [step("quick", f"open({str(log)!r}, 'a').write('q')", limit=90), hanging, step("last")]
+    start = time.monotonic()
+    cut = gpu.run_stage("bench", steps, tmp_path, ENV, passing_build, seconds=2)
+    assert time.monotonic() - start < 4
+    assert not cut["finished"] and list(cut["steps"]) == ["quick"]
+    assert gpu.exit_status([cut]) == gpu.EXIT_UNFINISHED
+
+    steps[1] = step("slow", limit=90)
+    result = gpu.run_stage("bench", steps, tmp_path, ENV, passing_build)
+    assert result["finished"] and list(result["steps"]) == ["quick", "slow", "last"]
+    assert log.read_text() == "q"
+
+
+def test_a_step_over_its_own_limit_is_a_verdict(tmp_path):
+    steps = [step("hangs", "import time; time.sleep(60)", limit=0.5), step("after")]
+    result = gpu.run_stage("test", steps, tmp_path, ENV, passing_build)
+    assert result["finished"] and gpu.exit_status([result]) == 1
+    assert [s["status"] for s in result["steps"].values()] == ["timed out", "passed"]
+
+
+def test_nothing_runs_on_a_failed_build(tmp_path):
+    def failing_build(clock, env):
+        return {"status": "failed", "seconds": 1.0, "output": "nvcc: no"}
+
+    result = gpu.run_stage("test", [step("one")], tmp_path, ENV, failing_build)
+    assert result["steps"] == {} and not result["finished"] and gpu.exit_status([result]) == 1
+
+
+def test_steps_of_each_stage():
+    tests = gpu.steps_of("test", ENV)
+    files = {p.name for p in (gpu.ROOT / "tests").glob("test_*.py")}
+    assert {s.name for s in tests} == files and len(tests) == len(files)
+    assert [s.name for s in tests if s.alone] == ["test_gpu.py"] and tests[0].alone
+    sanitize = gpu.steps_of("sanitize", ENV)
+    assert [s.name for s in sanitize[1:]] == [
+        name for tool in gpu.SANITIZERS for name in (f"{tool}: planted error", tool)
+    ]
+    assert "sm_90" in sanitize[0].command
+    assert all(s.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for s in sanitize[2::2])
+    assert all(s.limit < gpu.STAGE_SECONDS < 540 for s in tests + sanitize)
+
+
+# ---- verdicts ----------------------------------------------------------------------------------
+
+
+TESTS = """
+import pytest
+def test_good(): pass
+def test_bad(): assert 1 == 2
+@pytest.mark.skip(reason="no such thing here")
+def test_left_out(): pass
+"""
+
+
+def run_tests(tmp_path, text):
+    (tmp_path / "test_it.py").write_text(text)
+    junit = tmp_path / "it.xml"
+    command = [sys.executable, "-m", "pytest", tmp_path / "test_it.py", f"--junitxml={junit}"]
+    command += ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", "/dev/null"]
+    return gpu.judge_tests(junit)(run(command, 60))
+
+
+def test_verdict_on_tests(tmp_path):
+    result = run_tests(tmp_path, TESTS)
+    assert result["status"] == "failed"
+    assert [result[key] for key in ("passed", "failed", "skipped")] == [1, 1, 1]
+    assert result["failures"] == ["test_it::test_bad"]
+    assert result["skip_reasons"] == ["no such thing here"]
+    assert "assert 1 == 2" in result["output"]
+
+
+@pytest.mark.parametrize(
+    "text, status, reason",
+    [
+        ("import no_such_package.part", "skipped", "needs no_such_package, which is not installed"),
+        ("import bnuq_ext.gone", "failed", None),
+        ("x = 1", "skipped", "no test collected"),
+    ],
+)
+def test_verdict_on_tests_that_do_not_start(tmp_path, text, status, reason):
+    result = run_tests(tmp_path, text)
+    assert result["status"] == status and result.get("reason") == reason
+
+
+def outcome(status, code, output):
+    return Outcome(status, code, 1.0, output)
+
+
+@pytest.mark.parametrize(
+    "given, status, planted",
+    [
+        (outcome("passed", 0, "========= ERROR SUMMARY: 0 errors"), "passed", "failed"),
+        (outcome("failed", 86, "========= ERROR SUMMARY: 3 errors"), "failed", "passed"),
+        (
+            outcome("failed", 1, "Traceback: no such op\n===== ERROR SUMMARY: 0 errors"),
+            "failed",
+            "failed",
+        ),
+        (outcome("passed", 0, "the tool said nothing"), "failed", "failed"),
+        (outcome("failed", 1, "========= Error: Device not supported"), "refused", "refused"),
+        (outcome("absent", None, "No such file"), "refused", "refused"),
+        (outcome("timed out", None, ""), "timed out", "timed out"),
+    ],
+)
+def test_verdict_on_a_sanitizer(given, status, planted):
+    assert gpu.judge_sanitizer(given)["status"] == status
+    assert gpu.judge_planted(given)["status"] == planted
+
+
+def test_a_refused_tool_is_not_a_failure(tmp_path):
+    refused = gpu.Step("memcheck", [tmp_path / "no-tool"], gpu.judge_sanitizer)
+    result = gpu.run_stage("sanitize", [refused], tmp_path, ENV, passing_build)
+    assert result["steps"]["memcheck"]["status"] == "refused" and gpu.exit_status([result]) == 0
+
+
+# ---- the result folder -------------------------------------------------------------------------
+
+
+def test_result_folder_belongs_to_gpu_and_sources(tmp_path):
+    first = gpu.result_folder(tmp_path, ENV)
+    assert first.name == "nvidia-test-9000-2026-01-02"
+    first.mkdir()
+    (first / "environment.json").write_text(json.dumps(ENV))
+    assert gpu.result_folder(tmp_path, ENV | {"date": "2026-01-03"}) == first
+    other = gpu.result_folder(tmp_path, ENV | {"sources": "other"})
+    assert other.name == "nvidia-test-9000-2026-01-02-2"
+
+
+def test_report_joins_the_stages(tmp_path, monkeypatch):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for name in ("a", "b"):
+        (raw / f"{name}.json").write_text(json.dumps({"benchmarks": [{"name": name}]}))
+    (raw / "c.json").write_text("")
+    (tmp_path / "environment.json").write_text(json.dumps(ENV))
+    gpu.run_stage("test", [step("bad.py", "print('x|y'); exit(1)")], tmp_path, ENV, passing_build)
+    gpu.run_stage("bench", [step("bench.py")], tmp_path, ENV, passing_build)
+    monkeypatch.setattr(gpu_report, "bench_lines", lambda path: ["the table"])
+    gpu_report.write(tmp_path, raw)
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# NVIDIA Test 9000, 2026-01-02\n")
+    assert "| commit | c0ffee |" in text and "| bad.py | failed |" in text and "x|y" in text
+    assert "## sanitize" not in text and text.endswith("the table\n")
+    merged = json.loads((tmp_path / "bench-raw.json").read_text())
+    assert [b["name"] for b in merged["benchmarks"]] == ["a", "b"]
+
+
+def test_main_needs_a_gpu_or_rehearses(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "environment", lambda: ENV | {"gpu": None})
+    monkeypatch.setattr(gpu, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(gpu, "build", passing_build)
+    monkeypatch.setattr(gpu, "steps_of", lambda stage, env: [step(stage)])
+    assert gpu.main(["--out", str(tmp_path)]) == 2
+    assert "torch sees no CUDA device" in capsys.readouterr().out
+    assert gpu.main(["--out", str(tmp_path), "--rehearse"]) == 0
+    folder = tmp_path / "no-gpu-2026-01-02"
+    names = ["bench.json", "environment.json", "report.md", "sanitize.json", "test.json"]
+    assert sorted(p.name for p in folder.iterdir()) == names
+
+
+def test_the_script_starts_by_itself(tmp_path):
+    command = [sys.executable, gpu.ROOT / "benchmarks" / "gpu.py", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--rehearse" in done.stdout
