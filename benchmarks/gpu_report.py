@@ -12,16 +12,15 @@ def load(path):
 
 
 def merge_benchmarks(raw_folder: Path, target: Path):
-    """Joins the files that pytest-benchmark wrote, one for each step."""
-    merged = None
-    for path in sorted(raw_folder.glob("*.json")):
-        # pytest-benchmark leaves an empty file behind where nothing was timed.
-        part = json.loads(path.read_text() or "null")
-        if part and merged:
-            merged["benchmarks"] += part["benchmarks"]
-        else:
-            merged = merged or part
-    if merged:
+    """Joins the records of pytest-benchmark's files with those that the target has already."""
+    # pytest-benchmark leaves an empty file behind where nothing was timed.
+    paths = [path for path in (target, *sorted(raw_folder.glob("*.json"))) if path.exists()]
+    parts = [json.loads(path.read_text()) for path in paths if path.stat().st_size]
+    records = {b["fullname"]: b for part in parts for b in part["benchmarks"]}
+    for record in records.values():
+        record["stats"].pop("data", None)  # every single timing: megabytes
+    if parts:
+        merged = parts[-1] | {"benchmarks": list(records.values())}
         target.write_text(json.dumps(merged, indent=1) + "\n")
 
 
@@ -55,14 +54,16 @@ def stage_lines(result):
     return lines
 
 
-def bench_lines(bench):
-    table = run([sys.executable, ROOT / "benchmarks" / "report.py", bench], 60)
-    return ["", "```", table.output.rstrip(), "```"]
+def bench_lines(raw):
+    """The table of benchmarks/report.py, which it also writes as <stem>.md."""
+    done = run([sys.executable, ROOT / "benchmarks" / "report.py", raw], 60)
+    table = raw.with_suffix(".md")
+    return ["", table.read_text() if done.status == "passed" else f"No table: {done.output}"]
 
 
 def write(folder: Path, raw_folder: Path):
-    """Writes report.md, and bench-raw.json where there are timings, into the result folder."""
-    env, raw = load(folder / "environment.json"), folder / "bench-raw.json"
+    """Writes report.md, and bench-records.json where there are timings, into the result folder."""
+    env, raw = load(folder / "environment.json"), folder / "bench-records.json"
     lines = [f"# {env['gpu'] or 'No GPU: a rehearsal'}, {env['date']}", "", *environment_lines(env)]
     for stage in ("test", "sanitize", "bench"):
         result = load(folder / f"{stage}.json")

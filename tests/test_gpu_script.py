@@ -257,23 +257,33 @@ def test_result_folder_belongs_to_gpu_and_sources(tmp_path):
     assert other.name == "nvidia-test-9000-2026-01-02-2"
 
 
-def test_report_joins_the_stages(tmp_path, monkeypatch):
+def test_report_joins_the_stages(tmp_path):
     raw = tmp_path / "raw"
     raw.mkdir()
     for name in ("a", "b"):
-        (raw / f"{name}.json").write_text(json.dumps({"benchmarks": [{"name": name}]}))
+        record = {
+            "fullname": name,
+            "stats": {"data": [1.0]},
+            "extra_info": {"case": f"case {name}", "ours_ms": 2.0},
+        }
+        (raw / f"{name}.json").write_text(json.dumps({"benchmarks": [record]}))
     (raw / "c.json").write_text("")
     (tmp_path / "environment.json").write_text(json.dumps(ENV))
     gpu.run_stage("test", [step("bad.py", "print('x|y'); exit(1)")], tmp_path, ENV, passing_build)
     gpu.run_stage("bench", [step("bench.py")], tmp_path, ENV, passing_build)
-    monkeypatch.setattr(gpu_report, "bench_lines", lambda path: ["the table"])
     gpu_report.write(tmp_path, raw)
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# NVIDIA Test 9000, 2026-01-02\n")
     assert "| commit | c0ffee |" in text and "| bad.py | failed |" in text and "x|y" in text
-    assert "## sanitize" not in text and text.endswith("the table\n")
-    merged = json.loads((tmp_path / "bench-raw.json").read_text())
-    assert [b["name"] for b in merged["benchmarks"]] == ["a", "b"]
+    assert "## sanitize" not in text and "| case a | 2.000 |" in text and "| case b |" in text
+
+    # Another machine has only its own raw files; the folder keeps the earlier records.
+    for name in ("a", "b"):
+        (raw / f"{name}.json").unlink()
+    gpu_report.write(tmp_path, raw)
+    merged = json.loads((tmp_path / "bench-records.json").read_text())
+    assert [b["fullname"] for b in merged["benchmarks"]] == ["a", "b"]
+    assert len(list(tmp_path.glob("*.*"))) <= 8
 
 
 def test_main_needs_a_gpu_or_rehearses(tmp_path, monkeypatch, capsys):
