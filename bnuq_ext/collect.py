@@ -60,25 +60,51 @@ def collect(
         ValueError, TypeError: an argument is refused, or no batch can be used; the model keeps the bank that
             it had.
     """
-    layers = stochastic_layers("collect", model)
+    stochastic_layers("collect", model)
     _check_arguments(model, num_batches, input_fn, on_nonfinite)
-    device = _checked_device(model, device)
     source = find_source("collect", data, batch_size)
     if source.in_order:
         warnings.warn(_IN_ORDER, stacklevel=2)
-    record = _Record(layers, input_fn, device, on_nonfinite)
+    bank, remarks = gather(
+        "collect",
+        model,
+        source,
+        num_batches,
+        device=_checked_device(model, device),
+        input_fn=input_fn,
+        progress=progress,
+        on_nonfinite=on_nonfinite,
+    )
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=2)
+    attach(model, bank)
+    return bank
+
+
+def gather(
+    op: str,
+    model: nn.Module,
+    source: Source,
+    num_batches: int,
+    *,
+    device: torch.device | None,
+    input_fn: Callable | None = None,
+    progress: bool = False,
+    on_nonfinite: str = "raise",
+) -> tuple[Bank, list[str]]:
+    """The bank of a source's batches, not attached, and what its user should be warned of.
+
+    See `collect` for the arguments; snapshot b is the b-th batch that could be used.
+    """
+    record = _Record(op, stochastic_layers(op, model), input_fn, device, on_nonfinite)
     with preserved_rng(*source.generators), evaluating(model), without_gradients():
         # Closed with the body, so that a loader's workers end with it.
         with closing(source.batches(num_batches)) as batches:
-            for epoch, batch in tqdm(
-                batches, "collect", num_batches, disable=None if progress else True
-            ):
-                record.add(model, batch, epoch)
+            shown = tqdm(batches, op, num_batches, disable=None if progress else True)
+            for number_of_pass, batch in shown:
+                record.add(model, batch, number_of_pass)
         bank = record.bank(source)
-    for message in record.remarks(source, num_batches, bank):
-        warnings.warn(message, stacklevel=2)
-    attach(model, bank)
-    return bank
+    return bank, list(record.remarks(source, num_batches, bank))
 
 
 class CollectPass(Pass):
@@ -88,14 +114,15 @@ class CollectPass(Pass):
     fewer than two values a channel, which ends the forward.
     """
 
-    def __init__(self, layers: dict[str, nn.Module]):
+    def __init__(self, op: str, layers: dict[str, nn.Module]):
         super().__init__(layers)
+        self.op = op
         self.statistics: dict[str, tuple[Tensor, Tensor, int]] = {}
         self.too_small = False
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         if key in self.statistics:
-            refuse("collect", "names of layers", "differ from those of second calls", repr(key))
+            refuse(self.op, "names of layers", "differ from those of second calls", repr(key))
         if x.numel() < 2 * x.shape[1]:
             self.too_small = True
             raise _TooSmall
@@ -112,9 +139,9 @@ class _TooSmall(Exception):
 class _Record:
     """What the batches gave so far: per call a list over batches, and what was left out."""
 
-    def __init__(self, layers, input_fn, device, on_nonfinite: str):
-        self.layers, self.input_fn, self.device = layers, input_fn, device
-        self.on_nonfinite = on_nonfinite
+    def __init__(self, op: str, layers, input_fn, device, on_nonfinite: str):
+        self.op, self.layers = op, layers
+        self.input_fn, self.device, self.on_nonfinite = input_fn, device, on_nonfinite
         self.mean: dict[str, list[Tensor]] = {}
         self.var: dict[str, list[Tensor]] = {}
         self.count: dict[str, list[int]] = {}
@@ -126,15 +153,15 @@ class _Record:
     def add(self, model: nn.Module, batch, number_of_pass: int) -> None:
         """Put a batch through the model and keep its statistics, unless it is of no use."""
         self.seen += 1
-        inputs = move(model_input("collect", batch, self.input_fn), self.device)
-        rows = num_rows("collect", inputs)
+        inputs = move(model_input(self.op, batch, self.input_fn), self.device)
+        rows = num_rows(self.op, inputs)
         if rows == 0:
             self.small += 1
             return
         if not all(_finite(x) for x in tensors(inputs)):
             self._leave_out("the input")
             return
-        active = CollectPass(self.layers)
+        active = CollectPass(self.op, self.layers)
         with running(active), suppress(_TooSmall):
             call(model, inputs)
         if active.too_small:
@@ -152,13 +179,13 @@ class _Record:
 
     def _leave_out(self, where: str) -> None:
         if self.on_nonfinite == "raise":
-            refuse("collect", f"batch {self.seen - 1}", "be finite", f"NaN or infinity in {where}")
+            refuse(self.op, f"batch {self.seen - 1}", "be finite", f"NaN or infinity in {where}")
         self.nonfinite += 1
 
     def _keep(self, statistics: dict[str, tuple[Tensor, Tensor, int]]) -> None:
         if self.rows and statistics.keys() != self.mean.keys():
             requirement = f"make the calls of the ones before, {list(self.mean)}"
-            refuse("collect", f"batch {self.seen - 1}", requirement, list(statistics))
+            refuse(self.op, f"batch {self.seen - 1}", requirement, list(statistics))
         for key, (mean, var, count) in statistics.items():
             self.mean.setdefault(key, []).append(mean)
             self.var.setdefault(key, []).append(var)
@@ -168,10 +195,10 @@ class _Record:
         """The bank of what was kept; the lists are used up, so that it is never there twice."""
         if not self.rows:
             got = f"{self.seen}, of which {self.small} too small and {self.nonfinite} not finite"
-            refuse("collect", "data", "hold a batch with two finite values a channel", got)
+            refuse(self.op, "data", "hold a batch with two finite values a channel", got)
         if not self.called:
             got = "calls of none"
-            refuse("collect", "model", "call its stochastic layers in eval", got)
+            refuse(self.op, "model", "call its stochastic layers in eval", got)
         rows = Counter(self.rows).most_common(1)[0][0]
         known = source.dataset_size or 0
         names = list(self.mean)
@@ -197,17 +224,17 @@ class _Record:
         """What the user should know of the bank."""
         if self.small:
             yield (
-                f"collect: {self.small} of {self.seen} batches were left out: they have fewer than two "
+                f"{self.op}: {self.small} of {self.seen} batches were left out: they have fewer than two "
                 "values a channel"
             )
         if self.nonfinite:
-            yield f"collect: {self.nonfinite} of {self.seen} batches were left out: NaN or infinity"
+            yield f"{self.op}: {self.nonfinite} of {self.seen} batches were left out: NaN or infinity"
         if self.seen < num_batches:
-            yield f"collect: the data ended after {self.seen} of {num_batches} batches"
+            yield f"{self.op}: the data ended after {self.seen} of {num_batches} batches"
         whole = source.dataset_size is not None or self.seen < num_batches
         if whole and 10 * bank.batch_size > bank.dataset_size:
             yield (
-                f"collect: the batches have {bank.batch_size} rows, more than a tenth of the data's "
+                f"{self.op}: the batches have {bank.batch_size} rows, more than a tenth of the data's "
                 f"{bank.dataset_size}: the larger they are the less their statistics vary, and "
                 "the mutual information vanishes"
             )
@@ -236,9 +263,11 @@ def _checked_device(model: nn.Module, device) -> torch.device | None:
         return model_device(model)
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise type(error)(f"collect: device must name a torch device, got {device!r}") from error
+    except (RuntimeError, TypeError):
+        refuse("collect", "device", "name a torch device", repr(device))
 
 
 def _finite(x: Tensor) -> bool:
-    return not x.is_floating_point() or bool(torch.isfinite(x).all())
+    # Sparse and nested tensors have no isfinite; what they lead to shows in the statistics.
+    strided = x.layout == torch.strided and not x.is_nested
+    return not (strided and x.is_floating_point()) or bool(torch.isfinite(x).all())

@@ -80,8 +80,15 @@ class StochasticSyncBatchNorm(Stochastic, nn.SyncBatchNorm):
 
 
 def named_stochastic_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The stochastic layers of a model by qualified name, each once, in the order of the modules."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, Stochastic)}
+    """The stochastic layers of a model by qualified name, each once, in the order of the modules.
+
+    torch.compile's wrapper does not show in a name, so that a bank fits with it and without.
+    """
+    return {
+        name.replace("_orig_mod.", ""): module
+        for name, module in model.named_modules()
+        if isinstance(module, Stochastic)
+    }
 
 
 def original_class(layer: nn.Module) -> type[nn.Module]:

@@ -1,11 +1,15 @@
 """Context managers that leave a model and the random number generators as they found them."""
 
 import random
+import threading
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import nn
+
+_EVAL_LOCK = threading.Lock()
+_EVAL_USERS: dict[int, tuple[int, bool]] = {}  # by module: bodies inside, flag before the first
 
 
 @contextmanager
@@ -13,16 +17,27 @@ def evaluating(model: nn.Module):
     """Every module in eval for the body; each one's own flag is put back after it, however it ends.
 
     The flags are set directly: a module's own train() or eval() may do more than that (merge weights,
-    freeze layers), which nothing could undo.
+    freeze layers), which nothing could undo. Where threads share modules, the last one to leave puts
+    the flags back.
     """
-    before = [(module, module.training) for module in model.modules()]
+    modules = list(model.modules())
+    entered = []
     try:
-        for module, _ in before:
-            module.training = False
+        for module in modules:
+            with _EVAL_LOCK:
+                entered.append(module)  # first: an interrupt may come after any line
+                users, training = _EVAL_USERS.get(id(module), (0, module.training))
+                _EVAL_USERS[id(module)] = users + 1, training
+                module.training = False
         yield
     finally:
-        for module, training in before:
-            module.training = training
+        for module in entered:
+            with _EVAL_LOCK:
+                users, training = _EVAL_USERS.pop(id(module), (1, module.training))
+                if users > 1:
+                    _EVAL_USERS[id(module)] = users - 1, training
+                else:
+                    module.training = training
 
 
 @contextmanager
