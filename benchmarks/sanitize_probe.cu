@@ -1,5 +1,5 @@
-// One planted error for each tool of compute-sanitizer, by name. A tool that stays silent here would
-// stay silent on the kernels too.
+// One planted error for each tool of compute-sanitizer, by name. A tool that stays silent here
+// would stay silent on the kernels too.
 #include <cstdio>
 #include <cstring>
 
