@@ -12,3 +12,5 @@ from .nn import StochasticBatchNorm1d as StochasticBatchNorm1d
 from .nn import StochasticBatchNorm2d as StochasticBatchNorm2d
 from .nn import StochasticBatchNorm3d as StochasticBatchNorm3d
 from .nn import StochasticSyncBatchNorm as StochasticSyncBatchNorm
+from .predict import predict as predict
+from .prediction import Prediction as Prediction

@@ -68,19 +68,24 @@ def num_rows(op: str, inputs) -> int:
     return first.shape[0]
 
 
+def map_tensors(inputs, fn: Callable[[Tensor], Tensor]):
+    """The input with fn of each of its tensors, in the order of `tensors`."""
+    if isinstance(inputs, Tensor):
+        return fn(inputs)
+    if isinstance(inputs, Mapping):
+        return {key: map_tensors(value, fn) for key, value in inputs.items()}
+    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+        return type(inputs)(*(map_tensors(value, fn) for value in inputs))
+    if isinstance(inputs, (tuple, list)):
+        return type(inputs)(map_tensors(value, fn) for value in inputs)
+    return inputs
+
+
 def move(inputs, device: torch.device | None):
     """The input with its tensors on `device`; None leaves them where they are."""
     if device is None:
         return inputs
-    if isinstance(inputs, Tensor):
-        return inputs.to(device, non_blocking=True)
-    if isinstance(inputs, Mapping):
-        return {key: move(value, device) for key, value in inputs.items()}
-    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
-        return type(inputs)(*(move(value, device) for value in inputs))
-    if isinstance(inputs, (tuple, list)):
-        return type(inputs)(move(value, device) for value in inputs)
-    return inputs
+    return map_tensors(inputs, lambda t: t.to(device, non_blocking=True))
 
 
 def call(model: nn.Module, inputs):

@@ -13,6 +13,9 @@ from contextvars import ContextVar
 
 from torch import Tensor, nn
 
+from .ops import batch_norm_bank, batch_norm_fitted
+from .samplers import Draw, Fitted
+
 _CURRENT: ContextVar[Pass | None] = ContextVar("bnuq_ext_pass", default=None)
 
 
@@ -56,3 +59,112 @@ class Pass:
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         raise NotImplementedError
+
+
+class DoesNotFold(Exception):
+    """Replicas cannot go through the model this way; never leaves the package."""
+
+
+class Undecided(DoesNotFold):
+    """A trial on this input could not tell whether they can."""
+
+
+class ReplicaPass(Pass):
+    """A forward of T replicas: each stochastic call normalises with the statistics of a draw.
+
+    Folded activations are (T*N, C, *), replica-major. Whether the x of a call is shared by the replicas
+    or folded is known from the rows that the call had in a pass with T = 1; with T = 1 it is the same.
+
+    Args:
+        layers: the stochastic layers by the names that the draw's statistics have.
+        draw: the statistics of the T replicas.
+        rows: rows of x in each call with T = 1; needed for T above 1.
+        shared: which calls share x; what is missing is found out. Both are filled by the pass.
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, nn.Module],
+        draw: Draw,
+        rows: dict[str, int] | None = None,
+        shared: dict[str, bool] | None = None,
+    ):
+        super().__init__(layers)
+        self.draw = draw
+        self.rows = {} if rows is None else rows
+        self.shared = {} if shared is None else shared
+        self.largest = 0  # bytes of the largest x
+
+    def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
+        draw = self.draw
+        statistics = draw.tables.get(key)
+        if statistics is None:
+            raise ValueError(_message(key, "an additional call"))
+        shared = self._is_shared(key, x) if draw.num_samples > 1 else self._record(key, x)
+        weight, bias, eps = layer.affine_parameters()
+        if isinstance(statistics, Fitted):
+            params, family = statistics
+            y = batch_norm_fitted(
+                x, params, draw.seed, stream, draw.num_samples, family,
+                weight=weight, bias=bias, eps=eps, shared=shared,
+            )  # fmt: skip
+        else:
+            mean, var = statistics
+            y = batch_norm_bank(
+                x,
+                mean,
+                var,
+                snapshot=draw.snapshot,
+                weight=weight,
+                bias=bias,
+                eps=eps,
+                shared=shared,
+            )
+        return layer.finish(y)
+
+    def _record(self, key: str, x: Tensor) -> bool:
+        self.rows[key] = x.shape[0]
+        self.largest = max(self.largest, x.numel() * x.element_size())
+        return False
+
+    def _is_shared(self, key: str, x: Tensor) -> bool:
+        recorded, T = self.rows.get(key), self.draw.num_samples
+        shared = x.shape[0] == recorded
+        if not shared and (recorded is None or x.shape[0] != T * recorded):
+            raise DoesNotFold(
+                f"{key} saw {x.shape[0]} rows instead of {recorded} or {T} times that"
+            )
+        if self.shared.setdefault(key, shared) != shared:
+            raise DoesNotFold(f"{key} saw {x.shape[0]} rows, which another batch shared or folded")
+        return shared
+
+    def check_calls(self) -> None:
+        """Raises unless the forward made the calls of the bank, at least one, and those of T = 1."""
+        made = sum(self.calls.values())
+        if made != len(self.draw.tables):
+            self._check_against_bank()
+        if made != len(self.rows):
+            raise DoesNotFold(
+                f"the forward made {made} stochastic calls, with T = 1 {len(self.rows)}"
+            )
+
+    def _check_against_bank(self) -> None:
+        if not self.calls:
+            raise ValueError(
+                "predict: model must call a stochastic layer in its forward, got no call"
+            )
+        for key in self.draw.tables:
+            name, call = _split(key)
+            # A part of a model may be run with the bank of the whole.
+            if name in self.streams and self.calls[name] <= call:
+                raise ValueError(_message(name, f"{self.calls[name]} calls"))
+
+
+def _split(key: str) -> tuple[str, int]:
+    """Layer and number of the call of `name` or `name#1`."""
+    name, _, call = key.rpartition("#")
+    return (name, int(call)) if call.isdigit() else (key, 0)
+
+
+def _message(key: str, got: str) -> str:
+    return f"predict: layer {key} must be called as often as when the bank was collected, got {got}"

@@ -1,0 +1,66 @@
+"""How many replicas go through a model at a time, and what happens when memory does not suffice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .ops.checks import check_integer
+
+if TYPE_CHECKING:
+    from .folding import Plan
+
+# Measured on two cores: convolutions are slower per replica when their activations outgrow the cache.
+CPU_BYTES = 16 * 2**20
+CUDA_BYTES = 256 * 2**20
+
+
+def check_chunk(op: str, chunk) -> None:
+    """Checks that a chunk is "auto" or at least 1."""
+    if chunk != "auto":
+        check_integer(op, "chunk", chunk, 1)
+
+
+def chunk_of(plan: Plan, chunk: int | str, num_samples: int, device: torch.device) -> int:
+    """Replicas in a chunk: at most the given number, or as many as keep the largest activation small.
+
+    Args:
+        plan: knows the bytes of the largest input of a stochastic layer for one replica.
+        chunk: "auto" or a number.
+        num_samples: T; the chunks are about equally large.
+        device: where the model runs; on CUDA an eighth of the free memory is a bound too.
+    """
+    if plan.way == "loop":
+        return 1
+    if chunk == "auto":
+        budget = CPU_BYTES
+        if device.type == "cuda":
+            budget = min(CUDA_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
+        chunk = budget // max(plan.largest, 1)
+    chunk = min(max(int(chunk), 1), num_samples)
+    return -(-num_samples // -(-num_samples // chunk))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory did not suffice, on CUDA or on the CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "not enough memory" in text or "can't allocate memory" in text
+    )
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives memory that torch keeps in reserve back, so that a smaller chunk finds room."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def out_of_memory(op: str, rows: int, error: BaseException) -> torch.OutOfMemoryError:
+    """The error for when not even one replica fits."""
+    return torch.OutOfMemoryError(
+        f"{op}: x must fit in memory with one replica at a time, got {rows} rows; "
+        f"a loader with batches of {max(rows // 2, 1)} rows or fewer needs half ({error})"
+    )

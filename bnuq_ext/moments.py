@@ -1,0 +1,107 @@
+"""Moments of a bank's statistics over its snapshots, and what they would be at another batch size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_LEAST = 1 / 8  # of the mean spread: what a spread counts as at least under the logarithm
+
+
+class Rescaling(NamedTuple):
+    """From the bank's 1/(B-1) variances to those of random batches of M0 rows, and of M rows.
+
+        v(M) = v1 / c * (M0 / M) (1 - M / N),   c = (1 - M0/N) + disjoint * M0/N
+
+    for batches drawn without replacement from N rows; `disjoint` is the fraction of pairs of snapshots
+    without a common row. c is 1 for one pass over the data, and 1 - M0/N for independent draws.
+    """
+
+    bank_factor: float  # v(M0) / v1
+    factor: float  # v(M) / v1
+
+    @classmethod
+    def between(cls, M0: int, M: int, N: int, disjoint: float) -> Rescaling:
+        c = (1 - M0 / N) + disjoint * M0 / N
+        if c == 0:  # M0 = M = N
+            return cls(0.0, 0.0)
+        return cls((1 - M0 / N) / c, M0 / M * (1 - M / N) / c)
+
+
+class Moments(NamedTuple):
+    """Of one layer's call, in float64; B snapshots, C channels.
+
+    Attributes:
+        mean, spread, log_spread: (C,) centres of batch mean, batch std and its logarithm.
+        mean_deviations, log_deviations: (B, C) of the snapshots from the bank's own centres.
+        mean_std, spread_std, log_spread_std: (C,) standard deviations, rescaled.
+    """
+
+    mean: Tensor
+    spread: Tensor
+    log_spread: Tensor
+    mean_deviations: Tensor
+    log_deviations: Tensor
+    mean_std: Tensor
+    spread_std: Tensor
+    log_spread_std: Tensor
+
+    def params(self, family: str) -> Tensor:
+        """(4, C) of `ops.batch_norm_fitted`."""
+        if family == "lognormal":
+            spread, spread_std = self.log_spread, self.log_spread_std
+        else:
+            spread, spread_std = self.spread, self.spread_std
+        return torch.stack([self.mean, self.mean_std, spread, spread_std])
+
+
+def fit(mean: Tensor, var: Tensor, rescaling: Rescaling) -> Moments:
+    """Moments over the snapshots, rescaled in spread and shifted in the centre of the spread.
+
+    A smaller batch has a smaller biased std. The variance of the population is E[var_M] + Var[mean_M]
+    for every M, hence
+        E[var](M) = E[var](M0) + Var[mean](M0) - Var[mean](M),
+        E[std](M)^2 = E[var](M) - Var[std](M),
+        E[ln std] = ln E[std] - Var[std] / (2 E[std]^2) + ...,
+    of which only the difference between M and M0 is used: at M0 the centres are the bank's own.
+
+    Args:
+        mean, var: (B, C), B at least 2.
+        rescaling: to another batch size.
+    """
+    mean, var = mean.double(), var.double()
+    spread = var.sqrt()
+    centre = spread.mean(0)
+    # Without a floor one snapshot of a nearly dead channel makes the logarithm's variance huge.
+    floor = (centre * _LEAST).clamp(min=1e-20)
+    log_spread = torch.maximum(spread, floor).log()
+    mean_centre, log_centre = mean.mean(0), log_spread.mean(0)
+    mean_var, spread_var = mean.var(0), spread.var(0)
+
+    expected = var.mean(0)
+    then, log_then = _spread_at(expected, spread_var, rescaling.bank_factor)
+    now, log_now = _spread_at(
+        expected + mean_var * (rescaling.bank_factor - rescaling.factor),
+        spread_var,
+        rescaling.factor,
+    )
+    scale = rescaling.factor**0.5
+    return Moments(
+        mean=mean_centre,
+        spread=centre + (now - then),
+        log_spread=log_centre + (log_now - log_then),
+        mean_deviations=mean - mean_centre,
+        log_deviations=log_spread - log_centre,
+        mean_std=scale * mean_var.sqrt(),
+        spread_std=scale * spread_var.sqrt(),
+        log_spread_std=scale * log_spread.std(0),
+    )
+
+
+def _spread_at(expected_var: Tensor, spread_var: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """E[std] and E[ln std] where the bank's variance of the std is scaled by `factor`."""
+    spread_var = spread_var * factor
+    square = torch.maximum(expected_var - spread_var, expected_var * _LEAST**2).clamp(min=1e-40)
+    return square.sqrt(), square.log() / 2 - spread_var / (2 * square)

@@ -1,0 +1,137 @@
+"""`predict`: T replicas of a network with stochastic batch norm, as one prediction."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .bank import Bank, find_bank, stochastic_layers
+from .batches import find_source
+from .chunks import check_chunk
+from .collect import gather
+from .folding import Forward
+from .inputs import model_device, num_rows, tensors
+from .ops import new_seed
+from .ops.checks import check_integer, refuse
+from .prediction import Prediction, check_likelihood
+from .restore import evaluating
+from .samplers import check_sampler, make_sampler
+from .stream import STRATEGIES, Replicas, Stream
+
+
+def predict(
+    model: nn.Module,
+    x,
+    *,
+    likelihood: str,
+    num_samples: int = 32,
+    sampler: str = "bank",
+    seed: int | None = None,
+    noise_var: float | Tensor | None = None,
+    first_replica: int = 0,
+    loader: Iterable | None = None,
+    batch_size: int | None = None,
+    strategy: str = "auto",
+    chunk: int | str = "auto",
+    output_fn: Callable | None = None,
+    keep_samples: bool = False,
+    progress: bool = False,
+) -> Prediction:
+    """The predictive distribution of T replicas of a model, each with drawn batch-norm statistics.
+
+    A replica is the model in eval with the statistics of one draw in its stochastic layers, the same for
+    all rows. Draws are a function of (seed, replica) alone: bit-identical for any chunk, strategy and
+    device; outputs agree to rounding. Memory beyond the result does not grow with T. Training flags are
+    restored, gradients are off.
+
+    Args:
+        model: converted by `convert`, with a bank from `collect` or `attach`.
+        x: a tensor, a tuple of arguments or a dict of keyword arguments, on the model's device; or a
+            loader, any other iterable of batches: an input, or a tuple (input, targets), or a dict with
+            one under "input" or "x" and "target" or "y". A loader's batches are moved to the model's device
+            and all get the same draws.
+        likelihood: "categorical": outputs are logits (N, K, *), softmax over dim 1. "gaussian": outputs
+            (N, ...) are means.
+        num_samples: T, at least 1.
+        sampler: "bank" (stored snapshots), "joint" (a Gaussian with the bank's covariance over all
+            layers), "lognormal", "normal" (independent statistics), "batch" (fresh batches of `loader`:
+            replica t uses its t-th).
+        seed: any integer in [-2^63, 2^63); None draws one from torch's generator.
+        noise_var: variance of gaussian observation noise, of mean's shape or one that broadcasts to it.
+        first_replica: global number of the first replica: 10 replicas from 10 on are the second half of 20.
+        loader: batches for sampler "batch".
+        batch_size: M that "joint", "lognormal" and "normal" rescale the bank to; see `Rescaling`.
+        strategy: "loop" runs one replica after another, which defines the answer; "folded" runs many as
+            one batch or refuses; "auto" folds where the model has proved to give the loop's answer.
+        chunk: replicas at a time, or "auto".
+        output_fn: takes the tensor out of the model's output where that is none.
+        keep_samples: keep the raw outputs of all replicas.
+        progress: show a bar over replicas.
+
+    Raises:
+        ValueError, TypeError: an argument is refused; no bank; layers called more or less often than in
+            `collect`; a model that does not fold, with "folded".
+        torch.OutOfMemoryError: not even one replica fits.
+    """
+    model = getattr(model, "_orig_mod", model)
+    layers = stochastic_layers("predict", model)
+    check_likelihood("predict", likelihood, noise_var)
+    num_samples = check_integer("predict", "num_samples", num_samples, 1)
+    first_replica = check_integer("predict", "first_replica", first_replica, 0)
+    check_sampler("predict", sampler, batch_size)
+    _check_options(sampler, seed, loader, strategy, output_fn)
+    check_chunk("predict", chunk)
+    device = model_device(model) or torch.device("cpu")
+    single = isinstance(x, (Tensor, tuple, Mapping))
+    _check_x(x, device, single)
+    bank = None if sampler == "batch" else find_bank(model, "predict")
+    if bank is not None:
+        layers = {layer.bank_name: layer for layer in layers.values()}
+    key = seed if seed is not None else int(new_seed(None, device=device)[0])
+    if bank is None:
+        bank = _fresh_bank(model, loader, first_replica + num_samples, device)
+    drawn = make_sampler("predict", sampler, bank, batch_size, device)
+    forward = Forward(model, layers, drawn, key, output_fn)
+    replicas = Replicas(first_replica, num_samples, strategy, chunk, keep_samples, progress)
+    with torch.no_grad(), evaluating(model):
+        stream = Stream(forward, replicas, likelihood, device)
+        result = stream.run(x) if single else stream.run_all(x)
+    snapshots = drawn.draw(key, first_replica, num_samples).snapshot if sampler == "bank" else None
+    return Prediction(likelihood, num_samples, noise_var=noise_var, snapshots=snapshots, **result)
+
+
+def _check_options(sampler, seed, loader, strategy, output_fn) -> None:
+    op = "predict"
+    if strategy not in STRATEGIES:
+        refuse(op, "strategy", f"be one of {', '.join(STRATEGIES)}", repr(strategy))
+    if (sampler == "batch") != (loader is not None):
+        got = "none" if loader is None else f'one with sampler "{sampler}"'
+        refuse(op, "loader", 'be given with sampler "batch" and no other', got)
+    if output_fn is not None and not callable(output_fn):
+        refuse(op, "output_fn", "be callable", type(output_fn).__name__, TypeError)
+    if seed is not None and not -(2**63) <= check_integer(op, "seed", seed, -(2**63)) < 2**63:
+        refuse(op, "seed", "lie in [-2^63, 2^63)", seed)
+
+
+def _check_x(x, device: torch.device, single: bool) -> None:
+    if not single and not isinstance(x, Iterable):
+        requirement = "be a tensor, a tuple, a dict or an iterable of batches"
+        refuse("predict", "x", requirement, type(x).__name__, TypeError)
+    if single:
+        num_rows("predict", x)
+        for tensor in tensors(x):
+            if tensor.device != device:
+                refuse("predict", "x", f"be on the model's device {device}", tensor.device)
+
+
+def _fresh_bank(model: nn.Module, loader, num_batches: int, device: torch.device) -> Bank:
+    source = find_source("predict", loader, None)
+    bank, remarks = gather("predict", model, source, num_batches, device=device)
+    if len(bank) < num_batches:
+        refuse("predict", "loader", f"have {num_batches} batches of use", len(bank))
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=3)
+    return bank

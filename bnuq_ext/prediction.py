@@ -1,0 +1,152 @@
+"""What T replicas say together: the result of `predict`, and how replicas are taken in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from .nn import accumulation_dtype
+from .ops import predictive_accumulate_
+from .ops.checks import check_floating, refuse
+
+LIKELIHOODS = ("categorical", "gaussian")
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """The predictive distribution of T replicas at N inputs. An attribute that does not apply is None.
+
+    Attributes:
+        likelihood: "categorical" or "gaussian".
+        num_samples: T.
+        mean: categorical (N, K, *), mean of the replicas' class probabilities; gaussian (N, ...), mean
+            of their outputs.
+        variance: like mean, over the replicas, with 1/T.
+        noise_var: variance of the observation noise as given to `predict`; gaussian only.
+        entropy: (N, *) entropy of the mean probabilities, in nats; categorical only.
+        mutual_information: (N, *) between class and replica, in nats: entropy minus the mean of the
+            replicas' entropies. Not negative, and 0 where it is below the rounding of that difference.
+        samples: (T, N, ...) raw outputs of the replicas, where kept.
+        snapshots: (T,) int64, row of the bank that each replica used; sampler "bank" only.
+        targets: what the loader gave beside the inputs: one tensor, or a list of one entry a batch.
+    """
+
+    likelihood: str
+    num_samples: int
+    mean: Tensor
+    variance: Tensor
+    noise_var: float | Tensor | None = None
+    entropy: Tensor | None = None
+    mutual_information: Tensor | None = None
+    samples: Tensor | None = None
+    snapshots: Tensor | None = None
+    targets: Tensor | list | None = None
+
+    @property
+    def total_variance(self) -> Tensor | None:
+        """variance + noise_var, (N, ...); gaussian only."""
+        if self.likelihood != "gaussian":
+            return None
+        return self.variance if self.noise_var is None else self.variance + self.noise_var
+
+    @classmethod
+    def from_samples(
+        cls, samples: Tensor, likelihood: str, noise_var: float | Tensor | None = None
+    ) -> Prediction:
+        """The prediction of replicas from anywhere: an ensemble, dropout, a loop of one's own.
+
+        Args:
+            samples: (T, N, K, *) logits, softmax over dim 2, or (T, N, ...) means; T at least 1.
+            likelihood: "categorical" or "gaussian".
+            noise_var: see `predict`.
+        """
+        op = "Prediction.from_samples"
+        check_likelihood(op, likelihood, noise_var)
+        check_floating(op, "samples", samples)
+        if samples.dim() < 1 or samples.shape[0] < 1:
+            refuse(op, "samples", "have at least 1 replica", list(samples.shape))
+        moments = make_moments(op, likelihood)
+        with torch.no_grad():
+            moments.add(samples)
+            summary = moments.summary()
+        return cls(likelihood, len(samples), noise_var=noise_var, samples=samples, **summary)
+
+
+def check_likelihood(op: str, likelihood, noise_var) -> None:
+    """Checks a likelihood and its noise."""
+    if likelihood not in LIKELIHOODS:
+        refuse(op, "likelihood", f"be one of {', '.join(LIKELIHOODS)}", repr(likelihood))
+    if noise_var is None:
+        return
+    if likelihood != "gaussian":
+        refuse(op, "noise_var", f'be None with likelihood "{likelihood}"', noise_var)
+    if isinstance(noise_var, Tensor):
+        good = bool((noise_var >= 0).all() and noise_var.isfinite().all())
+    else:
+        good = isinstance(noise_var, (int, float)) and isfinite(noise_var) and noise_var >= 0
+    if not good:
+        refuse(op, "noise_var", "be finite and not negative", noise_var)
+
+
+class CategoricalMoments:
+    """Running statistics of softmax(logits), one replica after another: the same under any chunking."""
+
+    def __init__(self, op: str):
+        self.op, self.count, self.mean = op, 0, None
+
+    def add(self, logits: Tensor) -> None:
+        """Takes in (T, N, K, *)."""
+        if logits.dim() < 3:
+            got = list(logits.shape[1:])
+            refuse(self.op, "the output", "be logits (N, K, *) for a categorical likelihood", got)
+        if self.mean is None:
+            shape, dtype = logits.shape[1:], accumulation_dtype(logits.dtype)
+            self.entropy_sum = logits.new_zeros(shape[:1] + shape[2:], dtype=dtype)
+            self.mean, self.m2 = logits.new_zeros((2, *shape), dtype=dtype)
+        logits = logits.contiguous()
+        predictive_accumulate_(self.mean, self.m2, self.entropy_sum, logits, self.count)
+        self.count += len(logits)
+
+    def summary(self) -> dict[str, Tensor]:
+        entropy = -torch.xlogy(self.mean, self.mean).sum(1)
+        information = entropy - self.entropy_sum / self.count
+        # T entropies were added in order, and both terms round.
+        noise = torch.finfo(entropy.dtype).eps * (4 + self.count**0.5) * (1 + entropy)
+        information = torch.where(information < noise, 0, information)
+        return {
+            "mean": self.mean,
+            "variance": self.m2 / self.count,
+            "entropy": entropy,
+            "mutual_information": information,
+        }
+
+
+class GaussianMoments:
+    """Running mean and sum of squared deviations (Chan, Golub and LeVeque, 1979)."""
+
+    def __init__(self, op: str):
+        self.op, self.count, self.mean, self.m2 = op, 0, None, None
+
+    def add(self, means: Tensor) -> None:
+        """Takes in (T, N, ...)."""
+        if means.dim() < 2:
+            refuse(self.op, "the output", "have rows (N, ...)", list(means.shape[1:]))
+        count, total = len(means), self.count + len(means)
+        var, mean = torch.var_mean(means.to(accumulation_dtype(means.dtype)), 0, correction=0)
+        m2 = var * count
+        if self.mean is not None:
+            delta = mean - self.mean
+            m2 += self.m2 + delta.square() * (self.count * count / total)
+            mean = self.mean + delta * (count / total)
+        self.count, self.mean, self.m2 = total, mean, m2
+
+    def summary(self) -> dict[str, Tensor]:
+        return {"mean": self.mean, "variance": self.m2 / self.count}
+
+
+def make_moments(op: str, likelihood: str) -> CategoricalMoments | GaussianMoments:
+    """Fresh running statistics for a likelihood."""
+    return (CategoricalMoments if likelihood == "categorical" else GaussianMoments)(op)

@@ -1,0 +1,144 @@
+"""Inputs and statistics of the trial that a model must pass before replicas are folded."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from .inputs import map_tensors, num_rows, tensors
+from .replicas import DoesNotFold, Undecided
+from .samplers import Draw, Fitted, Statistics
+
+ROWS = 3
+_LOOKED_AT = 16  # rows of the input
+
+
+def leading(inputs, rows: int) -> list[Tensor]:
+    """The tensors of an input whose first dimension is that of the rows."""
+    return [t for t in tensors(inputs) if t.dim() > 0 and t.shape[0] == rows]
+
+
+def expand(inputs, num_samples: int):
+    """The input with its rows T times over, replica-major."""
+    rows = num_rows("predict", inputs)
+
+    def repeat(t: Tensor) -> Tensor:
+        if t.dim() == 0 or t.shape[0] != rows:
+            return t
+        return t.expand(num_samples, *t.shape).flatten(0, 1)
+
+    return map_tensors(inputs, repeat)
+
+
+def probe_inputs(inputs):
+    """The input cut to three rows that differ from each other.
+
+    Rows of the input itself, then these flipped along their dimensions, which leaves integers valid, and
+    for floating-point rows that are still equal, these with a ramp added.
+    """
+    rows = num_rows("predict", inputs)
+    firsts = [[t[i : i + 1] for t in leading(inputs, rows)] for i in range(min(rows, _LOOKED_AT))]
+    chosen: list[list[Tensor]] = []
+    for make in (lambda row: [row], _flipped, _ramped):
+        for row in firsts:
+            for candidate in make(row):
+                if len(chosen) < ROWS and all(_differ(candidate, other) for other in chosen):
+                    chosen.append(candidate)
+    if len(chosen) < ROWS:
+        raise Undecided("the input has too few different rows to find out")
+    made = iter([torch.cat(parts) for parts in zip(*chosen, strict=True)])
+    return map_tensors(inputs, lambda t: next(made) if t.dim() > 0 and t.shape[0] == rows else t)
+
+
+def _flipped(row: list[Tensor]):
+    most = max(t.dim() for t in row)
+    for count in range(1, most):
+        for dims in combinations(range(1, most), count):
+            yield [t.flip([d for d in dims if d < t.dim()]) for t in row]
+
+
+def _ramped(row: list[Tensor]):
+    for step in (0.5, 1.0):
+        yield [_add_ramp(t, step) if t.is_floating_point() else t for t in row]
+
+
+def _add_ramp(t: Tensor, step: float) -> Tensor:
+    ramp = torch.linspace(0.1, 1, t.numel(), device=t.device).view(t.shape)
+    return t + (ramp * step * t.abs().max().clamp(min=1)).to(t.dtype)
+
+
+def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
+    return not all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+def probe_draws(draw: Draw) -> tuple[Draw, Draw, Draw]:
+    """Two replicas that differ in every layer: each alone, and both together.
+
+    The first has the statistics of a replica of `draw`; in the second each mean is moved by half a
+    standard deviation, up or down from channel to channel, and each variance is half as large again. So
+    the trial does not depend on how different the snapshots of the bank are.
+    """
+    tables = {key: _spread_out(draw, statistics) for key, statistics in draw.tables.items()}
+    device = draw.seed.device
+    both = torch.arange(2, device=device)
+    return tuple(Draw(len(rows), draw.seed, rows, tables) for rows in (both[:1], both[1:], both))
+
+
+def _spread_out(draw: Draw, statistics: Statistics | Fitted) -> Statistics:
+    if isinstance(statistics, Fitted):
+        mean, spread = statistics.params[:1], statistics.params[2:3]
+        var = (spread.exp() if statistics.family == "lognormal" else spread).square()
+    else:
+        mean, var = (table[draw.snapshot[:1]] for table in statistics)
+    sign = torch.ones_like(mean)
+    sign[:, 1::2] = -1
+    moved = mean + 0.5 * sign * (var + 1e-5).sqrt()
+    return Statistics(torch.cat([mean, moved]), torch.cat([var, 1.5 * var + 1e-5]))
+
+
+def check_equal(folded: Tensor, loop: Tensor, tolerance: float) -> None:
+    """Raises DoesNotFold unless the two agree, relative to the largest finite value; NaN only to NaN."""
+    if folded.shape != loop.shape:
+        raise DoesNotFold(
+            f"the output has shape {list(folded.shape)} instead of {list(loop.shape)}"
+        )
+    folded, loop = folded.double(), loop.double()
+    finite = loop.isfinite()
+    largest = torch.where(finite, loop, 0).abs().max() if loop.numel() else 0
+    near = (folded - loop).abs() <= tolerance * largest
+    same = near | (folded == loop) | (folded.isnan() & loop.isnan())
+    if not same.all():
+        raise DoesNotFold("the output differs from that of one replica after another")
+
+
+def check_informative(loop: Tensor, tolerance: float) -> None:
+    """Raises Undecided unless replicas and rows of (2, 3, ...) outputs differ enough to tell them apart."""
+    values = loop.double().flatten(2)
+    if not values.isfinite().all():
+        raise Undecided("the outputs of the trial are not finite")
+    least = 3 * tolerance * values.abs().max()
+    pairs = [
+        (values[0], values[1]),
+        *((values[:, i], values[:, j]) for i, j in combinations(range(ROWS), 2)),
+    ]
+    if not all((a - b).abs().max() > least for a, b in pairs):
+        raise Undecided("the outputs of the trial do not tell replicas and rows apart")
+
+
+def tolerance_of(output: Tensor, inputs, model_dtypes: set[torch.dtype]) -> float:
+    """How far the folded output may be from the loop's: rounding of the coarsest arithmetic involved."""
+    dtypes = {t.dtype for t in tensors(inputs) if t.is_floating_point()} | model_dtypes
+    dtypes.add(output.dtype)
+    device = output.device.type
+    if torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    if torch.bfloat16 in dtypes:
+        return 0.04
+    if torch.float16 in dtypes:
+        return 5e-3
+    if torch.float32 not in dtypes:
+        return 1e-9
+    tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    return 3e-3 if device == "cuda" and tf32 else 1e-4

@@ -1,0 +1,224 @@
+"""How the statistics of a replica are drawn: `bank`, `joint`, `lognormal`, `normal`, `batch`.
+
+A sampler turns (key, first replica, T) into a `Draw`. It is a function of these three alone, so a replica's
+statistics depend neither on the chunk that it is drawn in nor on the device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .moments import Rescaling, fit
+from .ops import new_seed, philox_normal, snapshot_indices
+from .ops.checks import check_integer, refuse
+
+if TYPE_CHECKING:
+    from .bank import Bank
+
+_BLOCK = 16  # replicas that "joint" draws at a time
+
+
+class Statistics(NamedTuple):
+    """Tables that replica t takes row `snapshot[t]` of: mean (B, C) and biased variance (B, C)."""
+
+    mean: Tensor
+    var: Tensor
+
+
+class Fitted(NamedTuple):
+    """Distributions that an op draws from: params (4, C) and family, see `ops.batch_norm_fitted`."""
+
+    params: Tensor
+    family: str
+
+
+class Draw(NamedTuple):
+    """The statistics of T replicas.
+
+    Attributes:
+        num_samples: T.
+        seed: (2,) int64, key and first replica.
+        snapshot: (T,) int64, rows of the tables; None with `Fitted`.
+        tables: {key: Statistics | Fitted}, the key naming a layer's call.
+    """
+
+    num_samples: int
+    seed: Tensor
+    snapshot: Tensor | None
+    tables: dict[str, Statistics | Fitted]
+
+
+class Sampler(Protocol):
+    def draw(self, key: int, first_replica: int, num_samples: int) -> Draw: ...
+
+
+class BankSampler:
+    """`bank`: stored snapshots (MCBN, Teye et al. 2018, with stored statistics).
+
+    Replica t uses snapshot perm_e(t mod B), e = floor(t / B), the same in all layers; see
+    `ops.snapshot_indices`.
+    """
+
+    def __init__(self, bank: Bank, device: torch.device):
+        self.num_snapshots, self.device = len(bank), device
+        self.tables = {key: Statistics(*pair) for key, pair in bank.on(device).items()}
+
+    def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
+        seed = new_seed(key, first_replica, self.device)
+        snapshot = snapshot_indices(seed, self.num_snapshots, num_samples)
+        return Draw(num_samples, seed, snapshot, self.tables)
+
+
+class BatchSampler:
+    """`batch`: fresh mini-batches (MCBN, Algorithm 1 of Teye et al. 2018); replica t uses the t-th."""
+
+    def __init__(self, bank: Bank, device: torch.device):
+        self.device = device
+        self.tables = {key: Statistics(*pair) for key, pair in bank.on(device).items()}
+
+    def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
+        seed = new_seed(key, first_replica, self.device)
+        snapshot = torch.arange(first_replica, first_replica + num_samples, device=self.device)
+        return Draw(num_samples, seed, snapshot, self.tables)
+
+
+class JointSampler:
+    """`joint`: a Gaussian with the bank's own covariance over the (mean, log spread) of all layers.
+
+        (mean, ln spread)[t] = centre + z[t] (snapshots - centre) / sqrt(B - 1),   z[t] ~ N(0, I_B)
+
+    One z a replica, so the correlations between layers are the bank's. A channel whose spread is 0 in
+    every snapshot keeps it. Computed in float64, sixteen replicas at a time: the shape of a product
+    must not depend on the chunk, for its rounding may.
+    """
+
+    def __init__(self, bank: Bank, rescaling: Rescaling, device: torch.device):
+        self.num_snapshots, self.device = len(bank), device
+        self.parts = {}
+        for key, (mean, var) in bank.on(device).items():
+            fitted = fit(mean, var, rescaling)
+            scale = (rescaling.factor / (len(bank) - 1)) ** 0.5
+            self.parts[key] = (
+                torch.cat([fitted.mean, fitted.log_spread]),
+                torch.cat([fitted.mean_deviations, fitted.log_deviations], 1) * scale,
+                fitted.spread > 0,
+                mean.dtype,
+            )
+        self._last = (None, None)
+
+    def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
+        first, last = first_replica // _BLOCK, (first_replica + num_samples - 1) // _BLOCK
+        blocks = [self._block(key, block) for block in range(first, last + 1)]
+        tables = {
+            name: blocks[0][name]
+            if len(blocks) == 1
+            else Statistics(
+                *(torch.cat(part) for part in zip(*(b[name] for b in blocks), strict=True))
+            )
+            for name in self.parts
+        }
+        snapshot = torch.arange(num_samples, device=self.device) + (first_replica - first * _BLOCK)
+        return Draw(num_samples, new_seed(key, first_replica, self.device), snapshot, tables)
+
+    def _block(self, key: int, block: int) -> dict[str, Statistics]:
+        # The loop asks for the same block sixteen times.
+        known, tables = self._last
+        if known != (key, block):
+            seed = new_seed(key, block * _BLOCK, self.device)
+            z = philox_normal(seed, 0, (_BLOCK, self.num_snapshots), tag="joint").double()
+            tables = {name: _joint_statistics(z, *part) for name, part in self.parts.items()}
+            self._last = ((key, block), tables)
+        return tables
+
+
+def _joint_statistics(z, centre, deviations, alive, dtype) -> Statistics:
+    mean, log_spread = (centre + z @ deviations).chunk(2, 1)
+    return Statistics(mean.to(dtype).contiguous(), ((2 * log_spread).exp() * alive).to(dtype))
+
+
+class FittedSampler:
+    """`lognormal` and `normal`: every statistic drawn by itself, moment-matched to the bank.
+
+    Of a channel with batch means m_b and spreads s_b (standard deviations), b = 1..B:
+        mean ~ N(mean of m_b, variance of m_b), and
+        "lognormal" (Atanov et al. 2019):  ln spread ~ N(mean of ln s_b, variance of ln s_b),
+        "normal" (Teye et al. 2018):       spread ~ N(mean of s_b, variance of s_b), held above an eighth
+                                           of its mean,
+    variances with 1/(B-1). A spread enters the logarithm as at least an eighth of its mean.
+    """
+
+    def __init__(self, bank: Bank, rescaling: Rescaling, family: str, device: torch.device):
+        self.device, self.tables = device, {}
+        for key, (mean, var) in bank.on(device).items():
+            params = fit(mean, var, rescaling).params(family)
+            self.tables[key] = Fitted(params.to(mean.dtype), family)
+
+    def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
+        return Draw(num_samples, new_seed(key, first_replica, self.device), None, self.tables)
+
+
+_PARAMETRIC: dict[str, Callable[[Bank, Rescaling, torch.device], Sampler]] = {
+    "joint": JointSampler,
+    "lognormal": lambda bank, rescaling, device: FittedSampler(
+        bank, rescaling, "lognormal", device
+    ),
+    "normal": lambda bank, rescaling, device: FittedSampler(bank, rescaling, "normal", device),
+}
+SAMPLERS = ("bank", "batch", *_PARAMETRIC)
+
+
+def check_sampler(op: str, name: str, batch_size: int | None) -> None:
+    """Checks a sampler's name and whether it takes a batch size."""
+    if name not in SAMPLERS:
+        refuse(op, "sampler", f"be one of {', '.join(SAMPLERS)}", repr(name))
+    if batch_size is not None and name not in _PARAMETRIC:
+        refuse(op, "batch_size", f'be None with sampler "{name}"', batch_size)
+
+
+def make_sampler(
+    op: str, name: str, bank: Bank, batch_size: int | None, device: torch.device
+) -> Sampler:
+    """The sampler of a bank.
+
+    Args:
+        op: who asks, for messages.
+        name: one of `SAMPLERS`.
+        bank: the snapshots; for "batch" those of the loader's first batches, in their order.
+        batch_size: M that the parametric ones rescale the bank to, see `Rescaling`; None leaves it.
+        device: where the draws are needed.
+
+    Raises:
+        ValueError: unknown name, a batch size that the bank or the sampler cannot have, or a
+            parametric sampler over a single snapshot.
+    """
+    check_sampler(op, name, batch_size)
+    if name == "bank":
+        return BankSampler(bank, device)
+    if name == "batch":
+        return BatchSampler(bank, device)
+    if len(bank) < 2:
+        refuse(op, "bank", f'hold at least 2 snapshots for sampler "{name}"', len(bank))
+    return _PARAMETRIC[name](bank, _rescaling(op, bank, batch_size), device)
+
+
+def _rescaling(op: str, bank: Bank, batch_size: int | None) -> Rescaling:
+    if batch_size is None:
+        return Rescaling(1.0, 1.0)
+    check_integer(op, "batch_size", batch_size, 1)
+    M0, N = bank.batch_size, bank.dataset_size
+    if batch_size > N:
+        refuse(op, "batch_size", f"be at most the size of the data set {N}", batch_size)
+    if M0 == N and batch_size != N:
+        refuse(op, "bank", "hold batches smaller than the data set to be rescaled", M0)
+    if not M0 / 2 <= batch_size <= 16 * M0:
+        warnings.warn(
+            f"{op}: batch_size {batch_size} is outside [M0/2, 16 M0] of a bank with M0 = {M0}, where "
+            "rescaled statistics were found to be accurate; collect a bank with such batches",
+            stacklevel=4,
+        )
+    return Rescaling.between(M0, batch_size, N, bank.disjoint)

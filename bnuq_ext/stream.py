@@ -1,0 +1,151 @@
+"""Takes the replicas' outputs in, chunk by chunk and batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .chunks import chunk_of, free_memory, is_out_of_memory, out_of_memory
+from .folding import Folding, Forward, Plan
+from .inputs import model_input, move, num_rows
+from .ops.checks import refuse
+from .prediction import make_moments
+
+STRATEGIES = ("auto", "folded", "loop")
+_LOOP = Plan("loop", {}, 0, (), {}, set())
+
+
+class Replicas(NamedTuple):
+    """Which replicas to run, and how; as in `predict`."""
+
+    first: int
+    count: int
+    strategy: str
+    chunk: int | str
+    keep: bool
+    progress: bool
+
+
+class Stream:
+    """The batches of one prediction.
+
+    Args:
+        forward: how to run the model.
+        replicas: which ones, and how.
+        likelihood: of the outputs.
+        device: the model's.
+    """
+
+    def __init__(self, forward: Forward, replicas: Replicas, likelihood: str, device: torch.device):
+        self.forward, self.replicas = forward, replicas
+        self.likelihood, self.device = likelihood, device
+        self.most = replicas.count  # in a chunk; less once memory did not suffice
+        self.folding = Folding(forward, replicas.first)
+
+    def run(self, inputs, bar: tqdm | None = None) -> dict[str, Tensor]:
+        """What `Prediction` holds for one input."""
+        if bar is None:
+            with self._bar(self.replicas.count) as bar:
+                return self.run(inputs, bar)
+        moments, samples, done = make_moments("predict", self.likelihood), None, 0
+        plan = self._plan(inputs)
+        while done < self.replicas.count:
+            left = self.replicas.count - done
+            size = min(chunk_of(plan, self.replicas.chunk, left, self.device), self.most)
+            outputs = short = None
+            try:
+                outputs = self.folding.run(plan, inputs, self.replicas.first + done, size)
+                samples = self._keep(samples, outputs, done)
+                moments.add(outputs)
+            except Exception as error:
+                short = is_out_of_memory(error)
+                if short and size == 1:
+                    raise out_of_memory("predict", num_rows("predict", inputs), error) from error
+                if not short:
+                    if outputs is not None or size == 1:
+                        raise
+                    plan = self._give_up(plan, inputs, error)
+            if short:
+                # The exception is gone here, and with it the tensors of the frames that it held.
+                self.most = size // 2
+                free_memory(self.device)
+            elif outputs is not None:
+                done += size
+                bar.update(size)
+        return moments.summary() | {"samples": samples}
+
+    def run_all(self, loader: Iterable) -> dict[str, Tensor | list | None]:
+        """What `Prediction` holds for the batches of a loader together."""
+        results, targets = [], []
+        with self._bar() as bar:
+            for batch in loader:
+                inputs, target = _split(batch)
+                results.append(self.run(move(inputs, self.device), bar))
+                targets.append(target)
+        if not results:
+            refuse("predict", "x", "yield at least 1 batch", "none")
+        joined = {
+            name: None
+            if value is None
+            else torch.cat([r[name] for r in results], 1 if name == "samples" else 0)
+            for name, value in results[0].items()
+        }
+        return joined | {"targets": _join(targets)}
+
+    def _bar(self, total: int | None = None) -> tqdm:
+        return tqdm(desc="predict", unit="replica", total=total, disable=not self.replicas.progress)
+
+    def _plan(self, inputs) -> Plan:
+        strategy, chunk = self.replicas.strategy, self.replicas.chunk
+        if strategy == "loop" or self.replicas.count == 1 or chunk == 1:
+            return _LOOP
+        rows = num_rows("predict", inputs)
+        if rows == 0:
+            return _LOOP
+        try:
+            plan = self.folding.plan(inputs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise out_of_memory("predict", rows, error) from error
+            raise
+        return self._checked(plan)
+
+    def _give_up(self, plan: Plan, inputs, error: Exception) -> Plan:
+        return self._checked(self.folding.give_up(plan, inputs, error))
+
+    def _checked(self, plan: Plan) -> Plan:
+        if self.replicas.strategy == "folded" and plan.way == "loop":
+            got = f'"folded" for a model that does not fold: {plan.reason}'
+            refuse("predict", "strategy", 'be "auto" or "loop"', got)
+        return plan
+
+    def _keep(self, samples: Tensor | None, outputs: Tensor, done: int) -> Tensor | None:
+        if not self.replicas.keep:
+            return None
+        if samples is None:
+            samples = outputs.new_empty((self.replicas.count, *outputs.shape[1:]))
+        samples[done : done + len(outputs)] = outputs
+        return samples
+
+
+def _split(batch) -> tuple:
+    """A loader's batch as (the model's input, targets or None)."""
+    if isinstance(batch, Mapping):
+        return model_input("predict", batch), batch.get("target", batch.get("y"))
+    if isinstance(batch, (tuple, list)) and len(batch) > 0:
+        given = isinstance(batch[0], (tuple, Mapping))
+        inputs = batch[0] if given else model_input("predict", batch)
+        return inputs, batch[1] if len(batch) == 2 else None
+    return model_input("predict", batch), None
+
+
+def _join(targets: list) -> Tensor | list | None:
+    if all(target is None for target in targets):
+        return None
+    if all(isinstance(target, Tensor) and target.dim() > 0 for target in targets):
+        return torch.cat(targets)
+    return targets

@@ -1,0 +1,130 @@
+"""The definition of MCBN: a replica is the original model in eval with a snapshot in its buffers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
+
+import bnuq_ext as bnuq
+
+T, M = 7, 12
+
+
+class Residual(nn.Module):
+    """Its blocks add what bypasses a stochastic layer; batch norm comes first in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(4)])
+        self.convs = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(4)])
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            x = x + conv(norm(x).relu())
+        return self.head(x.mean((2, 3)))
+
+
+def mlp():
+    hidden = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 9, bias=False)]
+    return nn.Sequential(*hidden, nn.BatchNorm1d(9, affine=False), nn.ReLU(), nn.Linear(9, 4))
+
+
+def depthwise():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6(),
+        nn.Conv2d(8, 8, 3, groups=8, stride=2, bias=False), nn.BatchNorm2d(8, eps=1e-3), nn.ReLU6(),
+        nn.Conv2d(8, 12, 1, bias=False), nn.BatchNorm2d(12),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4),
+    )  # fmt: skip
+
+
+def conv1d():
+    return nn.Sequential(
+        nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ELU(), nn.Conv1d(8, 6, 3), nn.BatchNorm1d(6),
+        nn.Flatten(), nn.Linear(6 * 8, 3),
+    )  # fmt: skip
+
+
+def conv3d():
+    return nn.Sequential(
+        nn.Conv3d(2, 6, 3, padding=1), nn.BatchNorm3d(6), nn.ReLU(),
+        nn.Conv3d(6, 4, 3), nn.BatchNorm3d(4), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+MODELS = {
+    "mlp": (mlp, (6,)),
+    "residual": (Residual, (3, 8, 8)),
+    "depthwise": (depthwise, (3, 9, 9)),
+    "conv1d": (conv1d, (4, 12)),
+    "conv3d": (conv3d, (2, 4, 5, 6)),
+}
+
+
+def make(name):
+    """The original, the converted model with a bank, and inputs."""
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    original, data = build(), torch.randn(20 * M, *shape) * 2 + 0.5
+    for layer in original.modules():
+        if getattr(layer, "affine", False):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.bias)
+    model = bnuq.convert(original)
+    bnuq.collect(model, torch.utils.data.TensorDataset(data), T, batch_size=M, progress=False)
+    return original.eval(), model, data[: 2 * T + 1]
+
+
+def with_snapshot(original, bank, snapshot):
+    """The original model with one snapshot as its running statistics."""
+    model = copy.deepcopy(original)
+    for name in bank.mean:
+        layer = model.get_submodule(name)
+        layer.running_mean.copy_(bank.mean[name][snapshot])
+        layer.running_var.copy_(bank.var[name][snapshot])
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_replica_is_the_original_with_the_snapshot_in_its_buffers(name, strategy):
+    original, model, x = make(name)
+    pred = bnuq.predict(
+        model,
+        x,
+        likelihood="categorical",
+        num_samples=T,
+        seed=1,
+        strategy=strategy,
+        keep_samples=True,
+    )
+    bank = next(m.bank for m in model.modules() if hasattr(m, "bank"))
+    assert sorted(pred.snapshots.tolist()) == list(range(T))
+    for sample, snapshot in zip(pred.samples, pred.snapshots, strict=True):
+        with torch.no_grad():
+            expected = with_snapshot(original, bank, snapshot)(x)
+        torch.testing.assert_close(sample, expected, rtol=1e-5, atol=1e-5)
+    p = pred.samples.double().softmax(2)
+    torch.testing.assert_close(pred.mean.double(), p.mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pred.variance.double(), p.var(0, correction=0), rtol=1e-4, atol=1e-7)
+
+
+def test_replicas_equal_vmap_over_stacked_statistics():
+    original, model, x = make("depthwise")
+    pred = bnuq.predict(
+        model, x, likelihood="gaussian", num_samples=T, seed=2, keep_samples=True, noise_var=0.5
+    )
+    bank = model[1].bank
+    models = [with_snapshot(original, bank, s) for s in pred.snapshots]
+    state = stack_module_state(models)
+    with torch.no_grad():
+        expected = vmap(lambda p, b: functional_call(original, (p, b), (x,)))(*state)
+    torch.testing.assert_close(pred.samples, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pred.mean, expected.mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pred.variance, expected.var(0, correction=0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(pred.total_variance, pred.variance + 0.5)
