@@ -140,11 +140,21 @@ BNUQ_HD void normals8(const Words4& words, float* z) {
 
 // ---- where a number lives ----------------------------------------------------------------------
 
+// One of four words. A run-time index into registers would go through memory on a GPU.
+BNUQ_HD uint32_t word_of(const Words4& words, int j) {
+#if defined(__CUDA_ARCH__)
+  const uint32_t low = j & 1 ? words.v[1] : words.v[0], high = j & 1 ? words.v[3] : words.v[2];
+  return j & 2 ? high : low;
+#else
+  return words.v[j];
+#endif
+}
+
 // A vector's element c is slot c % 8 of index c / 8.
 BNUQ_HD float vector_normal(Key sub, int64_t c, uint64_t replica) {
   const Words4 words = philox_at(sub, uint64_t(c) >> 3, replica);
   float z0, z1;
-  normal_pair(words.v[(c >> 1) & 3], z0, z1);
+  normal_pair(word_of(words, int(c >> 1) & 3), z0, z1);
   return (c & 1) ? z1 : z0;
 }
 
@@ -170,7 +180,7 @@ BNUQ_HD float weight_normal(Key sub, int64_t o, int64_t i, uint64_t replica) {
   const WeightPlace place = weight_place(o, i);
   const Words4 words = philox_at(sub, place.index, replica);
   float z0, z1;
-  normal_pair(words.v[place.slot >> 1], z0, z1);
+  normal_pair(word_of(words, place.slot >> 1), z0, z1);
   return (place.slot & 1) ? z1 : z0;
 }
 
@@ -190,7 +200,7 @@ BNUQ_HD int64_t snapshot_at(int64_t key, uint64_t replica, int64_t num_snapshots
   Words4 pivots = {};
   for (int round = 0; round < kShuffleRounds; ++round) {
     if (round % 4 == 0) pivots = philox_at(sub, (uint64_t(round) << 32) | 0xffffffffu, epoch);
-    const uint32_t pivot = uint32_t((uint64_t(pivots.v[round % 4]) * B) >> 32);
+    const uint32_t pivot = uint32_t((uint64_t(word_of(pivots, round % 4)) * B) >> 32);
     const uint32_t partner = pivot >= x ? pivot - x : uint32_t(uint64_t(pivot) + B - x);
     const uint32_t larger = x > partner ? x : partner;
     const Words4 coin = philox_at(sub, (uint64_t(round) << 32) | larger, epoch);

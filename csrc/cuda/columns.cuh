@@ -1,0 +1,178 @@
+// How a block covers rows of C*S elements when each thread keeps its place in the row, and the
+// table of affine maps that the block makes once, in shared memory.
+//
+// A block is bx columns (V neighbours each) by `by` rows. The table holds, for each replica, three
+// runs (mean, scale, bias) over the channels of the tile, in groups of eight channels: one group is
+// what one Philox call gives. A slot of padding after each group keeps the reads of lanes that own
+// eight channels apart free of bank conflicts.
+#pragma once
+#include "../batch_norm.h"
+#include "device.cuh"
+
+namespace bnuq {
+
+constexpr int kThreads = 256;
+constexpr int kTableBytes = 32 * 1024;
+constexpr int kTableReplicas = 32;
+constexpr int64_t kTargetBlocks = 132 * 3 * 4;  // four waves of an H200
+
+struct Extents {
+  int64_t T, N, C, S;
+};
+
+struct ColumnsPlan {
+  dim3 grid, block;
+  size_t shared;
+  int64_t columns;  // of a row, V elements each
+  int64_t tiles;    // of a row
+  int64_t rows_per_block;
+  int64_t chunks;  // of the N rows
+  int64_t replicas_per_split;
+  int channels;  // of a tile, at most
+  int slots;     // of a run of the table
+  int replicas;  // of a table
+};
+
+constexpr int slot_of(int channel) {
+  return channel + (channel >> 3);
+}
+
+// `unroll` rows a thread at a time. Shared x: a block keeps its rows while it passes over replicas.
+inline ColumnsPlan plan_columns(Extents d, int V, int unroll, bool shared, int acc_size) {
+  ColumnsPlan p;
+  p.columns = d.C * d.S / V;
+  p.tiles = ceil_div<int64_t>(p.columns, kThreads);
+  const int bx = int(ceil_div(p.columns, p.tiles)), by = kThreads / bx;
+  p.block = dim3(bx, by);
+  p.channels = int(smaller<int64_t>(d.C, (int64_t(bx) * V - 1) / d.S + 2));
+  p.slots = (p.channels + 14) / 8 * 9;
+  const int run_bytes = 3 * p.slots * acc_size;
+  p.replicas = shared ? larger(1, smaller(kTableBytes / run_bytes, kTableReplicas)) : 1;
+  p.shared = size_t(p.replicas) * run_bytes;
+
+  const int64_t step = int64_t(by) * unroll, steps = ceil_div(d.N, step);
+  const int64_t replicas = shared ? 1 : d.T, blocks = replicas * p.tiles * steps;
+  const int64_t passes =
+      shared ? 1 : smaller<int64_t>(8, larger<int64_t>(1, blocks / kTargetBlocks));
+  p.rows_per_block = step * passes;
+  p.chunks = ceil_div(d.N, p.rows_per_block);
+  const int64_t splits =
+      shared ? larger<int64_t>(1, smaller(d.T, kTargetBlocks / (p.tiles * p.chunks))) : 1;
+  p.replicas_per_split = ceil_div(d.T, splits);
+  p.grid = dim3(
+      unsigned(p.tiles * p.chunks * replicas),
+      shared ? unsigned(ceil_div(d.T, p.replicas_per_split)) : 1);
+  return p;
+}
+
+// The place of a thread in the row, and its channels.
+template <int V>
+struct Column {
+  int64_t element;  // of the row; the first of V
+  bool active;
+  int64_t first_channel;  // of the tile
+  int channels;           // of the tile
+  int left;               // elements of the tile's first channel
+  int period;             // S, capped: a tile is shorter than the cap
+
+  BNUQ_DEVICE Column(const ColumnsPlan& p, int64_t tile, int64_t C, int64_t S) {
+    const int64_t length = C * S, start = tile * blockDim.x * V;
+    element = start + threadIdx.x * V;
+    active = element < length;
+    first_channel = start / S;
+    constexpr int64_t kCap = 1 << 24;
+    left = int(smaller(kCap, (first_channel + 1) * S - start));
+    period = int(smaller(kCap, S));
+    const int64_t last = smaller(length, start + int64_t(blockDim.x) * V) - 1;
+    channels = int(last / S - first_channel) + 1;
+  }
+
+  // Element `q` of the tile to its channel, counted from the tile's first.
+  BNUQ_DEVICE int channel(int q) const { return q < left ? 0 : 1 + (q - left) / period; }
+
+  // The slots of the thread's V elements in the table.
+  BNUQ_DEVICE void find_slots(int (&slot)[V]) const {
+    const int q = threadIdx.x * V;
+    int c = channel(q), next = left + c * period;
+#pragma unroll
+    for (int e = 0; e < V; ++e) {
+      if (q + e == next) {
+        ++c;
+        next += period;
+      }
+      slot[e] = slot_of(c + int(first_channel & 7));
+    }
+  }
+};
+
+// ---- the table ---------------------------------------------------------------------------------
+
+template <typename acc_t>
+struct Parameters {
+  const acc_t* weight;  // (C,) or null
+  const acc_t* bias;    // (C,) or null
+  acc_t eps, slope;
+};
+
+// A bank needs no noise.
+template <typename acc_t>
+BNUQ_DEVICE void draw_group(const BankSource<acc_t>&, int64_t, int64_t, acc_t*, int) {}
+
+// The noise of eight channels, one Philox call for each moment, where mean and scale will stand.
+template <typename acc_t>
+BNUQ_DEVICE void draw_group(
+    const FittedSource<acc_t>& source, int64_t replica, int64_t group, acc_t* run, int slots) {
+  float z[8];
+  normals8(philox_at(subkey(source.seed[0], source.stream, kTagMean), group, uint64_t(replica)), z);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) run[e] = z[e];
+  normals8(
+      philox_at(subkey(source.seed[0], source.stream, kTagSpread), group, uint64_t(replica)), z);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) run[slots + e] = z[e];
+}
+
+template <typename acc_t>
+BNUQ_DEVICE Moments<acc_t> moments_of(
+    const BankSource<acc_t>& source, int64_t row, int64_t c, const acc_t*, int) {
+  return source.at(row, c);
+}
+
+template <typename acc_t>
+BNUQ_DEVICE Moments<acc_t> moments_of(
+    const FittedSource<acc_t>& source, int64_t, int64_t c, const acc_t* run, int slots) {
+  return source.draw(c, run[0], run[slots]);
+}
+
+// Makes the table of replicas [t0, t0 + count). Every thread of the block calls it.
+template <typename acc_t, typename Source, int V>
+BNUQ_DEVICE void fill_table(
+    acc_t* table, const ColumnsPlan& p, const Column<V>& column, const Source& source,
+    const Parameters<acc_t>& par, int64_t t0, int count) {
+  BNUQ_SHARED(int64_t, rows, [kTableReplicas]);
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
+  for (int j = thread; j < count; j += threads) rows[j] = source.row(t0 + j);
+  __syncthreads();
+  const int64_t first_group = column.first_channel >> 3;
+  const int groups = int(((column.first_channel + column.channels - 1) >> 3) - first_group) + 1;
+  for (int i = thread; i < count * groups; i += threads) {
+    const int j = i / groups, g = i % groups;
+    draw_group(source, rows[j], first_group + g, table + j * 3 * p.slots + g * 9, p.slots);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread; i < count * groups * 8; i += threads) {
+    const int j = i / (groups * 8), k = i % (groups * 8);
+    const int64_t c = first_group * 8 + k;
+    if (c >= source.C) continue;
+    acc_t* run = table + j * 3 * p.slots + slot_of(k);
+    const Affine<acc_t> a =
+        affine(moments_of(source, rows[j], c, run, p.slots), par.weight, par.bias, c, par.eps);
+    run[0] = a.mean;
+    run[p.slots] = a.scale;
+    run[2 * p.slots] = a.bias;
+  }
+  __syncthreads();
+}
+
+}  // namespace bnuq

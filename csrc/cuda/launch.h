@@ -1,0 +1,59 @@
+// What a launcher needs of torch: the current stream, the check after a launch, dtypes. Included
+// before the kernels, whose BNUQ_LAUNCH then checks every launch.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#define BNUQ_LAUNCH_CHECK() STD_CUDA_KERNEL_LAUNCH_CHECK()
+
+namespace bnuq {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
+
+inline cudaStream_t current_stream(const Tensor& t) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// The kernels read through raw pointers: a tensor on the CPU or on another GPU must not get there.
+inline void check_on_device_of(
+    const Tensor& x, std::initializer_list<std::optional<Tensor>> others) {
+  STD_TORCH_CHECK(x.is_cuda(), "bnuq: a CUDA tensor is needed");
+  for (const std::optional<Tensor>& t : others)
+    STD_TORCH_CHECK(
+        !t || (t->is_cuda() && t->get_device_index() == x.get_device_index()),
+        "bnuq: all tensors must be on one device");
+}
+
+template <typename F>
+void dispatch_cuda(ScalarType type, const F& body) {
+  switch (type) {
+    case ScalarType::Float:
+      return body(float());
+    case ScalarType::Double:
+      return body(double());
+    case ScalarType::Half:
+      return body(__half());
+    case ScalarType::BFloat16:
+      return body(__nv_bfloat16());
+    default:
+      STD_TORCH_CHECK(false, "bnuq: dtype must be float32, float64, float16 or bfloat16");
+  }
+}
+
+template <typename scalar_t>
+scalar_t* output(const Tensor& t) {
+  return t.numel() == 0 ? nullptr : static_cast<scalar_t*>(t.mutable_data_ptr());
+}
+
+}  // namespace bnuq

@@ -1,0 +1,85 @@
+// Where an op's statistics come from, as tensors: checks for memory safety, and the views that the
+// kernels of both backends read.
+#pragma once
+#include <optional>
+
+#include "batch_norm.h"
+#include "layout.h"
+
+namespace bnuq {
+
+constexpr ScalarType acc_of(ScalarType type) {
+  return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+template <typename T>
+const T* pointer(const std::optional<Tensor>& t) {
+  return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
+}
+
+inline void check_seed(const std::optional<Tensor>& seed) {
+  if (!seed) return;
+  STD_TORCH_CHECK(
+      seed->numel() == 2 && seed->scalar_type() == ScalarType::Long && seed->is_contiguous(),
+      "bnuq: seed must be int64, contiguous, and have 2 entries");
+}
+
+struct Bank {
+  Tensor mean, var;  // (B, C)
+  std::optional<Tensor> seed, snapshot;
+
+  void check(int64_t T, int64_t C, ScalarType acc) const {
+    const int64_t B = mean.size(0);
+    STD_TORCH_CHECK(B >= 1, "batch_norm_bank: the bank must not be empty");
+    check_table(mean, acc, B, C);
+    check_table(var, acc, B, C);
+    check_seed(seed);
+    STD_TORCH_CHECK(
+        seed.has_value() != snapshot.has_value(), "batch_norm_bank: give seed or snapshot");
+    if (!snapshot) return;
+    STD_TORCH_CHECK(
+        snapshot->numel() == T && snapshot->scalar_type() == ScalarType::Long &&
+            snapshot->is_contiguous(),
+        "batch_norm_bank: snapshot must be int64, contiguous, and have num_samples entries");
+  }
+  template <typename acc_t>
+  BankSource<acc_t> source(int64_t C) const {
+    return {
+        static_cast<const acc_t*>(mean.const_data_ptr()),
+        static_cast<const acc_t*>(var.const_data_ptr()),
+        pointer<int64_t>(snapshot),
+        pointer<int64_t>(seed),
+        mean.size(0),
+        C};
+  }
+};
+
+struct Fitted {
+  Tensor params;  // (4, C)
+  Tensor seed;
+  int64_t stream, family;
+
+  void check(int64_t, int64_t C, ScalarType acc) const {
+    check_table(params, acc, 4, C);
+    check_seed(seed);
+  }
+  template <typename acc_t>
+  FittedSource<acc_t> source(int64_t C) const {
+    return {
+        static_cast<const acc_t*>(params.const_data_ptr()), seed.const_data_ptr<int64_t>(),
+        uint32_t(stream), int(family), C};
+  }
+};
+
+template <typename Statistics>
+void check_arguments(
+    const Statistics& statistics, const Tensor& x, int64_t T, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias) {
+  const int64_t C = x.size(1);
+  const ScalarType acc = acc_of(x.scalar_type());
+  statistics.check(T, C, acc);
+  if (weight) check_table(*weight, acc, 1, C);
+  if (bias) check_table(*bias, acc, 1, C);
+}
+
+}  // namespace bnuq
