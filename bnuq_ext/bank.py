@@ -159,19 +159,7 @@ class Bank:
         Raises:
             ValueError: path names a folder or a device. FileNotFoundError: its folder is missing.
         """
-        tensors = {
-            f"{group}/{key}": tensor
-            for group, entries in zip(_GROUPS, self._groups(), strict=True)
-            for key, tensor in entries.items()
-        }
-        fields = {
-            "batch_size": str(self.batch_size),
-            "dataset_size": str(self.dataset_size),
-            "disjoint": repr(self.disjoint),
-            "unused": json.dumps(self.unused),
-            "metadata": json.dumps(self.metadata),
-        }
-        bank_file.save(path, tensors, fields)
+        bank_file.save(path, *self.to_file())
 
     @classmethod
     def load(cls, path) -> "Bank":
@@ -186,19 +174,35 @@ class Bank:
         tensors, fields = bank_file.load(path)
         return cls.from_file(tensors, fields, os.fspath(path))
 
+    def to_file(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors and the text fields of the file."""
+        tensors = {
+            f"{group}/{key}": tensor
+            for group, entries in zip(_GROUPS, self._groups(), strict=True)
+            for key, tensor in entries.items()
+        }
+        fields = {
+            "batch_size": str(self.batch_size),
+            "dataset_size": str(self.dataset_size),
+            "disjoint": repr(self.disjoint),
+            "unused": json.dumps(self.unused),
+            "metadata": json.dumps(self.metadata),
+        }
+        return tensors, fields
+
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], fields: dict[str, str], name: str) -> "Bank":
         """The bank that a file's tensors and text fields make; `name` is the file's, for the message."""
         try:
-            return cls.adopt(*_ungrouped(tensors), **_parsed_fields(fields))
+            return cls.adopt(**_ungrouped(tensors), **_parsed_fields(fields))
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"Bank.load: file {name!r} must hold a bank, got {error}") from error
 
     def _groups(self) -> tuple[dict[str, Tensor], ...]:
-        return self.mean, self.var, self.count
+        return self.count, self.mean, self.var
 
 
-_GROUPS = ("mean", "var", "count")
+_GROUPS = ("count", "mean", "var")  # the widest elements first keep a file's tensors aligned
 
 
 def _copied(group: str, entries) -> dict[str, Tensor]:
@@ -251,15 +255,15 @@ def _checked_metadata(metadata) -> dict[str, str]:
     return {str(key): str(text) for key, text in metadata.items()}
 
 
-def _ungrouped(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """[mean, var, count] of tensors called mean/<key>, var/<key>, count/<key>."""
+def _ungrouped(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """{group: {key: tensor}} of tensors called mean/<key>, var/<key>, count/<key>."""
     groups: dict[str, dict[str, Tensor]] = {group: {} for group in _GROUPS}
     for name, tensor in tensors.items():
         group, slash, key = name.partition("/")
         if not slash or group not in groups:
             raise ValueError(f"a tensor called {name!r}")
         groups[group][key] = tensor
-    return list(groups.values())
+    return groups
 
 
 def _parsed_fields(fields: dict[str, str]) -> dict:
