@@ -8,6 +8,7 @@ from .bank import attach as attach
 from .collect import collect as collect
 from .convert import convert as convert
 from .convert import revert as revert
+from .doctor import doctor as doctor
 from .nn import StochasticBatchNorm1d as StochasticBatchNorm1d
 from .nn import StochasticBatchNorm2d as StochasticBatchNorm2d
 from .nn import StochasticBatchNorm3d as StochasticBatchNorm3d

@@ -7,17 +7,20 @@ from functools import cache
 
 from torch import Tensor, nn
 
-from .batch_norm_like import qualified_name
 from .nn import Stochastic
 from .ops.checks import refuse
 
 _ADAPTERS: dict[type | str, Callable[[nn.Module], nn.Module]] = {}
 
 
+def qualified_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def register_adapter(
     cls_or_qualified_name: type | str, fn: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """Teach `convert` another batch-norm class. A later registration of a class replaces an earlier one.
+    """Teach `convert` another batch-norm class; a later registration replaces an earlier one.
 
     The simplest adapter changes the class of the module that it gets, which keeps its parameters,
     hooks and attributes:
@@ -31,8 +34,8 @@ def register_adapter(
             return module
 
     Args:
-        cls_or_qualified_name: the class, or "module.QualName" of one that need not be importable; it
-            matches modules of exactly that type.
+        cls_or_qualified_name: the class, or "module.QualName" of one that need not be importable;
+            it matches modules of exactly that type.
         fn: gets the module and returns a stochastic layer: the same object with another class, or a
             new object with the same state_dict keys.
 
@@ -59,7 +62,7 @@ def find_adapter(module: nn.Module) -> Callable[[nn.Module], nn.Module] | None:
 
 
 class SwappedClass(Stochastic):
-    """Mixin for classes that are known by name only: the stochastic class is made when it is needed."""
+    """Mixin for classes known by name only: the stochastic class is made when it is needed."""
 
     def __reduce_ex__(self, protocol):
         # Pickle cannot import a class made at run time: it names the two that it is made from.

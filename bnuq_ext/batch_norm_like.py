@@ -1,9 +1,8 @@
-"""Recognises what does batch normalisation in a model, and says why some of it cannot be converted."""
+"""Recognises what does batch norm in a model, and says why some of it cannot be converted."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from .nn import Stochastic
+from .adapters import find_adapter, qualified_name
+from .nn import STOCHASTIC_CLASSES, Stochastic
 
 EXCLUDED = "_bnuq_excluded"  # attribute of a layer that filter_fn has left out
 
@@ -24,57 +24,60 @@ class Survey(NamedTuple):
     Attributes:
         stochastic: layers that are converted already.
         convertible: layers that convert can make stochastic.
-        unsupported: why the others that do batch norm must stay as they are.
+        excluded: such layers too, which a filter_fn has left out before.
+        unsupported: class and reason of the others that do batch norm and must stay as they are.
     """
 
     stochastic: dict[str, nn.Module]
     convertible: dict[str, nn.Module]
+    excluded: dict[str, nn.Module]
     unsupported: dict[str, str]
 
 
-def qualified_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def describe(unsupported: dict[str, str]) -> str:
+    return ", ".join(f"{name or 'the model'} ({reason})" for name, reason in unsupported.items())
 
 
-def survey(model: nn.Module, is_known: Callable[[nn.Module], bool]) -> Survey:
-    """Look at every module of a model; nothing below an unsupported one, whose parts are its own affair.
-
-    Args:
-        model: any module.
-        is_known: whether convert knows the class of a module.
-    """
-    result, seen, stack = Survey({}, {}, {}), set(), [("", model)]
+def survey(model: nn.Module) -> Survey:
+    """Look at every module; at none below an unsupported one, whose parts are its own affair."""
+    result, seen, stack = Survey({}, {}, {}, {}), set(), [("", model)]
     while stack:
         name, module = stack.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
-        reason = _reason(module, is_known)
+        reason = _reason(module)
         if reason is not None:
-            result.unsupported[name] = reason
+            result.unsupported[name] = f"{type(module).__name__}: {reason}"
         elif isinstance(module, Stochastic):
             result.stochastic[name] = module
-        elif is_known(module):
-            result.convertible[name] = module
+        elif _is_known(module):
+            group = result.excluded if hasattr(module, EXCLUDED) else result.convertible
+            group[name] = module
         if reason is None or isinstance(module, torch.fx.GraphModule):
             children = [(key, m) for key, m in module._modules.items() if m is not None]
             stack += [(f"{name}.{key}" if name else key, m) for key, m in reversed(children)]
     return result
 
 
-def _reason(module: nn.Module, is_known: Callable[[nn.Module], bool]) -> str | None:
+def _is_known(module: nn.Module) -> bool:
+    return type(module) in STOCHASTIC_CLASSES or find_adapter(module) is not None
+
+
+def _reason(module: nn.Module) -> str | None:
     """Why a module does batch norm in a way that cannot be sampled; None where it does not."""
     if isinstance(module, torch.jit.ScriptModule):
         return _reason_scripted(module)
-    if is_known(module):
+    if _is_known(module):
         # forward set on the instance would hide the stochastic one.
         return "its forward is replaced on the object" if "forward" in vars(module) else None
     if isinstance(module, Stochastic | _InstanceNorm):
         return None
     names = [qualified_name(cls) for cls in type(module).__mro__]
     if "torch._dynamo.eval_frame.OptimizedModule" in names:
-        inner = survey(module._orig_mod, is_known)
-        return "compiled; convert first, then torch.compile" if any(inner) else None
+        inner = survey(module._orig_mod)
+        left = inner.convertible or inner.unsupported
+        return "compiled; convert first, then torch.compile" if left else None
     if any(
         name.startswith("torch.ao.nn.") and re.search("Bn|BN|BatchNorm", name) for name in names
     ):
@@ -83,7 +86,7 @@ def _reason(module: nn.Module, is_known: Callable[[nn.Module], bool]) -> str | N
         calls = sum(
             n.op == "call_function" and "batch_norm" in str(n.target) for n in module.graph.nodes
         )
-        return f"its graph calls batch_norm {calls} times; convert before export" if calls else None
+        return f"its graph has {calls} batch_norm calls; convert before export" if calls else None
     return _reason_of_class(module)
 
 

@@ -10,24 +10,11 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from .adapters import find_adapter
-from .batch_norm_like import EXCLUDED, Survey, survey
-from .nn import (
-    Stochastic,
-    StochasticBatchNorm1d,
-    StochasticBatchNorm2d,
-    StochasticBatchNorm3d,
-    StochasticSyncBatchNorm,
-    named_stochastic_layers,
-    original_class,
-)
+from .batch_norm_like import EXCLUDED, Survey, describe, survey
+from .nn import STOCHASTIC_CLASSES, Stochastic, check_model, named_stochastic_layers, original_class
 from .ops.checks import refuse
 
-_CLASSES = {
-    nn.BatchNorm1d: StochasticBatchNorm1d,
-    nn.BatchNorm2d: StochasticBatchNorm2d,
-    nn.BatchNorm3d: StochasticBatchNorm3d,
-    nn.SyncBatchNorm: StochasticSyncBatchNorm,
-}
+_ORIGINAL = "_bnuq_original"  # attribute of a layer that took the place of another object
 
 
 def convert(
@@ -39,14 +26,14 @@ def convert(
 ) -> nn.Module:
     """The model with its batch-norm layers made stochastic; outside `predict` it behaves as before.
 
-    BatchNorm1d/2d/3d and SyncBatchNorm (these types exactly) become StochasticBatchNorm1d/2d/3d and
-    StochasticSyncBatchNorm: the same objects with another class, so that parameters, buffers, hooks,
-    attributes, shared modules and state_dict keys stay. Other classes go through `register_adapter`.
-    Layers that are stochastic already stay as they are.
+    BatchNorm1d/2d/3d and SyncBatchNorm (these types exactly) become StochasticBatchNorm1d/2d/3d
+    and StochasticSyncBatchNorm: the same objects with another class, so that parameters, buffers,
+    hooks, attributes, shared modules and state_dict keys stay. Other classes go through
+    `register_adapter`. Layers that are stochastic already stay as they are.
 
     Args:
-        model: any nn.Module that contains batch norm, or is one; a torch.fx GraphModule too. Convert
-            before torch.compile, torch.export, quantisation and fusion.
+        model: any nn.Module that contains batch norm, or is one; a torch.fx GraphModule too.
+            Convert before torch.compile, torch.export, quantisation and fusion.
         inplace: change the given model instead of a copy; after an error it is unchanged.
         strict: raise if something like batch norm cannot be converted; otherwise warn, once.
         filter_fn: gets (qualified name, module) of each layer that could be converted and says
@@ -60,15 +47,16 @@ def convert(
         TypeError: model or filter_fn of another type. ValueError: no layer to convert, or with
         `strict` one that cannot be.
     """
-    _check_model("convert", model)
+    check_model("convert", model)
     if filter_fn is not None and not callable(filter_fn):
         refuse("convert", "filter_fn", "be callable", type(filter_fn).__name__, TypeError)
-    found = survey(model, _is_known)
-    chosen = [n for n, m in found.convertible.items() if filter_fn is None or filter_fn(n, m)]
+    found = survey(model)
+    candidates = found.convertible | found.excluded
+    chosen = [n for n, m in candidates.items() if filter_fn is None or filter_fn(n, m)]
     _check_found(model, found, chosen, strict)
     if not inplace:
         model = copy.deepcopy(model)
-    layers = {name: model.get_submodule(name) for name in found.convertible}
+    layers = {name: model.get_submodule(name) for name in candidates}
     made = _make_stochastic({name: layers[name] for name in chosen})
     for name, layer in layers.items():
         _remember_excluded(layer, name not in chosen)
@@ -87,7 +75,7 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     Raises:
         TypeError: model is no module. ValueError: it has no stochastic layer.
     """
-    _check_model("revert", model)
+    check_model("revert", model)
     if not named_stochastic_layers(model):
         refuse("revert", "model", "contain a stochastic layer", "none")
     if not inplace:
@@ -100,43 +88,32 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return _replace(model, originals)
 
 
-def _is_known(module: nn.Module) -> bool:
-    return type(module) in _CLASSES or find_adapter(module) is not None
-
-
-def _check_model(op: str, model) -> None:
-    if not isinstance(model, nn.Module):
-        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
-
-
 def _check_found(model: nn.Module, found: Survey, chosen: list[str], strict: bool) -> None:
-    reasons = [
-        f"{name or 'the model itself'} ({type(model.get_submodule(name)).__name__}): {reason}"
-        for name, reason in found.unsupported.items()
-    ]
-    listed = "".join(f"\n  {line}" for line in reasons)
-    if reasons and strict:
-        refuse("convert", "model", "contain only batch norm that can be converted", listed)
+    left = describe(found.unsupported)
+    if left and strict:
+        requirement = "contain only batch norm that can be converted (strict=False leaves the rest)"
+        refuse("convert", "model", requirement, left)
     if not (chosen or found.stochastic):
-        if found.convertible:
-            refuse("convert", "filter_fn", "choose a layer", f"none of {list(found.convertible)}")
-        refuse("convert", "model", "contain a batch-norm layer", "none" + (listed or _hint(model)))
-    if reasons:
-        warnings.warn(f"convert: left as they are:{listed}", stacklevel=3)
+        if found.convertible or found.excluded:
+            refuse("convert", "filter_fn", "choose a layer", "none")
+        refuse("convert", "model", "contain a batch-norm layer", f"none{_hint(model, left)}")
+    if left:
+        warnings.warn(f"convert: not converted: {left}", stacklevel=3)
 
 
-def _hint(model: nn.Module) -> str:
+def _hint(model: nn.Module, left: str) -> str:
+    if left:
+        return f" that can be converted: {left}"
     biased = sum(isinstance(m, _ConvNd) and m.bias is not None for m in model.modules())
-    if not biased:
-        return ""
-    return (
-        f"; {biased} convolutions have a bias, so batch norm may have been fused into them: load the "
-        "unfused checkpoint"
+    fused = (
+        f"; {biased} of its convolutions have a bias: if batch norm has been fused into them, load "
+        "the unfused checkpoint"
     )
+    return fused if biased else ""
 
 
 def _make_stochastic(layers: dict[str, nn.Module]) -> dict[int, nn.Module]:
-    """By the id of each layer what takes its place; after an exception the classes are as before."""
+    """By id of each layer what takes its place; after an exception the classes are as before."""
     classes = {id(layer): (layer, type(layer)) for layer in layers.values()}
     try:
         return {id(layer): _stochastic(name, layer) for name, layer in layers.items()}
@@ -149,34 +126,43 @@ def _make_stochastic(layers: dict[str, nn.Module]) -> dict[int, nn.Module]:
 def _stochastic(name: str, layer: nn.Module) -> nn.Module:
     adapt = find_adapter(layer)
     if adapt is None:
-        layer.__class__ = _CLASSES[type(layer)]
+        layer.__class__ = STOCHASTIC_CLASSES[type(layer)]
         return layer
     made = adapt(layer)
     if not isinstance(made, Stochastic):
         got = type(made).__name__
         refuse("convert", f"the adapter of {name}", "return a stochastic layer", got, TypeError)
     if made is not layer:
-        if made.state_dict().keys() != layer.state_dict().keys():
-            refuse(
-                "convert",
-                f"the adapter of {name}",
-                "keep the state_dict keys",
-                list(made.state_dict()),
-            )
+        _check_new_object(name, layer, made)
         made.train(layer.training)
-        vars(made)["_original"] = layer  # not through __setattr__: it is no submodule
+        vars(made)[_ORIGINAL] = layer  # not through __setattr__: it is no submodule
     return made
+
+
+def _check_new_object(name: str, layer: nn.Module, made: nn.Module) -> None:
+    if made.state_dict().keys() != layer.state_dict().keys():
+        got = list(made.state_dict())
+        refuse(
+            "convert", f"the adapter of {name}", f"keep the keys {list(layer.state_dict())}", got
+        )
+    hooks = [key for key, hooks in vars(layer).items() if key.endswith("_hooks") and hooks]
+    lost = [key for key in hooks if not vars(made).get(key)]
+    if lost:
+        refuse("convert", f"the adapter of {name}", f"carry over {', '.join(lost)}", "none")
 
 
 def _restore(layer: nn.Module) -> nn.Module:
     """The original of a stochastic layer, with the layer's parameters, buffers and flags."""
     for attribute in ("bank", "bank_name"):
         vars(layer).pop(attribute, None)
-    original = vars(layer).pop("_original", None)
+    original = vars(layer).pop(_ORIGINAL, None)
     if original is None:
         layer.__class__ = original_class(layer)
         return layer
+    trainable = {name: p.requires_grad for name, p in layer.named_parameters()}
     original.load_state_dict(layer.state_dict(keep_vars=True), assign=True)
+    for name, p in original.named_parameters():
+        p.requires_grad_(trainable.get(name, p.requires_grad))
     return original.train(layer.training)
 
 

@@ -4,17 +4,18 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from .ops.checks import refuse
 from .replicas import current_pass
 
 
 class Stochastic:
-    """Mixin of a batch-norm layer whose statistics can be sampled; goes before the class it extends.
+    """Mixin of a batch-norm layer whose statistics can be sampled; stands before the torch class.
 
-    Outside a pass it is the class that it is mixed into, in train() and in eval(). `bank` and `bank_name`
-    are plain attributes: they are no part of the state_dict, and deepcopy and pickle keep them.
+    Outside a pass it is the class that it is mixed into, in train() and in eval(). `bank` and
+    `bank_name` are plain attributes: no part of the state_dict, kept by deepcopy and pickle.
 
-    A pass uses `affine_parameters`, `batch_statistics` and `finish`; an adapter of another class overrides what
-    differs there.
+    A pass uses `affine_parameters`, `batch_statistics` and `finish`; an adapter of another class
+    overrides what differs there.
     """
 
     bank = None  # Bank, shared by all layers of a model
@@ -38,7 +39,7 @@ class Stochastic:
         self._check_input_dim(x)
 
     def finish(self, y: Tensor) -> Tensor:
-        """What the original class does to the normalised y: (N, C, *) to (N, C, *); here nothing."""
+        """What the original class does to the normalised y (N, C, *); here nothing."""
         return y
 
     def affine_parameters(self) -> tuple[Tensor | None, Tensor | None, float]:
@@ -77,6 +78,19 @@ class StochasticBatchNorm3d(Stochastic, nn.BatchNorm3d):
 
 class StochasticSyncBatchNorm(Stochastic, nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm` whose statistics are sampled inside `predict`."""
+
+
+STOCHASTIC_CLASSES = {
+    nn.BatchNorm1d: StochasticBatchNorm1d,
+    nn.BatchNorm2d: StochasticBatchNorm2d,
+    nn.BatchNorm3d: StochasticBatchNorm3d,
+    nn.SyncBatchNorm: StochasticSyncBatchNorm,
+}
+
+
+def check_model(op: str, model) -> None:
+    if not isinstance(model, nn.Module):
+        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
 
 
 def named_stochastic_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -11,16 +11,22 @@ from collections import Counter
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor, nn
 
 from .ops import batch_norm_bank, batch_norm_fitted
 from .samplers import Draw, Fitted
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("bnuq_ext_pass", default=None)
+_RUNNING: list[Pass] = []  # of all threads
+_DYNAMO_READS_CONTEXT = torch.__version__ >= (2, 14)
 
 
 def current_pass() -> Pass | None:
     """The pass that this thread (or task) is in, or None."""
+    # Older dynamo breaks the graph at a context variable; it can guard on a global.
+    if not _DYNAMO_READS_CONTEXT and torch.compiler.is_compiling() and not _RUNNING:
+        return None
     return _CURRENT.get()
 
 
@@ -28,9 +34,11 @@ def current_pass() -> Pass | None:
 def running(active: Pass):
     """Make `active` the current pass for the body."""
     token = _CURRENT.set(active)
+    _RUNNING.append(active)
     try:
         yield active
     finally:
+        _RUNNING.remove(active)
         _CURRENT.reset(token)
 
 

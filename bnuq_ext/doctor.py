@@ -1,0 +1,178 @@
+"""Counts the batch-norm calls of a forward and says which the converted layers do not cover."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .batch_norm_like import EXCLUDED, describe, survey
+from .inputs import call
+from .nn import check_model, named_stochastic_layers
+from .ops.checks import refuse
+from .replicas import Pass, running
+from .restore import evaluating, preserved_rng, without_gradients
+
+# torch keeps "in a dispatch mode" in globals: threads that leave out of order would leave it set.
+_ONE_MODE = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `doctor` found.
+
+    Attributes:
+        covered: batch-norm calls made by stochastic layers.
+        excluded: calls made by layers that `filter_fn` has left out.
+        uncovered: all other calls, of modules and of functions.
+        converted: names of the stochastic layers, with the calls of each.
+        excluded_layers: names of the layers that `filter_fn` has left out.
+        unconverted: names of the other modules that do batch norm, with class and reason.
+    """
+
+    covered: int
+    excluded: int
+    uncovered: int
+    converted: dict[str, int]
+    excluded_layers: list[str]
+    unconverted: dict[str, str]
+
+    def __str__(self) -> str:
+        idle = [name for name, calls in self.converted.items() if calls == 0]
+        lines = [
+            f"{self.covered + self.excluded + self.uncovered} batch-norm calls: {self.covered} by "
+            f"{len(self.converted)} stochastic layers, {self.excluded} by excluded layers, "
+            f"{self.uncovered} not covered",
+            *(f"  stochastic, never called: {name}" for name in idle),
+            *(f"  excluded: {name}" for name in self.excluded_layers),
+            *(f"  not converted: {describe({n: r})}" for n, r in self.unconverted.items()),
+        ]
+        return "\n".join(lines)
+
+
+def doctor(model: nn.Module, x) -> Report:
+    """Run one forward, in eval and without gradients, and tell which batch norm is not covered.
+
+    Calls of functions (`torch.nn.functional.batch_norm`) and of compiled or scripted code are seen
+    too, batch norm written out in arithmetic is not. An excluded layer without parameters and
+    without running statistics cannot be told from a function.
+
+    Args:
+        model: converted or not; left as it was found.
+        x: its input: a tensor, a tuple of arguments or a dict of keyword arguments.
+
+    Raises:
+        TypeError: for a model or an x of another type.
+    """
+    check_model("doctor", model)
+    if not isinstance(x, (Tensor, tuple, dict)):
+        refuse("doctor", "x", "be a tensor, a tuple or a dict", type(x).__name__, TypeError)
+    layers = named_stochastic_layers(model)
+    with evaluating(model), preserved_rng(), without_gradients(), count_uncovered(model) as counter:
+        watch = DoctorPass(layers, counter)
+        with running(watch):
+            call(model, x)
+    found = survey(model)
+    return Report(
+        covered=sum(watch.calls.values()),
+        excluded=counter.excluded,
+        uncovered=counter.uncovered,
+        converted={name: watch.calls[name] for name in layers},
+        excluded_layers=list(found.excluded),
+        unconverted={n: type(m).__name__ for n, m in found.convertible.items()} | found.unsupported,
+    )
+
+
+@contextmanager
+def count_uncovered(model: nn.Module):
+    """Count the batch-norm calls in the body; yields a BatchNormCounter.
+
+    Inside a pass whose layers run this package's own ops, `uncovered` counts every call that
+    belongs to no stochastic layer and to no layer that `filter_fn` has left out.
+    """
+    counter = BatchNormCounter(model)
+    with _ONE_MODE, counter, _WithoutInstanceNorm(counter):
+        yield counter
+
+
+class BatchNormCounter(TorchDispatchMode):
+    """Counts operators that normalise a batch, torch's own and quantised ones.
+
+    Attributes:
+        uncovered: calls counted.
+        excluded: calls with a tensor of a layer that `filter_fn` has left out.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call imports torch._dynamo, which takes a second
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.uncovered = self.excluded = self._ignored = 0
+        self._excluded_tensors = {
+            id(tensor)
+            for module in model.modules()
+            if hasattr(module, EXCLUDED)
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self._ignored and _is_batch_norm(func):
+            if any(id(arg) in self._excluded_tensors for arg in args):
+                self.excluded += 1
+            else:
+                self.uncovered += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def ignoring(self):
+        """Nothing counts in the body."""
+        self._ignored += 1
+        try:
+            yield
+        finally:
+            self._ignored -= 1
+
+
+class DoctorPass(Pass):
+    """Layers behave as usual, and their calls are not counted as uncovered."""
+
+    def __init__(self, layers: dict[str, nn.Module], counter: BatchNormCounter):
+        super().__init__(layers)
+        self.counter = counter
+
+    def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
+        with self.counter.ignoring():
+            return layer.plain_forward(x)
+
+
+class _WithoutInstanceNorm(TorchFunctionMode):
+    """torch's instance norm is made of batch norm: its calls are not counted."""
+
+    def __init__(self, counter: BatchNormCounter):
+        super().__init__()
+        self.counter = counter
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func not in (torch.instance_norm, nn.functional.instance_norm):
+            return func(*args, **(kwargs or {}))
+        with self.counter.ignoring():
+            return func(*args, **(kwargs or {}))
+
+
+def _is_batch_norm(func) -> bool:
+    name = str(func)
+    parts_of_one_call = ("backward", "stats")
+    return (
+        "batch_norm" in name
+        and not name.startswith("bnuq.")
+        and not any(part in name for part in parts_of_one_call)
+    )

@@ -1,0 +1,172 @@
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bnuq_ext as bnuq
+from bnuq_ext.doctor import count_uncovered
+from bnuq_ext.nn import named_stochastic_layers
+from bnuq_ext.replicas import Pass, running
+
+
+class Functional(nn.Module):
+    """Batch norm as a function, with statistics that no module of batch norm holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.var = nn.Buffer(torch.zeros(4)), nn.Buffer(torch.ones(4))
+
+    def forward(self, x):
+        return F.batch_norm(x, self.mean, self.var)
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.twice, self.left, self.idle = (nn.BatchNorm2d(4) for _ in range(3))
+        self.instance = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        self.drop, self.function = nn.Dropout(), Functional()
+
+    def forward(self, x, scale=1.0):
+        x = self.left(self.instance(self.twice(self.twice(scale * x))))
+        return self.function(self.drop(x))
+
+
+class Constant(Pass):
+    """Like a replica: no batch-norm operator of torch is called."""
+
+    def normalise(self, layer, x, key, stream):
+        return torch.zeros_like(x)
+
+
+x = torch.randn(2, 4, 3, 3)
+
+
+def counts(report):
+    return report.covered, report.excluded, report.uncovered
+
+
+def test_counts_calls_by_who_makes_them():
+    model = Network()
+    assert counts(bnuq.doctor(model, x)) == (0, 0, 4)
+    assert counts(bnuq.doctor(bnuq.convert(model), x)) == (3, 0, 1)
+    partial = bnuq.convert(model, filter_fn=lambda name, module: name != "left")
+    report = bnuq.doctor(partial, x)
+    assert counts(report) == (2, 1, 1)
+    assert report.converted == {"twice": 2, "idle": 0}
+    assert report.excluded_layers == ["left"] and report.unconverted == {}
+
+
+def test_names_what_is_not_converted():
+    model = nn.Sequential(bnuq.convert(nn.BatchNorm1d(3)), nn.BatchNorm1d(3), nn.LazyBatchNorm1d())
+    report = bnuq.doctor(model, torch.randn(2, 3))
+    assert counts(report) == (1, 0, 2)
+    assert report.unconverted == {"1": "BatchNorm1d", "2": "BatchNorm1d"}  # no longer lazy
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_sees_scripted_batch_norm():
+    script = torch.jit.script(nn.BatchNorm1d(3))
+    report = bnuq.doctor(nn.Sequential(bnuq.convert(nn.BatchNorm1d(3)), script), torch.randn(2, 3))
+    assert counts(report) == (1, 0, 1)
+    assert list(report.unconverted) == ["1"] and "TorchScript" in report.unconverted["1"]
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+def test_sees_quantised_batch_norm():
+    layer = torch.ao.nn.quantized.BatchNorm2d(4)
+    quantised = torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+    assert counts(bnuq.doctor(layer, quantised)) == (0, 0, 1)
+
+
+def test_sees_compiled_batch_norm():
+    model = bnuq.convert(Network()).eval()
+    model.function = torch.compile(model.function, backend="eager")
+    with torch.no_grad():
+        model(x)
+    assert counts(bnuq.doctor(model, x)) == (3, 0, 1)
+    assert counts(bnuq.doctor(torch.compile(model, backend="eager"), x)) == (3, 0, 1)
+
+
+def test_report_reads_well():
+    partial = bnuq.convert(Network(), filter_fn=lambda name, module: name != "left")
+    model = nn.Sequential(partial, nn.BatchNorm2d(4))
+    assert str(bnuq.doctor(model, x)).split("\n") == [
+        "5 batch-norm calls: 2 by 2 stochastic layers, 1 by excluded layers, 2 not covered",
+        "  stochastic, never called: 0.idle",
+        "  excluded: 0.left",
+        "  not converted: 1 (BatchNorm2d)",
+    ]
+
+
+@pytest.mark.parametrize("inputs", [x, (x,), (x, 2.0), {"x": x, "scale": 2.0}])
+def test_takes_what_a_model_takes(inputs):
+    assert counts(bnuq.doctor(bnuq.convert(Network()), inputs)) == (3, 0, 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_leaves_everything_as_found(fails):
+    model = bnuq.convert(Network()).train()
+    model.left.eval()
+    if fails:
+        model.function.forward = None
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    flags = [m.training for m in model.modules()]
+    rng = torch.get_rng_state()
+    try:
+        bnuq.doctor(model, x)
+    except TypeError:
+        assert fails
+    assert [m.training for m in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), rng) and torch.is_grad_enabled()
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+    with count_uncovered(model) as counter:
+        model.twice(x)
+    assert counter.uncovered == 1  # the counter before is not active any more
+
+
+def test_inside_a_pass_only_foreign_calls_count():
+    model = bnuq.convert(Network(), filter_fn=lambda name, module: name != "left").eval()
+    with running(Constant(named_stochastic_layers(model))), count_uncovered(model) as counter:
+        model(x)
+    assert (counter.excluded, counter.uncovered) == (1, 1)
+
+
+def test_own_ops_and_backward_do_not_count():
+    mean, var = torch.zeros(2, 4), torch.ones(2, 4)
+    snapshot = torch.tensor([0, 1])
+    with count_uncovered(Network()) as counter:
+        bnuq.ops.batch_norm_bank(x, mean, var, snapshot=snapshot, shared=True)
+        F.batch_norm(x.requires_grad_(), mean[0], var[0]).sum().backward()
+    assert counter.uncovered == 1
+
+
+def test_threads_count_their_own_calls():
+    def work(calls, results, index):
+        with count_uncovered(model) as counter:
+            for _ in range(calls):
+                model(x)
+        results[index] = counter.uncovered
+
+    model, results = nn.BatchNorm2d(4).eval(), [None] * 8
+    workers = [threading.Thread(target=work, args=(i + 1, results, i)) for i in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert results == list(range(1, 9))
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ((x, x), "doctor: model must be a torch.nn.Module, got Tensor"),
+        ((Network(), [x]), "doctor: x must be a tensor, a tuple or a dict, got list"),
+    ],
+)
+def test_rejects(arguments, text):
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        bnuq.doctor(*arguments)
