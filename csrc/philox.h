@@ -192,6 +192,20 @@ BNUQ_HD float weight_normal(Key sub, int64_t o, int64_t i, uint64_t replica) {
 // needs as many rounds at B = 3 and walks besides.)
 constexpr int kShuffleRounds = 24;
 
+// The words that give the pivots of rounds round .. round + 3; round is a multiple of 4.
+BNUQ_HD Words4 shuffle_pivots(Key sub, int round, uint64_t epoch) {
+  return philox_at(sub, (uint64_t(round) << 32) | 0xffffffffu, epoch);
+}
+
+BNUQ_HD uint32_t
+shuffle_round(Key sub, int round, uint32_t pivot_word, uint64_t epoch, uint32_t x, uint32_t B) {
+  const uint32_t pivot = uint32_t((uint64_t(pivot_word) * B) >> 32);
+  const uint32_t partner = pivot >= x ? pivot - x : uint32_t(uint64_t(pivot) + B - x);
+  const uint32_t larger = x > partner ? x : partner;
+  const Words4 coin = philox_at(sub, (uint64_t(round) << 32) | larger, epoch);
+  return (coin.v[0] & 1) ? partner : x;
+}
+
 BNUQ_HD int64_t snapshot_at(int64_t key, uint64_t replica, int64_t num_snapshots) {
   const uint32_t B = uint32_t(num_snapshots);
   const uint64_t epoch = replica / B;
@@ -199,12 +213,8 @@ BNUQ_HD int64_t snapshot_at(int64_t key, uint64_t replica, int64_t num_snapshots
   const Key sub = subkey(key, 0, kTagPermutation);
   Words4 pivots = {};
   for (int round = 0; round < kShuffleRounds; ++round) {
-    if (round % 4 == 0) pivots = philox_at(sub, (uint64_t(round) << 32) | 0xffffffffu, epoch);
-    const uint32_t pivot = uint32_t((uint64_t(word_of(pivots, round % 4)) * B) >> 32);
-    const uint32_t partner = pivot >= x ? pivot - x : uint32_t(uint64_t(pivot) + B - x);
-    const uint32_t larger = x > partner ? x : partner;
-    const Words4 coin = philox_at(sub, (uint64_t(round) << 32) | larger, epoch);
-    x = (coin.v[0] & 1) ? partner : x;
+    if (round % 4 == 0) pivots = shuffle_pivots(sub, round, epoch);
+    x = shuffle_round(sub, round, word_of(pivots, round % 4), epoch, x, B);
   }
   return int64_t(x);
 }

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .. import _library  # noqa: F401
 from .batch_norm_checks import (
+    acc_dtype,
     check_bank,
     check_fitted,
     check_input,
@@ -66,8 +67,9 @@ def batch_norm_bank(
     num_samples = check_bank(op, x, mean, var, seed, snapshot, num_samples)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
     negative_slope = slope_of(op, activation, slope)
-    mean, var = prepare(x, mean), prepare(x, var)
-    weight, bias = prepare(x, weight), prepare(x, bias)
+    acc = acc_dtype(x.dtype)
+    mean, var = prepare(mean, acc), prepare(var, acc)
+    weight, bias = prepare(weight, acc), prepare(bias, acc)
     args = (x, mean, var, seed, snapshot, num_samples, weight, bias, residual)
     args += (eps, negative_slope, shared)
     if out is None:
@@ -120,7 +122,8 @@ def batch_norm_fitted(
     check_fitted(op, x, params, seed, stream, num_samples, family, FAMILIES)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
     negative_slope = slope_of(op, activation, slope)
-    params, weight, bias = prepare(x, params), prepare(x, weight), prepare(x, bias)
+    acc = acc_dtype(x.dtype)
+    params, weight, bias = prepare(params, acc), prepare(weight, acc), prepare(bias, acc)
     args = (x, params, seed, stream, FAMILIES[family], num_samples, weight, bias, residual)
     args += (eps, negative_slope, shared)
     if out is None:

@@ -21,11 +21,11 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def prepare(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+def prepare(parameter: Tensor | None, acc: torch.dtype) -> Tensor | None:
     """A parameter as the kernels take it: contiguous, in the accumulation type."""
-    if parameter is None:
-        return None
-    return parameter.to(acc_dtype(x.dtype)).contiguous()
+    if parameter is None or (parameter.dtype is acc and parameter.is_contiguous()):
+        return parameter
+    return parameter.to(acc).contiguous()
 
 
 def result_format(x: Tensor) -> torch.memory_format:
@@ -64,6 +64,9 @@ def check_activations(op: str, x: Tensor) -> None:
 
 
 def check_parameter(op: str, name: str, value: Tensor, shape: tuple, device) -> None:
+    if isinstance(value, Tensor) and value.shape == shape and value.device == device:
+        if value.dtype in DTYPES:
+            return
     check_floating(op, name, value)
     check_shape(op, name, value, shape)
     check_device(op, name, value, device)
@@ -85,33 +88,38 @@ def check_snapshot(op: str, snapshot: Tensor, num_snapshots: int, device) -> Non
     check_device(op, "snapshot", snapshot, device)
     if torch.compiler.is_compiling() or device.type != "cpu":
         return
-    for value in snapshot.tolist():
-        if not 0 <= value < num_snapshots:
-            refuse(op, "snapshot", f"lie in [0, {num_snapshots})", value)
+    values = snapshot.tolist()
+    if values and not (0 <= min(values) and max(values) < num_snapshots):
+        got = next(value for value in values if not 0 <= value < num_snapshots)
+        refuse(op, "snapshot", f"lie in [0, {num_snapshots})", got)
 
 
 def check_bank(op, x, mean, var, seed, snapshot, num_samples) -> int:
     """Checks x and where its statistics come from; T."""
     check_activations(op, x)
-    check_floating(op, "mean", mean)
+    device = x.device
+    check_tensor(op, "mean", mean)
     if mean.dim() != 2:
         refuse(op, "mean", "have shape (B, C)", list(mean.shape))
-    if mean.shape[0] < 1:
+    num_snapshots = mean.shape[0]
+    if num_snapshots < 1:
         refuse(op, "mean", "hold at least 1 snapshot", list(mean.shape))
-    check_parameter(op, "mean", mean, (mean.shape[0], x.shape[1]), x.device)
-    check_parameter(op, "var", var, mean.shape, x.device)
+    check_parameter(op, "mean", mean, (num_snapshots, x.shape[1]), device)
+    check_parameter(op, "var", var, mean.shape, device)
     if (seed is None) == (snapshot is None):
         got = "neither" if seed is None else "both"
         refuse(op, "seed", "be given or snapshot, one of them", got)
     if snapshot is None:
-        check_seed(op, seed, x.device)
+        check_seed(op, seed, device)
         check_num_samples(op, num_samples)
         return num_samples
-    check_snapshot(op, snapshot, mean.shape[0], x.device)
-    if num_samples is not None and num_samples != snapshot.shape[0]:
-        refuse(op, "num_samples", f"be the length of snapshot {snapshot.shape[0]}", num_samples)
-    check_num_samples(op, snapshot.shape[0])
-    return snapshot.shape[0]
+    check_snapshot(op, snapshot, num_snapshots, device)
+    length = snapshot.shape[0]
+    if num_samples is not None and num_samples != length:
+        refuse(op, "num_samples", f"be the length of snapshot {length}", num_samples)
+    if length < 1:
+        refuse(op, "snapshot", "hold at least 1 replica", length)
+    return length
 
 
 def check_fitted(op, x, params, seed, stream, num_samples, family, families) -> None:
@@ -132,16 +140,17 @@ def check_input(op, x, num_samples, weight, bias, eps, residual, shared) -> None
         refuse(op, "x", f"have a multiple of {num_samples} rows", list(x.shape))
     if not eps >= 0:
         refuse(op, "eps", "not be negative", eps)
+    device, per_channel = x.device, (x.shape[1],)
     if weight is not None:
-        check_parameter(op, "weight", weight, x.shape[1:2], x.device)
+        check_parameter(op, "weight", weight, per_channel, device)
     if bias is not None:
-        check_parameter(op, "bias", bias, x.shape[1:2], x.device)
+        check_parameter(op, "bias", bias, per_channel, device)
     if residual is not None:
         check_tensor(op, "residual", residual)
         if residual.dtype != x.dtype:
             refuse(op, "residual", f"have the dtype of x {x.dtype}", residual.dtype, TypeError)
         check_shape(op, "residual", residual, x.shape)
-        check_device(op, "residual", residual, x.device)
+        check_device(op, "residual", residual, device)
 
 
 def check_out(op, out, x, num_samples, residual, shared, wants_grad) -> None:
@@ -174,5 +183,9 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
+    """First and past-the-end address."""
+    first = t.data_ptr()
+    if t.is_contiguous():
+        return first, first + t.numel() * t.element_size()
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+    return first, first + (last + 1) * t.element_size()

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "affine_table.h"
+#include "half.h"
 #include "simd.h"
 
 namespace bnuq {
@@ -10,46 +11,83 @@ namespace {
 
 namespace st = torch::stable;
 
+// One replica's table, and the elements [begin, end) of its (N, C, S) to work on.
 template <typename acc_t>
-struct ReplicaAffine {
+struct Range {
   const acc_t* mean;
   const acc_t* scale;
   const acc_t* bias;
+  int64_t width, S, begin, end;
+  acc_t slope;
 };
 
-// Elements [begin, end) of one replica's (N, C, S). x, residual and y point to element 0.
+// y, x and residual point to element `begin`; y may be x or residual.
 template <typename scalar_t, typename acc_t, bool kResidual>
 BNUQ_CLONES void forward_planes(
-    scalar_t* __restrict__ y, const scalar_t* x, const scalar_t* residual,
-    ReplicaAffine<acc_t> table, Extent d, int64_t begin, int64_t end, acc_t slope) {
-  for (int64_t plane = begin / d.S; begin < end; ++plane) {
-    const int64_t c = plane % d.C, stop = std::min(end, (plane + 1) * d.S);
-    const Affine<acc_t> a = {table.mean[c], table.scale[c], table.bias[c]};
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
+  int64_t begin = range.begin;
+  for (int64_t plane = begin / range.S; begin < range.end; ++plane) {
+    const int64_t c = plane % range.width;
+    const int64_t count = std::min(range.end, (plane + 1) * range.S) - begin;
+    const Affine<acc_t> a = {range.mean[c], range.scale[c], range.bias[c]};
 #pragma omp simd
-    for (int64_t i = begin; i < stop; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       acc_t z = normalise(load(x[i]), a);
       if (kResidual) z += load(residual[i]);
-      y[i] = store<scalar_t>(activate(z, slope));
+      y[i] = store<scalar_t>(activate(z, range.slope));
     }
-    begin = stop;
+    begin += count, y += count, x += count;
+    if (kResidual) residual += count;
   }
 }
 
-// The same for S = 1: a row holds one value of every channel.
+// The same for S = 1: a row holds one value of every entry of the table.
 template <typename scalar_t, typename acc_t, bool kResidual>
 BNUQ_CLONES void forward_rows(
-    scalar_t* __restrict__ y, const scalar_t* x, const scalar_t* residual,
-    ReplicaAffine<acc_t> table, Extent d, int64_t begin, int64_t end, acc_t slope) {
-  for (int64_t row = begin / d.C; begin < end; ++row) {
-    const int64_t first = row * d.C, stop = std::min(end, first + d.C);
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
+  int64_t begin = range.begin;
+  while (begin < range.end) {
+    const int64_t c = begin % range.width, count = std::min(range.end - begin, range.width - c);
+    const acc_t *mean = range.mean + c, *scale = range.scale + c, *bias = range.bias + c;
 #pragma omp simd
-    for (int64_t i = begin; i < stop; ++i) {
-      const int64_t c = i - first;
-      acc_t z = normalise(load(x[i]), Affine<acc_t>{table.mean[c], table.scale[c], table.bias[c]});
+    for (int64_t i = 0; i < count; ++i) {
+      acc_t z = normalise(load(x[i]), Affine<acc_t>{mean[i], scale[i], bias[i]});
       if (kResidual) z += load(residual[i]);
-      y[i] = store<scalar_t>(activate(z, slope));
+      y[i] = store<scalar_t>(activate(z, range.slope));
     }
-    begin = stop;
+    begin += count, y += count, x += count;
+    if (kResidual) residual += count;
+  }
+}
+
+template <typename scalar_t, typename acc_t>
+void forward_range(scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
+  if (range.S == 1 && residual)
+    forward_rows<scalar_t, acc_t, true>(y, x, residual, range);
+  else if (range.S == 1)
+    forward_rows<scalar_t, acc_t, false>(y, x, residual, range);
+  else if (residual)
+    forward_planes<scalar_t, acc_t, true>(y, x, residual, range);
+  else
+    forward_planes<scalar_t, acc_t, false>(y, x, residual, range);
+}
+
+// float16 goes through float32 blocks in the first cache: the processor's conversions are five
+// times faster than integer arithmetic, but the compiler does not vectorise them.
+template <>
+void forward_range(Half* y, const Half* x, const Half* residual, Range<float> range) {
+  constexpr int64_t kPiece = 1024;
+  float values[kPiece], added[kPiece];
+  const int64_t count = range.end - range.begin;
+  for (int64_t i = 0; i < count; i += kPiece) {
+    Range<float> piece = range;
+    piece.begin = range.begin + i;
+    piece.end = std::min(range.end, piece.begin + kPiece);
+    const int64_t size = piece.end - piece.begin;
+    load_all(values, x + i, size);
+    if (residual) load_all(added, residual + i, size);
+    forward_range<float, float>(values, values, residual ? added : nullptr, piece);
+    store_all(y + i, values, size);
   }
 }
 
@@ -57,22 +95,24 @@ template <typename scalar_t, typename acc_t>
 void forward(
     scalar_t* y, const scalar_t* x, const scalar_t* residual, const AffineTable<acc_t>& table,
     Extent d, int64_t T, acc_t slope, bool shared) {
-  const auto planes =
-      residual ? forward_planes<scalar_t, acc_t, true> : forward_planes<scalar_t, acc_t, false>;
-  const auto rows =
-      residual ? forward_rows<scalar_t, acc_t, true> : forward_rows<scalar_t, acc_t, false>;
-  const auto body = d.S == 1 ? rows : planes;
   const int64_t numel = d.numel(), blocks = ceil_div(numel, kBlock);
   // With shared x a block meets all its replicas while it is in the cache.
   st::parallel_for(0, T * blocks, kGrain / kBlock, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      const int64_t t = shared ? i % T : i / blocks, block = shared ? i / T : i % blocks;
-      const int64_t source = shared ? 0 : t * numel;
-      const ReplicaAffine<acc_t> replica = {
-          &table.mean[t * d.C], &table.scale[t * d.C], table.bias.data()};
-      body(
-          y + t * numel, x + source, residual ? residual + source : nullptr, replica, d,
-          block * kBlock, std::min(numel, (block + 1) * kBlock), slope);
+      const int64_t t = shared ? i % T : i / blocks;
+      const int64_t begin = (shared ? i / T : i % blocks) * kBlock;
+      const int64_t source = (shared ? 0 : t * numel) + begin, row = t * table.width;
+      const Range<acc_t> range = {
+          &table.mean[row],
+          &table.scale[row],
+          table.bias.data(),
+          table.width,
+          d.S,
+          begin,
+          std::min(numel, begin + kBlock),
+          slope};
+      forward_range<scalar_t, acc_t>(
+          y + t * numel + begin, x + source, residual ? residual + source : nullptr, range);
     }
   });
 }
@@ -99,7 +139,8 @@ void forward_into(
     forward<scalar_t, acc_t>(
         static_cast<scalar_t*>(y.mutable_data_ptr()),
         static_cast<const scalar_t*>(x.const_data_ptr()), pointer<scalar_t>(residual),
-        affine_table<acc_t>(statistics, T, d.C, weight, bias, eps), d, T, acc_t(slope), shared);
+        affine_table<acc_t>(statistics, T, d.C, table_width(d), weight, bias, eps), d, T,
+        acc_t(slope), shared);
   });
 }
 

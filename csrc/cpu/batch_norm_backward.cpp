@@ -147,12 +147,12 @@ Gradients backward(
       gradients<scalar_t, acc_t>(
           need_x ? static_cast<scalar_t*>(grad_x.mutable_data_ptr()) : nullptr,
           need_residual ? static_cast<scalar_t*>(grad_residual.mutable_data_ptr()) : nullptr, in,
-          affine_table<acc_t>(statistics, T, d.C, weight, std::nullopt, eps), d, T, acc_t(slope),
-          shared);
+          affine_table<acc_t>(statistics, T, d.C, d.C, weight, std::nullopt, eps), d, T,
+          acc_t(slope), shared);
     if (need_sums)
       sums<scalar_t, acc_t>(
           static_cast<acc_t*>(totals.mutable_data_ptr()), in,
-          affine_table<acc_t>(statistics, T, d.C, std::nullopt, std::nullopt, eps), d, T,
+          affine_table<acc_t>(statistics, T, d.C, d.C, std::nullopt, std::nullopt, eps), d, T,
           acc_t(slope), shared);
   });
   return {grad_x, grad_residual, totals};

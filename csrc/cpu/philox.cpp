@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "noise.h"
 #include "simd.h"
 #include "weight_noise.h"
 
@@ -16,12 +17,21 @@ namespace {
 using torch::stable::Tensor;
 namespace st = torch::stable;
 
-BNUQ_CLONES void vector_row(float* out, Key sub, uint64_t replica, int64_t C) {
-  for (int64_t c = 0; c < C; c += 8) {
-    float z[8];
-    normals8(philox_at(sub, uint64_t(c) >> 3, replica), z);
-    std::copy_n(z, std::min<int64_t>(8, C - c), out + c);
+constexpr int kIndices = 32;  // Philox calls of one block
+constexpr int kNormals = 8 * kIndices;
+
+// The normals of indices [first, first + kIndices), eight an index.
+BNUQ_CLONES void normal_block(float* out, Key sub, uint64_t first, uint64_t replica) {
+  alignas(64) uint32_t words[4 * kIndices];
+#pragma omp simd
+  for (int i = 0; i < kIndices; ++i) {
+    const Words4 w = philox(
+        sub, uint32_t(first) + uint32_t(i), uint32_t(first >> 32), uint32_t(replica),
+        uint32_t(replica >> 32));
+    for (int j = 0; j < 4; ++j) words[4 * i + j] = w.v[j];
   }
+#pragma omp simd
+  for (int i = 0; i < 4 * kIndices; ++i) normal_pair(words[i], out[2 * i], out[2 * i + 1]);
 }
 
 // The weights of one band of 16 rows, of which the matrix may hold fewer.
@@ -33,6 +43,30 @@ void weight_band(float* out, Key sub, uint64_t replica, int64_t tile_o, int64_t 
     const int64_t low = tile_o * kTile + o, high = low + 8;
     std::copy_n(rows.data(), I, out + low * I);
     if (high < O) std::copy_n(rows.data() + width, I, out + high * I);
+  }
+}
+
+constexpr int kReplicas = 16;
+
+// `snapshot_at` for kReplicas replicas at once.
+BNUQ_CLONES void snapshot_block(uint32_t* x, Key sub, uint64_t first, uint32_t B) {
+  uint64_t epoch[kReplicas];
+  for (int i = 0; i < kReplicas; ++i) {
+    epoch[i] = (first + uint64_t(i)) / B;
+    x[i] = uint32_t((first + uint64_t(i)) % B);
+  }
+  uint32_t pivots[4][kReplicas];
+  for (int round = 0; round < kShuffleRounds; ++round) {
+    if (round % 4 == 0) {
+#pragma omp simd
+      for (int i = 0; i < kReplicas; ++i) {
+        const Words4 words = shuffle_pivots(sub, round, epoch[i]);
+        for (int j = 0; j < 4; ++j) pivots[j][i] = words.v[j];
+      }
+    }
+#pragma omp simd
+    for (int i = 0; i < kReplicas; ++i)
+      x[i] = shuffle_round(sub, round, pivots[round % 4][i], epoch[i], x[i], B);
   }
 }
 
@@ -48,7 +82,7 @@ Tensor philox_normal_cpu(
   const int64_t T = shape[0], O = shape[1], I = shape.back();
   const int64_t bands = weights ? (O + kTile - 1) / kTile : 1;
   float* data = out.mutable_data_ptr<float>();
-  const int64_t grain = 1 + 4096 / (I + 1);
+  const int64_t grain = 1 + 16384 / ((weights ? kTile : 1) * I + 1);
   st::parallel_for(0, T * bands, grain, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t t = r / bands;
@@ -56,7 +90,7 @@ Tensor philox_normal_cpu(
       if (weights)
         weight_band(data + t * O * I, sub, replica, r % bands, O, I);
       else
-        vector_row(data + t * I, sub, replica, I);
+        vector_normals(data + t * I, sub, replica, I);
     }
   });
   return out;
@@ -66,10 +100,8 @@ Tensor snapshot_indices_cpu(const Tensor& seed, int64_t num_snapshots, int64_t n
   STD_TORCH_CHECK(seed.numel() == 2, "snapshot_indices: seed must have 2 entries");
   STD_TORCH_CHECK(num_snapshots >= 1, "snapshot_indices: num_snapshots must be positive");
   Tensor out = st::new_empty(seed, {num_samples}, torch::headeronly::ScalarType::Long);
-  const int64_t* s = seed.const_data_ptr<int64_t>();
-  int64_t* data = out.mutable_data_ptr<int64_t>();
-  for (int64_t t = 0; t < num_samples; ++t)
-    data[t] = snapshot_at(s[0], uint64_t(s[1] + t), num_snapshots);
+  snapshots(
+      out.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), num_snapshots, num_samples);
   return out;
 }
 
@@ -79,4 +111,23 @@ STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
 }
 
 }  // namespace
+
+void vector_normals(float* out, Key sub, uint64_t replica, int64_t C) {
+  alignas(64) float z[kNormals];
+  for (int64_t c = 0; c < C; c += kNormals) {
+    const bool whole = C - c >= kNormals;
+    normal_block(whole ? out + c : z, sub, uint64_t(c) >> 3, replica);
+    if (!whole) std::copy(z, z + (C - c), out + c);
+  }
+}
+
+void snapshots(int64_t* out, const int64_t* seed, int64_t B, int64_t T) {
+  const Key sub = subkey(seed[0], 0, kTagPermutation);
+  for (int64_t t = 0; t < T; t += kReplicas) {
+    uint32_t x[kReplicas];
+    snapshot_block(x, sub, uint64_t(seed[1] + t), uint32_t(B));
+    std::copy(x, x + std::min<int64_t>(kReplicas, T - t), out + t);
+  }
+}
+
 }  // namespace bnuq
