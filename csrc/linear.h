@@ -4,20 +4,19 @@
 //   weight[t] = mu + sigma * eps[t],   sigma = softplus(rho),   y[t] = x[t] @ weight[t]^T + bias[t]
 //   d sigma / d rho = sigmoid(rho)
 #pragma once
-#include "philox.h"
+#include "real.h"
 
 namespace bnuq {
 
-// log(1 + exp(v)) without overflow; 0 below -104 in float, v above 17.
+// log(1 + exp(v)), safe for every v: a large v does not overflow, a very negative one gives exp(v).
 template <typename acc_t>
 BNUQ_HD acc_t softplus(acc_t v) {
-  const acc_t tail = std::log1p(std::exp(-std::fabs(v)));
-  return (v > acc_t(0) ? v : acc_t(0)) + tail;
+  return (v > acc_t(0) ? v : acc_t(0)) + log1p_of(exp_of(-std::fabs(v)));
 }
 
 template <typename acc_t>
 BNUQ_HD acc_t sigmoid(acc_t v) {
-  const acc_t e = std::exp(-std::fabs(v));
+  const acc_t e = exp_of(-std::fabs(v));
   return (v >= acc_t(0) ? acc_t(1) : e) / (acc_t(1) + e);
 }
 

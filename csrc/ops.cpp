@@ -46,4 +46,43 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
   m.def(
       "predictive_accumulate_(Tensor(a!) mean, Tensor(b!) m2, Tensor(c!) expected_entropy,"
       " Tensor logits, int count) -> ()");
+
+  m.def(
+      "bayes_linear(Tensor x, Tensor mu, Tensor rho, Tensor? bias_mu, Tensor? bias_rho, Tensor "
+      "seed,"
+      " int stream, int num_samples) -> Tensor");
+  m.def(
+      "bayes_linear_backward(Tensor grad_y, Tensor x, Tensor mu, Tensor rho, Tensor? bias_rho,"
+      " Tensor seed, int stream, int num_samples, bool need_x, bool need_weight, bool need_bias)"
+      " -> (Tensor grad_x, Tensor grad_mu, Tensor grad_rho, Tensor grad_bias_mu,"
+      " Tensor grad_bias_rho)");
+
+  // The pieces of bayes_linear on the CPU, where the matrix product is torch's.
+  m.def(
+      "sample_weights_(Tensor(a!) weight, Tensor mu, Tensor sigma, Tensor seed, int stream, int "
+      "first)"
+      " -> ()");
+  m.def(
+      "weight_backward_(Tensor(a!) weight, Tensor(b!) grad_mu, Tensor(c!) grad_sigma,"
+      " Tensor grad_weight, Tensor mu, Tensor sigma, Tensor seed, int stream, int first) -> ()");
+  m.def(
+      "bayes_rows(Tensor x, Tensor mu, Tensor sigma, Tensor seed, int stream, int num_samples) -> "
+      "Tensor");
+  m.def(
+      "bayes_rows_grad_x(Tensor grad_y, Tensor mu, Tensor sigma, Tensor seed, int stream) -> "
+      "Tensor");
+  m.def(
+      "bayes_rows_grad_weight(Tensor grad_y, Tensor x, Tensor seed, int stream)"
+      " -> (Tensor grad_mu, Tensor grad_sigma)");
+
+  m.def("gaussian_kl(Tensor mu, Tensor rho, float prior_std) -> Tensor");
+  m.def(
+      "gaussian_kl_backward(Tensor grad, Tensor mu, Tensor rho, float prior_std) -> (Tensor, "
+      "Tensor)");
+  m.def(
+      "mixture_kl(Tensor mu, Tensor rho, Tensor seed, int stream, int num_samples, float pi,"
+      " float std1, float std2) -> Tensor");
+  m.def(
+      "mixture_kl_backward(Tensor grad, Tensor mu, Tensor rho, Tensor seed, int stream,"
+      " int num_samples, float pi, float std1, float std2) -> (Tensor, Tensor)");
 }

@@ -3,6 +3,9 @@
 from . import batch_norm_grad as _batch_norm_grad  # noqa: F401
 from .batch_norm import batch_norm_bank as batch_norm_bank
 from .batch_norm import batch_norm_fitted as batch_norm_fitted
+from .kl import gaussian_kl as gaussian_kl
+from .kl import mixture_kl as mixture_kl
+from .linear import bayes_linear as bayes_linear
 from .philox import new_seed as new_seed
 from .philox import philox_normal as philox_normal
 from .philox import snapshot_indices as snapshot_indices

@@ -36,14 +36,8 @@ BNUQ_CLONES void normal_block(float* out, Key sub, uint64_t first, uint64_t repl
 
 // The weights of one band of 16 rows, of which the matrix may hold fewer.
 void weight_band(float* out, Key sub, uint64_t replica, int64_t tile_o, int64_t O, int64_t I) {
-  const int64_t tiles = (I + kTile - 1) / kTile, width = tiles * kTile;
-  std::vector<float> rows(2 * width);
-  for (int o = 0; o < 8 && tile_o * kTile + o < O; ++o) {
-    weight_row_pair(rows.data(), rows.data() + width, sub, replica, tile_o, o, tiles);
-    const int64_t low = tile_o * kTile + o, high = low + 8;
-    std::copy_n(rows.data(), I, out + low * I);
-    if (high < O) std::copy_n(rows.data() + width, I, out + high * I);
-  }
+  const auto copy = [&](int64_t o, const float* z) { std::copy_n(z, I, out + o * I); };
+  for_band_rows(sub, replica, tile_o, O, 0, (I + kTile - 1) / kTile, copy);
 }
 
 constexpr int kReplicas = 16;

@@ -1,0 +1,137 @@
+"""Divergence of a Gaussian posterior over weights from its prior, in nats."""
+
+import torch
+from torch import Tensor
+
+from .. import _library  # noqa: F401
+from .checks import check_device, check_floating, check_seed, check_shape, refuse
+
+
+def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
+    """KL(N(mu, sigma^2) || N(0, prior_std^2)) with sigma = softplus(rho), summed over the weights.
+
+        sum of log(prior_std / sigma) + (sigma^2 + mu^2) / (2 prior_std^2) - 1/2
+
+    Args:
+        mu: (*) posterior means; float32 or float64.
+        rho: (*) posterior spreads before the softplus; like mu. Safe for every float.
+        prior_std: standard deviation of the prior; positive.
+
+    Returns:
+        () the divergence in nats, in the dtype of mu. Deterministic. Gradients with respect to mu, rho.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
+    """
+    _check_posterior("gaussian_kl", mu, rho)
+    if not prior_std > 0:
+        refuse("gaussian_kl", "prior_std", "be positive", prior_std)
+    return torch.ops.bnuq.gaussian_kl(mu.contiguous(), rho.contiguous(), prior_std)
+
+
+def mixture_kl(
+    mu: Tensor,
+    rho: Tensor,
+    seed: Tensor,
+    stream: int,
+    num_samples: int = 1,
+    *,
+    pi: float = 0.5,
+    std1: float = 1.0,
+    std2: float = 0.0025,
+) -> Tensor:
+    """Monte Carlo divergence from a scale mixture, over the very weights of `bayes_linear`.
+
+        mean over t of sum of log q(w_t) - log p(w_t),  w_t = mu + softplus(rho) * eps[t],
+        p = pi N(0, std1^2) + (1 - pi) N(0, std2^2), its logarithm by log-add-exp
+
+    eps is `philox_normal` of the seed and stream: for mu of shape (O, I) the weights' noise, for (O,)
+    that of the tag "bias".
+
+    Args:
+        mu, rho: (O, I) or (O,) as in `gaussian_kl`.
+        seed: (2,) int64, key and first replica.
+        stream: number of the stochastic layer.
+        num_samples: T; at least 1.
+        pi: weight of the first component, in [0, 1].
+        std1, std2: standard deviations of the components; positive.
+
+    Returns:
+        () the divergence in nats, in the dtype of mu. Deterministic. Gradients with respect to mu, rho.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
+
+    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), equations 2 and 7.
+    """
+    op = "mixture_kl"
+    _check_posterior(op, mu, rho)
+    if mu.dim() not in (1, 2):
+        refuse(op, "mu", "have shape (O, I) or (O,)", list(mu.shape))
+    check_seed(op, seed, mu.device)
+    if num_samples < 1:
+        refuse(op, "num_samples", "be at least 1", num_samples)
+    if not 0 <= pi <= 1:
+        refuse(op, "pi", "lie in [0, 1]", pi)
+    for name, std in (("std1", std1), ("std2", std2)):
+        if not std > 0:
+            refuse(op, name, "be positive", std)
+    args = (mu.contiguous(), rho.contiguous(), seed, stream, num_samples, pi, std1, std2)
+    return torch.ops.bnuq.mixture_kl(*args)
+
+
+def _check_posterior(op: str, mu: Tensor, rho: Tensor) -> None:
+    check_floating(op, "mu", mu)
+    check_floating(op, "rho", rho)
+    if mu.dtype not in (torch.float32, torch.float64):
+        refuse(op, "mu", "be float32 or float64", mu.dtype, TypeError)
+    if rho.dtype != mu.dtype:
+        refuse(op, "rho", f"be {mu.dtype}", rho.dtype, TypeError)
+    check_shape(op, "rho", rho, mu.shape)
+    check_device(op, "rho", rho, mu.device)
+
+
+@torch.library.register_fake("bnuq::gaussian_kl")
+def _(mu, rho, prior_std):
+    return mu.new_empty(())
+
+
+@torch.library.register_fake("bnuq::mixture_kl")
+def _(mu, rho, seed, stream, num_samples, pi, std1, std2):
+    return mu.new_empty(())
+
+
+@torch.library.register_fake("bnuq::gaussian_kl_backward")
+def _(grad, mu, rho, prior_std):
+    return torch.empty_like(mu), torch.empty_like(rho)
+
+
+@torch.library.register_fake("bnuq::mixture_kl_backward")
+def _(grad, mu, rho, seed, stream, num_samples, pi, std1, std2):
+    return torch.empty_like(mu), torch.empty_like(rho)
+
+
+def _setup_gaussian(ctx, inputs, output):
+    mu, rho, ctx.prior_std = inputs
+    ctx.save_for_backward(mu, rho)
+
+
+def _backward_gaussian(ctx, grad):
+    grads = torch.ops.bnuq.gaussian_kl_backward(grad, *ctx.saved_tensors, ctx.prior_std)
+    return *grads, None
+
+
+def _setup_mixture(ctx, inputs, output):
+    mu, rho, seed, *ctx.rest = inputs
+    ctx.save_for_backward(mu, rho, seed)
+
+
+def _backward_mixture(ctx, grad):
+    grads = torch.ops.bnuq.mixture_kl_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    return *grads, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "bnuq::gaussian_kl", _backward_gaussian, setup_context=_setup_gaussian
+)
+torch.library.register_autograd("bnuq::mixture_kl", _backward_mixture, setup_context=_setup_mixture)

@@ -1,0 +1,128 @@
+"""A linear layer whose Gaussian weights are sampled inside the op, forward and backward."""
+
+import torch
+from torch import Tensor
+
+from . import linear_cpu as linear_cpu
+from .checks import check_device, check_floating, check_seed, check_shape, refuse
+
+
+def bayes_linear(
+    x: Tensor,
+    mu: Tensor,
+    rho: Tensor,
+    bias_mu: Tensor | None = None,
+    bias_rho: Tensor | None = None,
+    *,
+    seed: Tensor,
+    stream: int,
+    num_samples: int,
+) -> Tensor:
+    """A linear layer with T draws of its Gaussian weights, none of which is kept.
+
+        y[t] = x[t] @ (mu + softplus(rho) * eps[t])^T + bias_mu + softplus(bias_rho) * eps_bias[t]
+
+    eps is `philox_normal(seed, stream, (T, O, I))`, eps_bias `philox_normal(seed, stream, (T, O),
+    tag="bias")`; both are made again in the backward. Nothing of size T*O*I is ever held.
+
+    Args:
+        x: (N, I), shared by the replicas, or (T, N, I); float32, float64, float16 or bfloat16.
+        mu, rho: (O, I), the weights' means and their spreads before the softplus; float32, or float64
+            for float64 x.
+        bias_mu, bias_rho: (O,), or both None.
+        seed: (2,) int64, key and first replica.
+        stream: number of the stochastic layer; at least 0, below 2^32.
+        num_samples: T; at least 1.
+
+    Returns:
+        (T, N, O) in the dtype of x. Sums and gradients are float32 (float64 for float64).
+        Deterministic. Gradients with respect to x, mu, rho, bias_mu and bias_rho.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
+
+    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 3.
+    """
+    _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
+    return torch.ops.bnuq.bayes_linear(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
+
+
+def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
+    op = "bayes_linear"
+    check_floating(op, "x", x)
+    if x.dim() not in (2, 3):
+        refuse(op, "x", "have shape (N, I) or (T, N, I)", list(x.shape))
+    if num_samples < 1:
+        refuse(op, "num_samples", "be at least 1", num_samples)
+    if x.dim() == 3 and x.shape[0] != num_samples:
+        refuse(op, "x", f"hold {num_samples} replicas", x.shape[0])
+    check_floating(op, "mu", mu)
+    if mu.dim() != 2:
+        refuse(op, "mu", "have shape (O, I)", list(mu.shape))
+    if x.shape[-1] != mu.shape[1]:
+        refuse(op, "x", f"have {mu.shape[1]} features", x.shape[-1])
+    if (bias_mu is None) != (bias_rho is None):
+        missing = "bias_mu" if bias_mu is None else "bias_rho"
+        refuse(op, missing, "be given with its other half", None)
+    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+    shapes = {"mu": mu.shape, "rho": mu.shape, "bias_mu": mu.shape[:1], "bias_rho": mu.shape[:1]}
+    for name, value in {"mu": mu, "rho": rho, "bias_mu": bias_mu, "bias_rho": bias_rho}.items():
+        if value is None:
+            continue
+        check_floating(op, name, value)
+        check_shape(op, name, value, shapes[name])
+        if value.dtype != acc:
+            refuse(op, name, f"be {acc} for x in {x.dtype}", value.dtype, TypeError)
+        check_device(op, name, value, x.device)
+    check_seed(op, seed, x.device)
+    if not 0 <= stream < 2**32:
+        refuse(op, "stream", "lie in [0, 2^32)", stream)
+
+
+@torch.library.register_fake("bnuq::bayes_linear")
+def _(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
+    return x.new_empty((num_samples, x.shape[-2], mu.shape[0]))
+
+
+@torch.library.register_fake("bnuq::bayes_linear_backward")
+def _(grad_y, x, mu, rho, bias_rho, seed, stream, num_samples, need_x, need_weight, need_bias):
+    def made(like, needed):
+        return like.new_empty(like.shape if needed else (0,))
+
+    bias = rho[:, 0]
+    return (
+        made(x, need_x),
+        made(mu, need_weight),
+        made(rho, need_weight),
+        made(bias, need_bias),
+        made(bias, need_bias),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    x, mu, rho, bias_mu, bias_rho, seed, ctx.stream, ctx.num_samples = inputs
+    ctx.save_for_backward(x, mu, rho, bias_rho, seed)
+
+
+def _backward(ctx, grad_y):
+    x, mu, rho, bias_rho, seed = ctx.saved_tensors
+    need_x, need_mu, need_rho, need_bias_mu, need_bias_rho, *_ = ctx.needs_input_grad
+    need_weight, need_bias = need_mu or need_rho, need_bias_mu or need_bias_rho
+    grads = torch.ops.bnuq.bayes_linear_backward(
+        grad_y,
+        x,
+        mu,
+        rho,
+        bias_rho,
+        seed,
+        ctx.stream,
+        ctx.num_samples,
+        need_x,
+        need_weight,
+        need_bias,
+    )
+    grads = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
+    return *grads, None, None, None
+
+
+torch.library.register_autograd("bnuq::bayes_linear", _backward, setup_context=_setup_context)

@@ -1,0 +1,230 @@
+#include "../kl.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <numeric>
+#include <tuple>
+
+#include "noise.h"
+#include "weight_noise.h"
+
+namespace bnuq {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+namespace st = torch::stable;
+
+constexpr int64_t kSlice = 8192;  // elements that one partial sum covers, whatever the threads
+
+template <typename F>
+void dispatch_kl(const Tensor& mu, const Tensor& rho, const F& body) {
+  STD_TORCH_CHECK(
+      mu.is_contiguous() && rho.is_contiguous() && mu.numel() == rho.numel() &&
+          mu.scalar_type() == rho.scalar_type(),
+      "kl: mu and rho must be contiguous and alike");
+  if (mu.scalar_type() == ScalarType::Double) return body(double());
+  STD_TORCH_CHECK(mu.scalar_type() == ScalarType::Float, "kl: dtype must be float32 or float64");
+  body(float());
+}
+
+// The sum of part(begin, end) over slices of [0, n), added in the order of the slices.
+template <typename Part>
+double sum_slices(int64_t n, int64_t slice, const Part& part) {
+  const int64_t slices = (n + slice - 1) / slice;
+  std::vector<double> partial(slices);
+  st::parallel_for(0, slices, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k)
+      partial[k] = part(k * slice, std::min(n, (k + 1) * slice));
+  });
+  return std::accumulate(partial.begin(), partial.end(), 0.0);
+}
+
+template <typename acc_t>
+Tensor scalar_like(const Tensor& like, double value) {
+  Tensor out = st::new_empty(like, {});
+  *static_cast<acc_t*>(out.mutable_data_ptr()) = acc_t(value);
+  return out;
+}
+
+// ---- the Gaussian prior
+// --------------------------------------------------------------------------
+
+template <typename acc_t>
+BNUQ_CLONES double gaussian_slice(
+    const acc_t* mu, const acc_t* rho, acc_t log_std, acc_t precision, int64_t n) {
+  acc_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += gaussian_kl_term(mu[i], rho[i], log_std, precision).value;
+  return double(sum);
+}
+
+template <typename acc_t>
+BNUQ_CLONES void gaussian_grad_slice(
+    acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_rho, const acc_t* mu, const acc_t* rho,
+    acc_t grad, acc_t precision, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const KlTerm<acc_t> term = gaussian_kl_term(mu[i], rho[i], acc_t(0), precision);
+    grad_mu[i] = grad * term.by_mu;
+    grad_rho[i] = grad * term.by_rho;
+  }
+}
+
+Tensor gaussian_kl_cpu(Tensor mu, Tensor rho, double prior_std) {
+  Tensor out;
+  dispatch_kl(mu, rho, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
+    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
+    const acc_t log_std = acc_t(std::log(prior_std)),
+                precision = acc_t(1 / (prior_std * prior_std));
+    out = scalar_like<acc_t>(mu, sum_slices(mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
+                               return gaussian_slice(
+                                   m + begin, r + begin, log_std, precision, end - begin);
+                             }));
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> gaussian_kl_backward_cpu(
+    Tensor grad, Tensor mu, Tensor rho, double prior_std) {
+  Tensor grad_mu = st::empty_like(mu), grad_rho = st::empty_like(rho);
+  dispatch_kl(mu, rho, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
+    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
+    const acc_t g = *static_cast<const acc_t*>(grad.const_data_ptr());
+    acc_t* gm = static_cast<acc_t*>(grad_mu.mutable_data_ptr());
+    acc_t* gr = static_cast<acc_t*>(grad_rho.mutable_data_ptr());
+    const acc_t precision = acc_t(1 / (prior_std * prior_std));
+    st::parallel_for(0, mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
+      gaussian_grad_slice(gm + begin, gr + begin, m + begin, r + begin, g, precision, end - begin);
+    });
+  });
+  return {grad_mu, grad_rho};
+}
+
+// ---- the scale mixture: at the very weights of the forward
+// ------------------------------------------
+
+template <typename acc_t>
+Mixture<acc_t> mixture_of(double pi, double std1, double std2) {
+  // A component of weight 0 has log scale -inf; held finite so that no difference is NaN.
+  const double low = -1e30;
+  return {
+      acc_t(pi > 0 ? std::log(pi / std1) : low), acc_t(pi < 1 ? std::log((1 - pi) / std2) : low),
+      acc_t(1 / (std1 * std1)), acc_t(1 / (std2 * std2))};
+}
+
+template <typename acc_t>
+BNUQ_CLONES double mixture_row(
+    const acc_t* mu, const acc_t* rho, const float* z, const Mixture<acc_t>& p, int64_t n) {
+  acc_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i)
+    sum += mixture_kl_term(mu[i], posterior(rho[i]), acc_t(z[i]), p).value;
+  return double(sum);
+}
+
+template <typename acc_t>
+BNUQ_CLONES void mixture_grad_row(
+    acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_rho, const acc_t* mu, const acc_t* rho,
+    const float* z, const Mixture<acc_t>& p, acc_t grad, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const KlTerm<acc_t> term = mixture_kl_term(mu[i], posterior(rho[i]), acc_t(z[i]), p);
+    grad_mu[i] += grad * term.by_mu;
+    grad_rho[i] += grad * term.by_rho;
+  }
+}
+
+// The noise of a matrix is that of weights, the noise of a vector that of a bias.
+struct Places {
+  int64_t O, I, bands;
+  Key sub;
+  int64_t first;
+
+  Places(const Tensor& mu, const Tensor& seed, int64_t stream) {
+    STD_TORCH_CHECK(
+        seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
+        "mixture_kl: seed must be int64, contiguous, and have 2 entries");
+    const int64_t* s = seed.const_data_ptr<int64_t>();
+    const bool matrix = mu.dim() == 2;
+    O = matrix ? mu.size(0) : 1;
+    I = mu.size(matrix ? 1 : 0);
+    bands = matrix ? (O + kTile - 1) / kTile : 0;
+    sub = subkey(s[0], uint32_t(stream), matrix ? kTagWeight : kTagBias);
+    first = s[1];
+  }
+
+  int64_t tasks() const { return bands ? bands : 1; }
+
+  template <typename Row>
+  void for_rows(int64_t task, uint64_t t, const Row& row) const {
+    const uint64_t replica = uint64_t(first) + t;
+    if (bands) return for_band_rows(sub, replica, task, O, 0, (I + kTile - 1) / kTile, row);
+    std::vector<float> z(I);
+    vector_normals(z.data(), sub, replica, I);
+    row(0, z.data());
+  }
+};
+
+Tensor mixture_kl_cpu(
+    Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64_t num_samples, double pi, double std1,
+    double std2) {
+  Tensor out;
+  dispatch_kl(mu, rho, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
+    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
+    const Mixture<acc_t> p = mixture_of<acc_t>(pi, std1, std2);
+    const Places places(mu, seed, stream);
+    const double sum = sum_slices(num_samples * places.tasks(), 1, [&](int64_t j, int64_t) {
+      double part = 0;
+      places.for_rows(j % places.tasks(), j / places.tasks(), [&](int64_t o, const float* z) {
+        part += mixture_row(m + o * places.I, r + o * places.I, z, p, places.I);
+      });
+      return part;
+    });
+    out = scalar_like<acc_t>(mu, sum / double(num_samples));
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> mixture_kl_backward_cpu(
+    Tensor grad, Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64_t num_samples, double pi,
+    double std1, double std2) {
+  Tensor grad_mu = st::new_zeros(mu, mu.sizes()), grad_rho = st::new_zeros(rho, rho.sizes());
+  dispatch_kl(mu, rho, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
+    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
+    const acc_t g = *static_cast<const acc_t*>(grad.const_data_ptr()) / acc_t(num_samples);
+    acc_t* gm = static_cast<acc_t*>(grad_mu.mutable_data_ptr());
+    acc_t* gr = static_cast<acc_t*>(grad_rho.mutable_data_ptr());
+    const Mixture<acc_t> p = mixture_of<acc_t>(pi, std1, std2);
+    const Places places(mu, seed, stream);
+    st::parallel_for(0, places.tasks(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task)
+        for (int64_t t = 0; t < num_samples; ++t)
+          places.for_rows(task, t, [&](int64_t o, const float* z) {
+            const int64_t at = o * places.I;
+            mixture_grad_row(gm + at, gr + at, m + at, r + at, z, p, g, places.I);
+          });
+    });
+  });
+  return {grad_mu, grad_rho};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
+  m.impl("gaussian_kl", TORCH_BOX(&gaussian_kl_cpu));
+  m.impl("gaussian_kl_backward", TORCH_BOX(&gaussian_kl_backward_cpu));
+  m.impl("mixture_kl", TORCH_BOX(&mixture_kl_cpu));
+  m.impl("mixture_kl_backward", TORCH_BOX(&mixture_kl_backward_cpu));
+}
+
+}  // namespace
+}  // namespace bnuq

@@ -1,0 +1,66 @@
+// Divergences of a Gaussian posterior N(mu, sigma^2), sigma = softplus(rho), from a prior over one
+// weight, in nats, and their gradients by mu and rho. No torch and no CUDA toolkit here.
+//
+//   gaussian:  KL = log(s / sigma) + (sigma^2 + mu^2) / (2 s^2) - 1/2          for the prior N(0,
+//   s^2) mixture:   log q(w) - log p(w) at w = mu + sigma * eps,
+//              p = pi N(0, s1^2) + (1 - pi) N(0, s2^2)
+//
+// Below kTinyRho softplus(rho) is exp(rho) to the last bit, and log sigma is rho itself: sigma may
+// underflow, its logarithm and the ratio sigmoid / softplus may not.
+#pragma once
+#include "linear.h"
+
+namespace bnuq {
+
+constexpr float kTinyRho = -40.0f;
+
+template <typename acc_t>
+struct Posterior {
+  acc_t sigma, log_sigma;
+  acc_t slope;      // d sigma / d rho
+  acc_t log_slope;  // d log sigma / d rho
+};
+
+template <typename acc_t>
+BNUQ_HD Posterior<acc_t> posterior(acc_t rho) {
+  const acc_t sigma = softplus(rho), slope = sigmoid(rho);
+  const bool tiny = rho < acc_t(kTinyRho);
+  const acc_t safe = tiny ? acc_t(1) : sigma;
+  return {sigma, tiny ? rho : log_of(safe), slope, tiny ? acc_t(1) : slope / safe};
+}
+
+template <typename acc_t>
+struct KlTerm {
+  acc_t value, by_mu, by_rho;
+};
+
+template <typename acc_t>
+BNUQ_HD KlTerm<acc_t> gaussian_kl_term(acc_t mu, acc_t rho, acc_t log_std, acc_t precision) {
+  const Posterior<acc_t> q = posterior(rho);
+  const acc_t value =
+      log_std - q.log_sigma - acc_t(0.5) + acc_t(0.5) * precision * (q.sigma * q.sigma + mu * mu);
+  return {value, mu * precision, q.sigma * q.slope * precision - q.log_slope};
+}
+
+// log pi - log s1, log(1 - pi) - log s2 and the precisions: what the mixture needs of its
+// arguments. The 1/2 log(2 pi) of q and p cancel.
+template <typename acc_t>
+struct Mixture {
+  acc_t log_scale1, log_scale2;
+  acc_t precision1, precision2;
+};
+
+template <typename acc_t>
+BNUQ_HD KlTerm<acc_t> mixture_kl_term(
+    acc_t mu, const Posterior<acc_t>& q, acc_t eps, const Mixture<acc_t>& p) {
+  const acc_t w = mu + q.sigma * eps, square = w * w;
+  const acc_t a = p.log_scale1 - acc_t(0.5) * square * p.precision1;
+  const acc_t b = p.log_scale2 - acc_t(0.5) * square * p.precision2;
+  const acc_t e = exp_of(-std::fabs(a - b));  // the smaller density over the larger
+  const acc_t log_p = (a > b ? a : b) + log1p_of(e);
+  const acc_t share = (a > b ? acc_t(1) : e) / (acc_t(1) + e);  // of the first component
+  const acc_t by_w = w * (share * p.precision1 + (acc_t(1) - share) * p.precision2);
+  return {-acc_t(0.5) * eps * eps - q.log_sigma - log_p, by_w, by_w * eps * q.slope - q.log_slope};
+}
+
+}  // namespace bnuq
