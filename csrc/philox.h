@@ -27,6 +27,7 @@ enum Tag : uint32_t {
   kTagSpread = 3,
   kTagPermutation = 4,
   kTagJoint = 5,
+  kTagLocal = 6,
 };
 
 struct Words4 {

@@ -6,7 +6,7 @@ from torch import Tensor
 from .. import _library  # noqa: F401
 from .checks import check_seed, check_stream, refuse
 
-TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "joint": 5}
+TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "joint": 5, "local": 6}
 
 
 def new_seed(seed: int | None = None, first_replica: int = 0, device="cpu") -> Tensor:
@@ -38,7 +38,7 @@ def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -
         seed: (2,) int64, the key and the first replica; its device is the result's.
         stream: number of the stochastic layer; at least 0, below 2^32.
         shape: (T, O, I) or (T, C).
-        tag: what the noise is for: "weight", "bias", "mean", "spread" or "joint". By default "weight"
+        tag: what the noise is for: "weight", "bias", "mean", "spread", "joint" or "local". By default "weight"
             for three dimensions and "mean" for two.
 
     Returns:

@@ -1,0 +1,65 @@
+"""Priors over the weights of a Bayesian layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .ops import gaussian_kl, mixture_kl
+from .ops.checks import refuse
+
+
+@dataclass(frozen=True)
+class GaussianPrior:
+    """N(0, std^2) over every weight; its divergence has a closed form.
+
+    Args:
+        std: standard deviation; positive.
+    """
+
+    std: float = 1.0
+
+    def __post_init__(self):
+        if not self.std > 0:
+            refuse("GaussianPrior", "std", "be positive", self.std)
+
+    def divergence(self, mu: Tensor, rho: Tensor, seed: Tensor, stream: int, num_samples: int):
+        """See `ops.gaussian_kl`; the samples do not matter."""
+        return gaussian_kl(mu, rho, self.std)
+
+
+@dataclass(frozen=True)
+class ScaleMixturePrior:
+    """pi N(0, std1^2) + (1 - pi) N(0, std2^2) over every weight; its divergence is a Monte Carlo mean.
+
+    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), equation 7.
+
+    Args:
+        pi: weight of the broader component, in [0, 1].
+        std1: standard deviation of the broader component; positive.
+        std2: that of the narrower; positive, at most `std1`.
+    """
+
+    pi: float = 0.5
+    std1: float = 1.0
+    std2: float = 0.0024787521766663585  # e^-6
+
+    def __post_init__(self):
+        if not 0 <= self.pi <= 1:
+            refuse("ScaleMixturePrior", "pi", "lie in [0, 1]", self.pi)
+        if not self.std2 > 0:
+            refuse("ScaleMixturePrior", "std2", "be positive", self.std2)
+        if not self.std1 >= self.std2:
+            refuse("ScaleMixturePrior", "std1", f"be at least std2 = {self.std2}", self.std1)
+
+    def divergence(self, mu: Tensor, rho: Tensor, seed: Tensor, stream: int, num_samples: int):
+        """See `ops.mixture_kl`."""
+        return mixture_kl(
+            mu, rho, seed, stream, num_samples, pi=self.pi, std1=self.std1, std2=self.std2
+        )
+
+
+def check_prior(op: str, prior) -> None:
+    if not callable(getattr(prior, "divergence", None)):
+        refuse(op, "prior", "be GaussianPrior, ScaleMixturePrior or like them", prior, TypeError)

@@ -1,0 +1,226 @@
+"""gaussian_kl and mixture_kl against closed forms, quadrature and plain PyTorch."""
+
+import math
+
+import pytest
+import torch
+from scipy.integrate import quad
+
+from bnuq_ext import ops, reference_bayes
+
+MIXTURE = dict(pi=0.25, std1=1.0, std2=math.exp(-6))
+STREAM = 3
+
+
+def make(shape, dtype=torch.float64, device="cpu"):
+    generator = torch.Generator().manual_seed(1)
+    mu = torch.randn(shape, generator=generator).to(device, dtype)
+    rho = (2 * torch.randn(shape, generator=generator) - 3).to(device, dtype)
+    return mu.requires_grad_(), rho.requires_grad_()
+
+
+def noise(seed, T, shape):
+    return ops.philox_normal(seed, STREAM, (T, *shape), tag="weight" if len(shape) == 2 else "bias")
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (64, 33), (129, 130)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gaussian_matches_reference(shape, dtype, device, assert_close):
+    inputs = make(shape, dtype, device)
+    inputs64 = [t.detach().double().requires_grad_() for t in inputs]
+    kl, expected = ops.gaussian_kl(*inputs, 0.7), reference_bayes.gaussian_kl(*inputs64, 0.7)
+    torch.testing.assert_close(kl.double(), expected, rtol=3e-6, atol=1e-6)
+    for a, e in zip(
+        torch.autograd.grad(kl, inputs), torch.autograd.grad(expected, inputs64), strict=True
+    ):
+        assert_close(a, e, scale=5)
+
+
+@pytest.mark.parametrize("shape", [(1,), (130,), (7, 5), (33, 129)], ids=str)
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mixture_matches_reference(shape, T, dtype, device, assert_close):
+    inputs = make(shape, dtype, device)
+    seed = ops.new_seed(1, 4, device)
+    inputs64 = [t.detach().double().requires_grad_() for t in inputs]
+    kl = ops.mixture_kl(*inputs, seed, STREAM, T, **MIXTURE)
+    eps = noise(seed, T, shape).double()
+    expected = reference_bayes.mixture_kl(*inputs64, eps, *MIXTURE.values())
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=1e-4)
+    for a, e in zip(
+        torch.autograd.grad(kl, inputs), torch.autograd.grad(expected, inputs64), strict=True
+    ):
+        # The gradient is by_w * eps: where w is near a mode of width e^-6, rounding of w is magnified.
+        assert_close(a, e, scale=max(1.0, float(e.abs().max())) * 20)
+
+
+def test_gaussian_is_the_integral():
+    mu, rho, std = 0.3, -1.2, 0.7
+    sigma = math.log1p(math.exp(rho))
+
+    def integrand(w):
+        q = math.exp(-0.5 * ((w - mu) / sigma) ** 2) / (sigma * math.sqrt(2 * math.pi))
+        return q * (math.log(std / sigma) - 0.5 * ((w - mu) / sigma) ** 2 + 0.5 * (w / std) ** 2)
+
+    expected, _ = quad(integrand, mu - 12 * sigma, mu + 12 * sigma, epsabs=1e-12)
+    actual = ops.gaussian_kl(torch.tensor([mu]).double(), torch.tensor([rho]).double(), std)
+    assert abs(float(actual) - expected) < 1e-6
+
+
+def test_mixture_mean_is_the_integral():
+    """200,000 samples of one weight: 5 standard errors of the mean find a bias of 0.03 nats."""
+    mu, rho = torch.tensor([0.02]).double(), torch.tensor([-4.0]).double()
+    sigma = float(reference_bayes.softplus(rho))
+    T = 200_000
+
+    def density(w, mean, std):
+        return math.exp(-0.5 * ((w - mean) / std) ** 2) / (std * math.sqrt(2 * math.pi))
+
+    def term(w):
+        p = MIXTURE["pi"] * density(w, 0, MIXTURE["std1"])
+        p += (1 - MIXTURE["pi"]) * density(w, 0, MIXTURE["std2"])
+        return math.log(density(w, float(mu), sigma)) - math.log(p)
+
+    low, high = float(mu) - 10 * sigma, float(mu) + 10 * sigma
+    expected, _ = quad(lambda w: density(w, float(mu), sigma) * term(w), low, high, limit=400)
+    second, _ = quad(lambda w: density(w, float(mu), sigma) * term(w) ** 2, low, high, limit=400)
+    error = math.sqrt((second - expected**2) / T)
+    actual = float(ops.mixture_kl(mu, rho, ops.new_seed(0), STREAM, T, **MIXTURE))
+    assert abs(actual - expected) < 5 * error < 0.03
+
+
+def test_gaussian_is_zero_only_at_the_prior():
+    rho = torch.full((50,), math.log(math.expm1(0.7)), dtype=torch.float64)
+    assert abs(float(ops.gaussian_kl(torch.zeros(50).double(), rho, 0.7))) < 1e-6
+    mu, rho = make((50,))
+    assert ops.gaussian_kl(mu, rho, 0.7).item() > 0
+
+
+def test_mixture_far_in_the_tail():
+    """At w = 200 both densities underflow; the logarithm and its slope do not."""
+    for dtype in (torch.float32, torch.float64):
+        mu = torch.full((3,), 200.0, dtype=dtype, requires_grad=True)
+        rho = torch.full((3,), -5.0, dtype=dtype, requires_grad=True)
+        kl = ops.mixture_kl(mu, rho, ops.new_seed(0), STREAM, pi=0.5, std1=0.1, std2=0.01)
+        grad_mu, grad_rho = torch.autograd.grad(kl, (mu, rho))
+        assert kl.isfinite() and grad_rho.isfinite().all()
+        torch.testing.assert_close(grad_mu, torch.full_like(mu, 200 / 0.1**2), rtol=1e-2, atol=0.0)
+
+
+@pytest.mark.parametrize("rho", [-100.0, -60.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_rho(rho, dtype):
+    """log sigma is rho far below 0, whose slope is 1; sigma itself may underflow."""
+    mu = torch.zeros(4, dtype=dtype, requires_grad=True)
+    spread = torch.full((4,), rho, dtype=dtype, requires_grad=True)
+    sigma = max(rho, 0.0)
+    kl = ops.gaussian_kl(mu, spread, 1.0)
+    expected = 4 * (-(math.log(sigma) if sigma else rho) + sigma**2 / 2 - 0.5)
+    assert float(kl) == pytest.approx(expected, rel=1e-6)
+    _, grad = torch.autograd.grad(kl, (mu, spread))
+    slope = sigma - 1 / sigma if sigma else -1.0
+    torch.testing.assert_close(grad, torch.full_like(grad, slope), rtol=1e-5, atol=1e-5)
+    kl = ops.mixture_kl(mu, spread, ops.new_seed(0), STREAM, **MIXTURE)
+    assert all(t.isfinite().all() for t in (kl, *torch.autograd.grad(kl, (mu, spread))))
+
+
+def test_mixture_of_one_component_is_that_gaussian():
+    mu, rho = make((20, 17))
+    seed = ops.new_seed(2)
+    both = [
+        ops.mixture_kl(mu, rho, seed, STREAM, 2, pi=pi, std1=s1, std2=s2)
+        for pi, s1, s2 in ((1.0, 0.5, 0.1), (0.0, 3.0, 0.5))
+    ]
+    expected = reference_bayes.mixture_kl(mu, rho, noise(seed, 2, (20, 17)).double(), 1.0, 0.5, 1.0)
+    for kl in both:
+        torch.testing.assert_close(kl, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gradcheck():
+    mu, rho = make((4, 3))
+    assert torch.autograd.gradcheck(lambda m, r: ops.gaussian_kl(m, r, 0.7), (mu, rho))
+    seed = ops.new_seed(0)
+    mixture = dict(pi=0.3, std1=1.0, std2=0.2)
+    assert torch.autograd.gradcheck(
+        lambda m, r: ops.mixture_kl(m, r, seed, STREAM, 2, **mixture), (mu, rho)
+    )
+
+
+@pytest.mark.parametrize("shape", [(0,), (5,), (6, 7)], ids=str)
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside opcheck
+def test_opcheck(shape, device):
+    mu, rho = make(shape, torch.float32, device)
+    torch.library.opcheck(torch.ops.bnuq.gaussian_kl.default, (mu, rho, 0.7))
+    args = (mu, rho, ops.new_seed(0, 0, device), STREAM, 2, *MIXTURE.values())
+    torch.library.opcheck(torch.ops.bnuq.mixture_kl.default, args)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside its compiler
+def test_compiles_whole():
+    mu, rho = make((6, 7), torch.float32)
+    seed = ops.new_seed(0)
+
+    def both(m, r):
+        return ops.gaussian_kl(m, r, 0.7) + ops.mixture_kl(m, r, seed, STREAM, 2, **MIXTURE)
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(mu, rho), both(mu, rho))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside its exporter
+def test_exports():
+    class Divergence(torch.nn.Module):
+        def forward(self, mu, rho, seed):
+            kl = ops.mixture_kl(mu, rho, seed, STREAM, 2, **MIXTURE)
+            return ops.gaussian_kl(mu, rho, 0.7) + kl
+
+    args = (*(t.detach() for t in make((6, 7))), ops.new_seed(0))
+    exported = torch.export.export(Divergence(), args, strict=False).module()
+    assert torch.equal(exported(*args), Divergence()(*args))
+
+
+def test_does_not_depend_on_threads():
+    mu, rho = make((300, 200), torch.float32)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            kl = ops.gaussian_kl(mu, rho, 1.0) + ops.mixture_kl(
+                mu, rho, ops.new_seed(0), 0, **MIXTURE
+            )
+            results.append([kl.detach(), *torch.autograd.grad(kl, (mu, rho))])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+ZERO = torch.zeros(3)
+REJECTED = [
+    (dict(mu=ZERO.long()), TypeError, "mu must be a floating-point tensor"),
+    (dict(mu=ZERO.half()), TypeError, "mu must be float32 or float64, got torch.float16"),
+    (dict(rho=ZERO.double()), TypeError, "rho must be torch.float32, got torch.float64"),
+    (dict(rho=torch.zeros(4)), ValueError, r"rho must have shape \[3\], got \[4\]"),
+    (dict(rho=torch.zeros(3, device="meta")), ValueError, "rho must be on cpu, got meta"),
+]
+REJECTED_GAUSSIAN = [(dict(prior_std=0.0), ValueError, "prior_std must be positive, got 0.0")]
+REJECTED_MIXTURE = [
+    (dict(mu=torch.zeros(1, 1, 3), rho=torch.zeros(1, 1, 3)), ValueError, "mu must have shape"),
+    (dict(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
+    (dict(pi=1.5), ValueError, r"pi must lie in \[0, 1\], got 1.5"),
+    (dict(std2=-1.0), ValueError, "std2 must be positive, got -1.0"),
+    (dict(seed=ZERO), TypeError, "seed must be int64"),
+]
+
+
+@pytest.mark.parametrize("change,error,message", REJECTED + REJECTED_GAUSSIAN)
+def test_gaussian_rejects(change, error, message):
+    with pytest.raises(error, match=f"gaussian_kl: {message}"):
+        ops.gaussian_kl(**(dict(mu=ZERO, rho=ZERO, prior_std=1.0) | change))
+
+
+@pytest.mark.parametrize("change,error,message", REJECTED + REJECTED_MIXTURE)
+def test_mixture_rejects(change, error, message):
+    arguments = dict(mu=ZERO, rho=ZERO, seed=ops.new_seed(0), stream=0, num_samples=1)
+    with pytest.raises(error, match=f"mixture_kl: {message}"):
+        ops.mixture_kl(**(arguments | change))

@@ -1,0 +1,260 @@
+"""bayes_linear against plain PyTorch fed with its noise."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from bnuq_ext import ops, reference_bayes
+from bnuq_ext.ops import linear_cpu
+
+STREAM = 5
+FEW = linear_cpu.FEW_ROWS
+
+
+def make(N, I, O, T, shared, dtype=torch.float64, device="cpu", bias=True):  # noqa: E741
+    generator = torch.Generator().manual_seed(N * 1000 + I * 10 + O)
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def draw(*shape, dtype=acc):
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    x = draw(N, I, dtype=dtype) if shared else draw(T, N, I, dtype=dtype)
+    mu, rho = draw(O, I), draw(O, I)
+    return [x, mu, rho, *((draw(O), draw(O)) if bias else (None, None))]
+
+
+def noise(seed, T, O, I, bias=True):  # noqa: E741
+    eps = ops.philox_normal(seed, STREAM, (T, O, I)).double()
+    return eps, ops.philox_normal(seed, STREAM, (T, O), tag="bias").double() if bias else None
+
+
+def run(inputs, seed, T):
+    return ops.bayes_linear(*inputs, seed=seed, stream=STREAM, num_samples=T)
+
+
+def grads(y, inputs, grad_y):
+    wanted = [t for t in inputs if t is not None]
+    return torch.autograd.grad(y, wanted, grad_y)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("T", [1, 3, 20])
+@pytest.mark.parametrize(
+    "N,I,O", [(1, 1, 1), (1, 784, 7), (FEW, 17, 129), (FEW + 1, 129, 1), (7, 7, 16), (33, 130, 31)]
+)
+def test_matches_reference(N, I, O, T, shared, device, assert_close):  # noqa: E741
+    inputs = make(N, I, O, T, shared, torch.float32, device)
+    seed = ops.new_seed(3, 7, device)
+    inputs64 = [t.detach().double().requires_grad_() for t in inputs]
+    y = run(inputs, seed, T)
+    expected = reference_bayes.bayes_linear(*inputs64, *noise(seed, T, O, I))
+    scale = max(1.0, (T * N * I) ** 0.5)
+    assert y.shape == (T, N, O)
+    assert_close(y, expected, scale=scale)
+    grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(device)
+    pairs = zip(grads(y, inputs, grad_y), grads(expected, inputs64, grad_y.double()), strict=True)
+    for actual, wanted in pairs:
+        assert_close(actual, wanted, scale=max(1.0, float(wanted.abs().max())))
+
+
+@pytest.mark.parametrize("N", [2, FEW + 3])
+def test_dtypes(N, dtype, device, assert_close):
+    T, I, O = 3, 65, 18  # noqa: E741
+    inputs = make(N, I, O, T, False, dtype, device)
+    seed = ops.new_seed(1, 0, device)
+    y = run(inputs, seed, T)
+    inputs64 = [t.detach().double().requires_grad_() for t in inputs]
+    expected = reference_bayes.bayes_linear(*inputs64, *noise(seed, T, O, I))
+    assert y.dtype == dtype
+    assert_close(y, expected, scale=30)
+    grad_y = torch.ones_like(y)
+    pairs = zip(grads(y, inputs, grad_y), grads(expected, inputs64, grad_y.double()), strict=True)
+    for tensor, (actual, wanted) in zip(inputs, pairs, strict=True):
+        assert actual.dtype == tensor.dtype
+        assert_close(actual, wanted, scale=30)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("N", [2, FEW + 2])
+def test_gradcheck(N, shared, bias):
+    inputs = [t for t in make(N, 5, 3, 2, shared, bias=bias)]
+    seed = ops.new_seed(11)
+    wanted = [t for t in inputs if t is not None]
+    pad = [None] * (5 - len(wanted))
+    assert torch.autograd.gradcheck(lambda *a: run([*a, *pad], seed, 2), wanted)
+
+
+@pytest.mark.parametrize("N", [2, FEW + 2])
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside opcheck
+def test_opcheck(N, device):
+    for shared in (True, False):
+        x, mu, rho, bias_mu, bias_rho = make(N, 20, 18, 3, shared, torch.float32, device)
+        args = (x, mu, rho, bias_mu, bias_rho, ops.new_seed(0, 0, device), STREAM, 3)
+        torch.library.opcheck(torch.ops.bnuq.bayes_linear.default, args)
+
+
+@pytest.mark.parametrize("needed", range(5))
+def test_each_gradient_alone(needed):
+    inputs = make(FEW + 2, 20, 9, 2, True)
+    full = grads(run(inputs, ops.new_seed(2), 2), inputs, torch.ones(2, FEW + 2, 9).double())
+    alone = [t.detach().requires_grad_(k == needed) for k, t in enumerate(inputs)]
+    (actual,) = torch.autograd.grad(run(alone, ops.new_seed(2), 2).sum(), [alone[needed]])
+    torch.testing.assert_close(actual, full[needed])
+
+
+def test_several_samples_before_one_backward():
+    """Noise kept in a buffer that the next sample refills would give the last sample's gradient."""
+    inputs = make(FEW + 2, 20, 9, 1, True)
+    seeds = [ops.new_seed(key) for key in range(4)]
+    loss = sum(run(inputs, seed, 1).square().sum() for seed in seeds)
+    actual = torch.autograd.grad(loss, inputs)
+    inputs64 = [t.detach().requires_grad_() for t in inputs]
+    expected = sum(
+        reference_bayes.bayes_linear(*inputs64, *noise(seed, 1, 9, 20)).square().sum()
+        for seed in seeds
+    )
+    for a, e in zip(actual, torch.autograd.grad(expected, inputs64), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("N", [1, 3, FEW + 5])
+def test_replicas_are_numbered_globally(N, device):
+    inputs = make(N, 40, 33, 20, True, torch.float32, device)
+    whole = run(inputs, ops.new_seed(9, 0, device), 20)
+    for first in (0, 7, 19):
+        part = run(inputs, ops.new_seed(9, first, device), 20 - first)
+        assert torch.equal(part, whole[first:])
+
+
+def test_checkpointing_recomputes_the_same_sample():
+    inputs = make(FEW + 2, 20, 9, 2, True)
+    seed = ops.new_seed(4)
+    plain = torch.autograd.grad(run(inputs, seed, 2).square().sum(), inputs)
+    again = checkpoint(lambda *a: run(a, seed, 2), *inputs, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(again.square().sum(), inputs), plain, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_is_deterministic():
+    inputs = make(FEW + 2, 300, 65, 4, True, torch.float32)
+    first, second = (
+        [y := run(inputs, ops.new_seed(1), 4), *torch.autograd.grad(y.sum(), inputs)]
+        for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("N", [2, FEW + 2])
+def test_accepts_strided_inputs(N):
+    inputs = make(N, 20, 9, 2, False)
+    x, mu, rho = inputs[:3]
+    strided = [
+        x.transpose(0, 2).contiguous().transpose(0, 2),
+        mu.t().contiguous().t(),
+        rho.repeat(1, 2)[:, ::1][:, :20],
+        *inputs[3:],
+    ]
+    assert not strided[0].is_contiguous() and not strided[1].is_contiguous()
+    torch.testing.assert_close(run(strided, ops.new_seed(6), 2), run(inputs, ops.new_seed(6), 2))
+
+
+def test_extreme_rho():
+    """sigma is rho at +100 and 0 at -100; nothing overflows."""
+    x = torch.ones(FEW + 2, 8)
+    seed = ops.new_seed(8)
+    for rho, sigma in ((100.0, 100.0), (-100.0, 0.0)):
+        mu, spread = torch.zeros(6, 8, requires_grad=True), torch.full((6, 8), rho).requires_grad_()
+        y = ops.bayes_linear(x, mu, spread, seed=seed, stream=STREAM, num_samples=2)
+        eps = ops.philox_normal(seed, STREAM, (2, 6, 8))
+        torch.testing.assert_close(
+            y, (sigma * eps.sum(-1))[:, None].expand_as(y), rtol=1e-4, atol=1e-4
+        )
+        assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), [mu, spread]))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_moments(shared):
+    """Mean and variance of an output over 20,000 replicas; each bound is 5 standard errors, so a
+    wrong mean of 0.035 sigma or variance of 5 % is found, and a right one refused once in 10^6."""
+    T, N, I, O = 20_000, 2, 6, 3  # noqa: E741
+    x, mu, rho, bias_mu, bias_rho = (t.detach() for t in make(N, I, O, 1, True))
+    y = run([x if shared else x.expand(T, N, I), mu, rho, bias_mu, bias_rho], ops.new_seed(0), T)
+    sigma, bias_sigma = reference_bayes.softplus(rho), reference_bayes.softplus(bias_rho)
+    mean, var = x @ mu.T + bias_mu, x.square() @ sigma.square().T + bias_sigma.square()
+    assert ((y.mean(0) - mean).abs() < 5 * (var / T).sqrt()).all()
+    assert ((y.var(0) / var - 1).abs() < 5 * (2 / T) ** 0.5).all()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside its compiler
+def test_compiles_whole(backend):
+    inputs = make(FEW + 2, 20, 9, 3, True, torch.float32)
+    seed = ops.new_seed(5)
+    compiled = torch.compile(lambda *a: run(a, seed, 3).relu(), fullgraph=True, backend=backend)
+    y, expected = compiled(*inputs), run(inputs, seed, 3).relu()
+    torch.testing.assert_close(y, expected)
+    for a, e in zip(
+        torch.autograd.grad(y.sum(), inputs),
+        torch.autograd.grad(expected.sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside its exporter
+def test_exports():
+    class Layer(torch.nn.Module):
+        def forward(self, x, mu, rho, seed):
+            return ops.bayes_linear(x, mu, rho, seed=seed, stream=STREAM, num_samples=3)
+
+    args = (torch.randn(7, 5), torch.randn(4, 5), torch.randn(4, 5), ops.new_seed(0))
+    exported = torch.export.export(Layer(), args, strict=False).module()
+    assert torch.equal(exported(*args), Layer()(*args))
+
+
+@pytest.mark.parametrize("N,I,O", [(0, 5, 3), (3, 0, 4), (6, 5, 0), (0, 0, 0)])
+def test_empty(N, I, O):  # noqa: E741
+    inputs = make(N, I, O, 2, True)
+    y = run(inputs, ops.new_seed(0), 2)
+    assert y.shape == (2, N, O)
+    for tensor, grad in zip(inputs, grads(y, inputs, torch.ones_like(y)), strict=True):
+        assert grad.shape == tensor.shape
+
+
+def test_saves_only_its_inputs_whatever_T():
+    inputs = make(FEW + 2, 64, 48, 50, True, torch.float32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run(inputs, ops.new_seed(0), 50)
+    x, mu, rho, _, bias_rho = inputs
+    allowed = {t.data_ptr() for t in (x, mu, rho, bias_rho)}
+    assert {t.data_ptr() for t in kept if t.numel() > 2} <= allowed
+
+
+REJECTED = [
+    (dict(x=torch.zeros(2, 5, dtype=torch.long)), TypeError, "x must be a floating-point tensor"),
+    (dict(x=torch.zeros(5)), ValueError, r"x must have shape \(N, I\) or \(T, N, I\), got \[5\]"),
+    (dict(x=torch.zeros(3, 2, 5)), ValueError, "x must hold 2 replicas, got 3"),
+    (dict(x=torch.zeros(2, 4)), ValueError, "x must have 5 features, got 4"),
+    (dict(mu=torch.zeros(5)), ValueError, r"mu must have shape \(O, I\), got \[5\]"),
+    (dict(rho=torch.zeros(3, 4)), ValueError, r"rho must have shape \[3, 5\], got \[3, 4\]"),
+    (dict(rho=torch.zeros(3, 5).double()), TypeError, "rho must be torch.float32 for x in"),
+    (dict(bias_rho=None), ValueError, "bias_rho must be given with its other half, got None"),
+    (dict(bias_mu=torch.zeros(4)), ValueError, r"bias_mu must have shape \[3\], got \[4\]"),
+    (dict(mu=torch.zeros(3, 5, device="meta")), ValueError, "mu must be on cpu, got meta"),
+    (dict(seed=torch.zeros(2)), TypeError, "seed must be int64, got torch.float32"),
+    (dict(seed=torch.zeros(3).long()), ValueError, r"seed must have shape \[2\], got \[3\]"),
+    (dict(stream=-1), ValueError, r"stream must lie in \[0, 2\^32\), got -1"),
+    (dict(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize("change,error,message", REJECTED)
+def test_rejects(change, error, message):
+    arguments = dict(
+        x=torch.zeros(2, 5), mu=torch.zeros(3, 5), rho=torch.zeros(3, 5), bias_mu=torch.zeros(3),
+        bias_rho=torch.zeros(3), seed=ops.new_seed(0), stream=0, num_samples=2,
+    )  # fmt: skip
+    with pytest.raises(error, match=f"bayes_linear: {message}"):
+        ops.bayes_linear(**(arguments | change))
