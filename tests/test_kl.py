@@ -116,7 +116,7 @@ def test_extreme_rho(rho, dtype):
     sigma = max(rho, 0.0)
     kl = ops.gaussian_kl(mu, spread, 1.0)
     expected = 4 * (-(math.log(sigma) if sigma else rho) + sigma**2 / 2 - 0.5)
-    assert float(kl) == pytest.approx(expected, rel=1e-6)
+    assert kl.item() == pytest.approx(expected, rel=1e-6)
     _, grad = torch.autograd.grad(kl, (mu, spread))
     slope = sigma - 1 / sigma if sigma else -1.0
     torch.testing.assert_close(grad, torch.full_like(grad, slope), rtol=1e-5, atol=1e-5)
