@@ -18,4 +18,4 @@ using cudaStream_t = void*;
   auto& name = ::hostrun::shared_array<name##_shared_t>([] {})
 #define BNUQ_DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(::hostrun::dynamic_shared())
 #define BNUQ_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  ::hostrun::launch(grid, block, shared_bytes, [&] { kernel(__VA_ARGS__); })
+  ((void)(stream), ::hostrun::launch(grid, block, shared_bytes, [&] { kernel(__VA_ARGS__); }))

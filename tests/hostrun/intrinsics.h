@@ -1,6 +1,8 @@
 // Barriers, warp collectives, cached accesses, atomics and fast arithmetic, with CUDA's names.
 // Approximate instructions are computed exactly: only a GPU shows their rounding.
 #pragma once
+#include <math.h>
+
 #include <cmath>
 
 #include "block.h"
