@@ -6,6 +6,7 @@ from .adapters import register_adapter as register_adapter
 from .bank import Bank as Bank
 from .bank import attach as attach
 from .collect import collect as collect
+from .context import replicas as replicas
 from .convert import convert as convert
 from .convert import revert as revert
 from .doctor import doctor as doctor

@@ -14,11 +14,10 @@ Anything else, any exception too, leads to the next way; the last is the loop.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from inspect import ismethod
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from .chunks import is_out_of_memory
 from .fingerprint import State, fingerprint
 from .inputs import call
+from .known import Known
 from .ops.checks import refuse
 from .probe import (
     check_equal,
@@ -51,15 +51,18 @@ class Forward(NamedTuple):
     sampler: Sampler
     key: int
     output_fn: Callable | None
+    known: Known
+    op: str = "predict"
+    call: Callable = call
 
     def draw(self, first_replica: int, num_samples: int) -> Draw:
         return self.sampler.draw(self.key, first_replica, num_samples)
 
     def run(self, inputs, draw: Draw, rows=None, shared=None) -> tuple[Tensor, ReplicaPass]:
         """One forward: its output, and what the stochastic calls saw."""
-        active = ReplicaPass(self.layers, draw, rows, shared)
-        with running(active):
-            output = call(self.model, inputs)
+        active = ReplicaPass(self.layers, draw, rows, shared, self.op)
+        with running(active), self.known.examining(self.op, self.model):
+            output = self.call(self.model, inputs)
         active.check_calls()
         return self._tensor(output), active
 
@@ -71,9 +74,9 @@ class Forward(NamedTuple):
             got = type(output).__name__ + (
                 "" if self.output_fn else "; output_fn takes one out of it"
             )
-            refuse("predict", name, "be a tensor", got, TypeError)
+            refuse(self.op, name, "be a tensor", got, TypeError)
         if not output.is_floating_point():
-            refuse("predict", name, "be a floating-point tensor", output.dtype, TypeError)
+            refuse(self.op, name, "be a floating-point tensor", output.dtype, TypeError)
         return output
 
 
@@ -101,48 +104,25 @@ class Plan(NamedTuple):
     lasting: bool = True
 
 
-class Plans:
-    """What is known about one model as it is now."""
-
-    def __init__(self, seen: list):
-        self.seen = seen
-        self.plans: dict = {}
-        self.trials: dict = {}
-
-
-_LOCK = threading.Lock()
-_KNOWN: WeakKeyDictionary[nn.Module, Plans] = WeakKeyDictionary()
-_PLANNING: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-
-
 class Folding:
     """The plans of a model for one prediction.
 
     Args:
         forward: how to run the model.
+        modules: all modules of the model.
         first_replica: whose statistics the record uses.
     """
 
-    def __init__(self, forward: Forward, first_replica: int):
-        self.forward, self.first_replica = forward, first_replica
-        self.modules = list(forward.model.modules())
-        self.known = self._look_up()
-
-    def _look_up(self) -> Plans:
-        seen, model = fingerprint(self.modules), self.forward.model
-        with _LOCK:
-            known = _KNOWN.get(model)
-            if known is None or known.seen != seen:
-                known = _KNOWN[model] = Plans(seen)
-            self.planning = _PLANNING.setdefault(model, threading.RLock())
-        return known
+    def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int):
+        self.forward, self.modules, self.first_replica = forward, modules, first_replica
+        self.known = forward.known
 
     def plan(self, inputs) -> Plan:
         """The plan for an input, made at the first sight of its signature."""
         place = self._place(inputs)
         plan = self.known.plans.get(place)
         if plan is None:
-            with self.planning:
+            with self.known.planning:
                 plan = self.known.plans.get(place)
                 if plan is None:
                     plan = self._make(inputs)
@@ -151,7 +131,7 @@ class Folding:
 
     def give_up(self, plan: Plan, inputs, reason: Exception) -> Plan:
         """The next way that passes its trial, after a failure at the actual size."""
-        with self.planning:
+        with self.known.planning:
             following = self._next(plan, inputs, str(reason))
             self._remember(self.known.plans, self._place(inputs), following, following.lasting)
         return following
@@ -251,7 +231,7 @@ class Folding:
 
     def _check_last(self, plan: Plan, inputs, output: Tensor, first_replica: int) -> None:
         last = first_replica + output.shape[0] - 1
-        with self.planning, preserved_rng():
+        with self.known.planning, preserved_rng():
             alone, _ = self.forward.run(inputs, self.forward.draw(last, 1))
         check_equal(output[-1], alone, self._tolerance(output, inputs))
         plan.checked.add(output.shape[0])

@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from .bank import Bank, find_bank, stochastic_layers
+from .bank import stochastic_layers
 from .batches import find_source
 from .chunks import check_chunk
 from .collect import gather
 from .folding import Forward
-from .inputs import model_device, num_rows, tensors
+from .inputs import num_rows, tensors
+from .known import know
+from .nn import Stochastic, named_stochastic_layers
 from .ops import new_seed
 from .ops.checks import check_integer, refuse
 from .prediction import Prediction, check_likelihood
 from .restore import evaluating
-from .samplers import check_sampler, make_sampler
+from .samplers import Sampler, check_key, check_sampler, make_sampler
 from .stream import STRATEGIES, Replicas, Stream
 
 
@@ -76,31 +78,52 @@ def predict(
             `collect`; a model that does not fold, with "folded".
         torch.OutOfMemoryError: not even one replica fits.
     """
-    model = getattr(model, "_orig_mod", model)
-    layers = stochastic_layers("predict", model)
+    model, modules = check_model("predict", model)
     check_likelihood("predict", likelihood, noise_var)
     num_samples = check_integer("predict", "num_samples", num_samples, 1)
     first_replica = check_integer("predict", "first_replica", first_replica, 0)
     check_sampler("predict", sampler, batch_size)
     _check_options(sampler, seed, loader, strategy, output_fn)
     check_chunk("predict", chunk)
-    device = model_device(model) or torch.device("cpu")
+    device = device_of(modules)
     single = isinstance(x, (Tensor, tuple, Mapping))
     _check_x(x, device, single)
-    bank = None if sampler == "batch" else find_bank(model, "predict")
-    if bank is not None:
-        layers = {layer.bank_name: layer for layer in layers.values()}
+
+    known = know(model, modules)
+    if sampler == "batch":
+        layers = named_stochastic_layers(model)
+        drawn = _batch_sampler(model, loader, first_replica + num_samples, device)
+    else:
+        layers = {m.bank_name: m for m in modules if isinstance(m, Stochastic)}
+        drawn = known.sampler("predict", model, sampler, batch_size, device)
     key = seed if seed is not None else int(new_seed(None, device=device)[0])
-    if bank is None:
-        bank = _fresh_bank(model, loader, first_replica + num_samples, device)
-    drawn = make_sampler("predict", sampler, bank, batch_size, device)
-    forward = Forward(model, layers, drawn, key, output_fn)
+    forward = Forward(model, layers, drawn, key, output_fn, known)
     replicas = Replicas(first_replica, num_samples, strategy, chunk, keep_samples, progress)
     with torch.no_grad(), evaluating(model):
-        stream = Stream(forward, replicas, likelihood, device)
+        stream = Stream(forward, modules, replicas, likelihood, device)
         result = stream.run(x) if single else stream.run_all(x)
     snapshots = drawn.draw(key, first_replica, num_samples).snapshot if sampler == "bank" else None
     return Prediction(likelihood, num_samples, noise_var=noise_var, snapshots=snapshots, **result)
+
+
+def check_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
+    """The model, out of torch.compile's wrapper, and all its modules, some of them stochastic."""
+    if not isinstance(model, nn.Module):
+        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
+    model = getattr(model, "_orig_mod", model)
+    modules = list(model.modules())
+    if not any(isinstance(module, Stochastic) for module in modules):
+        stochastic_layers(op, model)  # raises
+    return model, modules
+
+
+def device_of(modules: list[nn.Module]) -> torch.device:
+    """Device of the first parameter or buffer; the CPU without any."""
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                return tensor.device
+    return torch.device("cpu")
 
 
 def _check_options(sampler, seed, loader, strategy, output_fn) -> None:
@@ -112,8 +135,7 @@ def _check_options(sampler, seed, loader, strategy, output_fn) -> None:
         refuse(op, "loader", 'be given with sampler "batch" and no other', got)
     if output_fn is not None and not callable(output_fn):
         refuse(op, "output_fn", "be callable", type(output_fn).__name__, TypeError)
-    if seed is not None and not -(2**63) <= check_integer(op, "seed", seed, -(2**63)) < 2**63:
-        refuse(op, "seed", "lie in [-2^63, 2^63)", seed)
+    check_key(op, seed)
 
 
 def _check_x(x, device: torch.device, single: bool) -> None:
@@ -127,11 +149,11 @@ def _check_x(x, device: torch.device, single: bool) -> None:
                 refuse("predict", "x", f"be on the model's device {device}", tensor.device)
 
 
-def _fresh_bank(model: nn.Module, loader, num_batches: int, device: torch.device) -> Bank:
+def _batch_sampler(model: nn.Module, loader, num_batches: int, device: torch.device) -> Sampler:
     source = find_source("predict", loader, None)
     bank, remarks = gather("predict", model, source, num_batches, device=device)
     if len(bank) < num_batches:
         refuse("predict", "loader", f"have {num_batches} batches of use", len(bank))
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
-    return bank
+    return make_sampler("predict", "batch", bank, None, device)

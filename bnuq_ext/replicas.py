@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .ops import batch_norm_bank, batch_norm_fitted
+from .ops.checks import refuse
 from .samplers import Draw, Fitted
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("bnuq_ext_pass", default=None)
@@ -88,6 +89,7 @@ class ReplicaPass(Pass):
         draw: the statistics of the T replicas.
         rows: rows of x in each call with T = 1; needed for T above 1.
         shared: which calls share x; what is missing is found out. Both are filled by the pass.
+        op: who runs it, for messages.
     """
 
     def __init__(
@@ -96,9 +98,10 @@ class ReplicaPass(Pass):
         draw: Draw,
         rows: dict[str, int] | None = None,
         shared: dict[str, bool] | None = None,
+        op: str = "predict",
     ):
         super().__init__(layers)
-        self.draw = draw
+        self.draw, self.op = draw, op
         self.rows = {} if rows is None else rows
         self.shared = {} if shared is None else shared
         self.largest = 0  # bytes of the largest x
@@ -107,7 +110,7 @@ class ReplicaPass(Pass):
         draw = self.draw
         statistics = draw.tables.get(key)
         if statistics is None:
-            raise ValueError(_message(key, "an additional call"))
+            self._refuse(key, "an additional call")
         shared = self._is_shared(key, x) if draw.num_samples > 1 else self._record(key, x)
         weight, bias, eps = layer.affine_parameters()
         if isinstance(statistics, Fitted):
@@ -158,21 +161,19 @@ class ReplicaPass(Pass):
 
     def _check_against_bank(self) -> None:
         if not self.calls:
-            raise ValueError(
-                "predict: model must call a stochastic layer in its forward, got no call"
-            )
+            refuse(self.op, "model", "call a stochastic layer in its forward", "no call")
         for key in self.draw.tables:
             name, call = _split(key)
             # A part of a model may be run with the bank of the whole.
             if name in self.streams and self.calls[name] <= call:
-                raise ValueError(_message(name, f"{self.calls[name]} calls"))
+                self._refuse(name, f"{self.calls[name]} calls")
+
+    def _refuse(self, key: str, got: str):
+        requirement = "be called as often as when the bank was collected"
+        refuse(self.op, f"layer {key!r}", requirement, got)
 
 
 def _split(key: str) -> tuple[str, int]:
     """Layer and number of the call of `name` or `name#1`."""
     name, _, call = key.rpartition("#")
     return (name, int(call)) if call.isdigit() else (key, 0)
-
-
-def _message(key: str, got: str) -> str:
-    return f"predict: layer {key} must be called as often as when the bank was collected, got {got}"

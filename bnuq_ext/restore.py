@@ -21,6 +21,9 @@ def evaluating(model: nn.Module):
     the flags back.
     """
     modules = list(model.modules())
+    with _EVAL_LOCK:
+        if not _EVAL_USERS and not any(module.training for module in modules):
+            modules = []  # in eval already, and no other body will put flags back
     entered = []
     try:
         for module in modules:

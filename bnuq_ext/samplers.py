@@ -180,6 +180,12 @@ def check_sampler(op: str, name: str, batch_size: int | None) -> None:
         refuse(op, "batch_size", f'be None with sampler "{name}"', batch_size)
 
 
+def check_key(op: str, seed) -> None:
+    """Checks a seed: None, or an integer in [-2^63, 2^63)."""
+    if seed is not None and check_integer(op, "seed", seed, -(2**63)) >= 2**63:
+        refuse(op, "seed", "lie in [-2^63, 2^63)", seed)
+
+
 def make_sampler(
     op: str, name: str, bank: Bank, batch_size: int | None, device: torch.device
 ) -> Sampler:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from .chunks import chunk_of, free_memory, is_out_of_memory, out_of_memory
@@ -35,16 +35,24 @@ class Stream:
 
     Args:
         forward: how to run the model.
+        modules: all modules of the model.
         replicas: which ones, and how.
         likelihood: of the outputs.
         device: the model's.
     """
 
-    def __init__(self, forward: Forward, replicas: Replicas, likelihood: str, device: torch.device):
+    def __init__(
+        self,
+        forward: Forward,
+        modules: list[nn.Module],
+        replicas: Replicas,
+        likelihood: str,
+        device: torch.device,
+    ):
         self.forward, self.replicas = forward, replicas
         self.likelihood, self.device = likelihood, device
         self.most = replicas.count  # in a chunk; less once memory did not suffice
-        self.folding = Folding(forward, replicas.first)
+        self.folding = Folding(forward, modules, replicas.first)
 
     def run(self, inputs, bar: tqdm | None = None) -> dict[str, Tensor]:
         """What `Prediction` holds for one input."""

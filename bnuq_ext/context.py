@@ -1,0 +1,184 @@
+"""`replicas`: a model that returns T replicas, for users who write their own loops."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .fingerprint import OURS
+from .folding import Folding, Forward, Plan
+from .inputs import num_rows, tensors
+from .known import know
+from .nn import Stochastic
+from .ops import new_seed
+from .ops.checks import check_integer, refuse
+from .predict import check_model, device_of
+from .probe import expand
+from .replicas import DoesNotFold, Pass, ReplicaPass, current_pass, running
+from .restore import evaluating
+from .samplers import check_key, check_sampler
+
+
+@contextmanager
+def replicas(
+    model: nn.Module,
+    num_samples: int,
+    seed: int | None = None,
+    *,
+    sampler: str = "bank",
+    first_replica: int = 0,
+    batch_size: int | None = None,
+):
+    """Inside, `model(x)` with N rows returns T*N rows, replica-major: row t*N + n is replica t at row n.
+
+    The replicas are those of `predict` with the same seed. Training flags are the user's and gradients
+    flow. The model must be one that `predict` can fold, which is found out in eval at the first call with a
+    shape; dropout in train() draws for each of the T*N rows. The state is this thread's (or task's): other
+    threads may use the model with other replicas, or none, at the same time.
+
+    Args:
+        model: converted by `convert`, with a bank; not one made by torch.compile. Call it itself, not
+            its parts.
+        num_samples: T, at least 1.
+        seed, sampler, first_replica, batch_size: see `predict`; any sampler but "batch".
+
+    Raises:
+        ValueError: an argument is refused; inside, a model that does not fold, or batch norm in train()
+            that is not stochastic and would take the replicas together.
+    """
+    op = "replicas"
+    if hasattr(model, "_orig_mod"):
+        refuse(op, "model", "not be compiled", type(model).__name__, TypeError)
+    _, modules = check_model(op, model)
+    num_samples = check_integer(op, "num_samples", num_samples, 1)
+    first_replica = check_integer(op, "first_replica", first_replica, 0)
+    check_sampler(op, sampler, batch_size)
+    check_key(op, seed)
+    if sampler == "batch":
+        refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
+    if current_pass() is not None:
+        refuse(op, "the body of another pass", "be left first", type(current_pass()).__name__)
+    known, device = know(model, modules), device_of(modules)
+    drawn = known.sampler(op, model, sampler, batch_size, device)
+    layers = {m.bank_name: m for m in modules if isinstance(m, Stochastic)}
+    key = seed if seed is not None else int(new_seed(None, device=device)[0])
+    forward = Forward(model, layers, drawn, key, _flat, known, op, _call)
+    session = _Session(forward, first_replica, num_samples)
+    handles = [
+        model.register_forward_pre_hook(_Before(session), prepend=True, with_kwargs=True),
+        model.register_forward_hook(_After(session)),
+    ]
+    try:
+        with running(session):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Session(Pass):
+    """The pass of a body: each call of the model is a ReplicaPass of its own."""
+
+    def __init__(self, forward: Forward, first_replica: int, num_samples: int):
+        super().__init__(forward.layers)
+        self.forward, self.first, self.num_samples = forward, first_replica, num_samples
+        self.draw = forward.draw(first_replica, num_samples)
+        self.active: ReplicaPass | None = None
+
+    def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if id(layer) not in self.names:
+            return layer.plain_forward(x)
+        if self.active is None:
+            refuse("replicas", "model", "be called itself", "a call of one of its parts")
+        return _or_refuse(self.active.visit, layer, x)
+
+    def begin(self, inputs: dict) -> dict:
+        """Prepares a call of the model; its inputs, expanded if need be."""
+        self.active = None
+        if num_rows("replicas", inputs) == 0 or self.num_samples == 1:
+            self.active = ReplicaPass(self.forward.layers, self.forward.draw(self.first, 1))
+            return inputs
+        for name, module in self.forward.model.named_modules():
+            if (
+                module.training
+                and isinstance(module, _BatchNorm)
+                and not isinstance(module, Stochastic)
+            ):
+                got = f"{name} in train()"
+                refuse("replicas", "batch norm that is not stochastic", "be in eval()", got)
+        plan = self._plan(inputs)
+        self.active = ReplicaPass(
+            self.forward.layers, self.draw, plan.rows, plan.shared, "replicas"
+        )
+        return inputs if plan.way == "folded" else expand(inputs, self.num_samples)
+
+    def _plan(self, inputs: dict) -> Plan:
+        with torch.no_grad(), evaluating(self.forward.model):
+            modules = list(self.forward.model.modules())
+            known = know(self.forward.model, modules)
+            folding = Folding(self.forward._replace(known=known), modules, self.first)
+            plan = folding.plan(inputs)
+            while plan.way != "loop" and self.num_samples not in plan.checked:
+                try:
+                    folding.run(plan, inputs, self.first, self.num_samples)
+                except Exception as error:
+                    plan = folding.give_up(plan, inputs, error)
+        if plan.way == "loop":
+            refuse("replicas", "model", "give the same folded as one by one", plan.reason)
+        return plan
+
+    def end(self) -> None:
+        """Checks that the call of the model was a whole one."""
+        if self.active is not None:
+            active, self.active = self.active, None
+            _or_refuse(active.check_calls)
+
+
+class _Before:
+    """Forward pre-hook of the model: does nothing outside the session's own thread and body."""
+
+    def __init__(self, session: _Session):
+        self.session = session
+        setattr(self, OURS, True)
+
+    def __call__(self, model, args, kwargs):
+        if current_pass() is not self.session:
+            return None
+        inputs = self.session.begin({"args": args, "kwargs": kwargs})
+        return inputs["args"], inputs["kwargs"]
+
+
+class _After:
+    """Forward hook of the model."""
+
+    def __init__(self, session: _Session):
+        self.session = session
+        setattr(self, OURS, True)
+
+    def __call__(self, model, args, output):
+        if current_pass() is self.session:
+            self.session.end()
+
+
+def _call(model: nn.Module, inputs: dict):
+    return model(*inputs["args"], **inputs["kwargs"])
+
+
+def _flat(output) -> Tensor:
+    """All floating-point tensors of an output, side by side: (rows, values)."""
+    parts = [t for t in tensors(output) if t.is_floating_point()]
+    if not parts or any(t.dim() == 0 for t in parts):
+        refuse(
+            "replicas", "the model's output", "consist of tensors with rows", type(output).__name__
+        )
+    return torch.cat([t.flatten(1) if t.dim() > 1 else t.unsqueeze(1) for t in parts], 1)
+
+
+def _or_refuse(function, *args):
+    try:
+        return function(*args)
+    except DoesNotFold as error:
+        refuse("replicas", "model", "do in this call what it does in eval", error)

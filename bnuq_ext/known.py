@@ -1,0 +1,78 @@
+"""What is remembered of a model, for as long as it stays as it is."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from .bank import find_bank
+from .doctor import count_uncovered
+from .fingerprint import fingerprint
+from .samplers import Sampler, make_sampler
+
+_LOCK = threading.Lock()
+_KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
+
+
+class Known:
+    """One state of one model. Holds no module, so that the model can be freed.
+
+    Attributes:
+        seen: the fingerprint of its modules.
+        plans, trials: see `Folding`.
+        planning: held while plans are made.
+        examined: whether a forward was searched for batch norm that is not covered.
+        samplers: of its bank, as they have been asked for.
+    """
+
+    def __init__(self, seen: list):
+        self.seen = seen
+        self.plans: dict = {}
+        self.trials: dict = {}
+        self.planning = threading.RLock()
+        self.examined = False
+        self.samplers: dict[tuple, Sampler] = {}
+
+    def sampler(
+        self, op: str, model: nn.Module, name: str, batch_size: int | None, device: torch.device
+    ) -> Sampler:
+        """The sampler of the model's bank; see `make_sampler`."""
+        place = (name, batch_size, device)
+        if place not in self.samplers:
+            bank = find_bank(model, op)
+            self.samplers[place] = make_sampler(op, name, bank, batch_size, device)
+        return self.samplers[place]
+
+    @contextmanager
+    def examining(self, op: str, model: nn.Module):
+        """Around a forward; around the first one of a model it warns of batch norm that is not covered."""
+        if self.examined:
+            yield
+            return
+        self.examined = True
+        with count_uncovered(model) as counter:
+            yield
+        if counter.uncovered:
+            warnings.warn(
+                f"{op}: {counter.uncovered} batch-norm calls of the forward belong to no stochastic layer "
+                "and are the same in all replicas; see bnuq_ext.doctor",
+                stacklevel=2,
+            )
+
+
+def know(model: nn.Module, modules: list[nn.Module]) -> Known:
+    """What is known of a model with these modules: nothing but `examined` where it has changed since."""
+    seen = fingerprint(modules)
+    with _LOCK:
+        before = _KNOWN.get(model)
+        if before is not None and before.seen == seen:
+            return before
+        known = _KNOWN[model] = Known(seen)
+        if before is not None:
+            known.examined, known.planning = before.examined, before.planning
+    return known
