@@ -202,12 +202,14 @@ print("unharmed")
 """
 
 
-def run_sanitized(name):
+def run_sanitized(*arguments):
     build.build("sanitized")
-    command = [sys.executable, "-c", SCRIPT, str(build.HERE.parent), name]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=build.sanitizer_environment(), timeout=60
-    )
+    command, env = [sys.executable, *arguments], build.sanitizer_environment()
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+
+
+def run_probe(name):
+    return run_sanitized("-c", SCRIPT, str(build.HERE.parent), name)
 
 
 @pytest.mark.parametrize(
@@ -220,15 +222,20 @@ def run_sanitized(name):
     ],
 )
 def test_the_sanitizers_stop_a_broken_kernel(name, message):
-    done = run_sanitized(name)
+    done = run_probe(name)
     assert done.returncode != 0 and message in done.stderr and "unharmed" not in done.stdout
 
 
 @pytest.mark.parametrize("name", ["sum", "lanes", "divergent_barrier"])
 def test_the_sanitizers_let_the_machinery_be(name):
-    done = run_sanitized(name)
+    done = run_probe(name)
     if name == "divergent_barrier":
         assert "RuntimeError: hostrun: a barrier diverged" in done.stderr
     else:
         assert done.stdout == "unharmed\n", done.stderr
     assert "Sanitizer" not in done.stderr
+
+
+def test_every_kernel_under_the_sanitizers():
+    done = run_sanitized(str(build.HERE / "sanitized_case.py"))
+    assert done.returncode == 0 and done.stdout == "every kernel ran\n", done.stderr[-4000:]

@@ -1,7 +1,7 @@
 """The host-run kernels as functions that return arrays; numpy only, so that they run under sanitizers.
 
-Arrays of 16-bit floats are uint16. A result starts as NaN between guards, and its memory can begin off a
-16-byte boundary; every call checks that the guards are as they were.
+Arrays of 16-bit floats are uint16. A result starts as NaN between guards, which every call checks
+afterwards; `offset` puts tensors off a 16-byte boundary.
 """
 
 import numpy as np
@@ -30,10 +30,15 @@ def fresh(shape, dtype, offset=0):
 
 
 def placed(array, offset=0):
-    """A copy of an array, `offset` elements behind a 16-byte boundary; None stays None."""
+    """A copy of an array, `offset` elements behind a 16-byte boundary; None stays None.
+
+    It ends where its allocation ends, so that AddressSanitizer sees every read beyond it.
+    """
     if array is None:
         return None
-    copy = fresh(array.shape, array.dtype, offset)
+    raw = np.empty(array.size + offset, array.dtype)
+    assert raw.ctypes.data % 16 == 0
+    copy = raw[offset:].reshape(array.shape)
     copy[...] = array
     return copy
 
@@ -101,8 +106,8 @@ class Kernels:
             fresh((2, num_samples, channels), acc_of(dtype)) if need[2] else None,
         ]
         arguments |= dict(zip(("grad_x", "grad_residual", "sums"), results, strict=True))
-        arguments |= {"grad_y": placed(grad_y, offset), "y": placed(y, offset)}
-        arguments["x"] = placed(x, offset) if need[2] else None
+        given = {"grad_y": grad_y, "y": y, "x": x if need[2] else None}
+        arguments |= {name: placed(array, offset) for name, array in given.items()}
         self.call("batch_norm_backward", [r for r in results if r is not None], **arguments)
         return results
 
@@ -118,15 +123,18 @@ class Kernels:
 
     def predictive_accumulate(self, dtype, logits, state, count):
         """The state (mean, m2, sum of entropies) after more replicas; with count 0 it is not read."""
-        state = [placed(array) for array in state]
+        before, state = state, [fresh(array.shape, array.dtype) for array in state]
+        for own, array in zip(state, before, strict=True):
+            own[...] = array
         return self.call("predictive", state, **state_arguments(dtype, logits, state, count))
 
     def predictive_backward(self, dtype, logits, mean, grads):
         """grad_logits; `grads` of (mean, variance, entropy, expected_entropy), each may be None."""
         out = fresh(logits.shape, STORAGE[dtype])
-        arguments = state_arguments(dtype, logits, [mean, None, None], 0)
+        arguments = state_arguments(dtype, logits, [placed(mean), None, None], 0)
         names = ("grad_mean", "grad_variance", "grad_entropy", "grad_expected_entropy")
-        arguments |= dict(zip(names, grads, strict=True)) | {"grad_logits": out}
+        arguments |= {name: placed(grad) for name, grad in zip(names, grads, strict=True)}
+        arguments["grad_logits"] = out
         return self.call("predictive_backward", [out], **arguments)
 
 
@@ -135,7 +143,8 @@ def batch_norm_arguments(dtype, x, num_samples, source, *, eps=1e-5, slope=1.0, 
     rows, channels, positions = x.shape[-3:]
     arguments = {"dtype": dtype, "T": num_samples, "N": rows, "C": channels, "S": positions}
     arguments |= {"shared": shared, "eps": eps, "slope": slope, "B": 0, "stream": 0, "family": 0}
-    arguments |= source | parameters
+    tables = source | parameters
+    arguments |= {k: placed(v) if isinstance(v, np.ndarray) else v for k, v in tables.items()}
     if "mean" in source:
         arguments["B"] = len(source["mean"])
     else:
@@ -152,4 +161,4 @@ def state_arguments(dtype, logits, state, count):
     num_samples, rows, classes, positions = logits.shape
     arguments = {"dtype": dtype, "T": num_samples, "N": rows, "K": classes, "S": positions}
     arguments |= dict(zip(("mean", "m2", "expected_entropy"), state, strict=True))
-    return arguments | {"logits": logits, "count": count}
+    return arguments | {"logits": placed(logits), "count": count}

@@ -1,0 +1,83 @@
+"""Every kernel on awkward shapes, in shuffled order: what runs under AddressSanitizer and UBSan.
+
+No torch here, which the sanitizers would slow down; the values are judged elsewhere.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from hostrun import build  # noqa: E402
+from hostrun.calls import STORAGE, Kernels, acc_of  # noqa: E402
+
+BATCH_NORM = [
+    (5, 6, 1),
+    (3, 5, 49),
+    (3, 4, 49),
+    (2, 3, 512),
+    (1, 2, 1096),
+    (2, 3, 257),
+    (2, 524, 1),
+]
+LOGITS = [
+    (3, 5, 3, 1),
+    (2, 37, 10, 1),
+    (2, 3, 200, 1),
+    (2, 2, 10, 20),
+    (2, 2, 300, 1),
+    (2, 1, 4097, 2),
+]
+
+
+def random_bits(random, shape, dtype):
+    """Numbers between 1 and 2 as they lie in memory; the 16-bit ones by their exponent's bits."""
+    if STORAGE[dtype] is np.uint16:
+        one = 0x3C00 if dtype == "float16" else 0x3F80
+        return (one + random.integers(0, 128, shape)).astype(np.uint16)
+    return (1 + random.random(shape)).astype(STORAGE[dtype])
+
+
+def run_batch_norm(kernels, random, dtype, shape, shared):
+    num_samples, acc, channels = 3, acc_of(dtype), shape[1]
+    size = shape if shared else (num_samples, *shape)
+    x, residual = (random_bits(random, size, dtype) for _ in range(2))
+    weight, bias = random.random((2, channels)).astype(acc)
+    mean, var = random.random((2, 4, channels)).astype(acc)
+    bank = {"mean": mean, "var": var, "seed": np.array([1, 2])}
+    fitted = {"params": random.random((4, channels)).astype(acc), "seed": np.array([1, 2])}
+    fitted |= {"stream": 3, "family": "lognormal"}
+    for source, offset in ((bank, 0), (fitted, 1)):
+        options = {"weight": weight, "offset": offset, "slope": 0.0}
+        y = kernels.batch_norm(
+            dtype, x, num_samples, source, residual=residual, bias=bias, **options
+        )
+        kernels.batch_norm_backward(dtype, y, x, y, num_samples, source, **options)
+
+
+def run_predictive(kernels, random, dtype, shape):
+    logits = random_bits(random, shape, dtype)
+    mean, *rest = kernels.predictive(dtype, logits)
+    grads = [np.ones_like(output) for output in (mean, *rest)]
+    kernels.predictive_backward(dtype, logits, mean, grads)
+    kernels.predictive_accumulate(dtype, logits, (mean, rest[0], rest[2]), 3)
+
+
+def main():
+    kernels = Kernels(build.load_file(build.BUILD / "hostrun_sanitized.so"))
+    random, seed = np.random.default_rng(0), np.array([7, 2])
+    for shape in [(2, 19), (2, 5, 7), (1, 33, 40)]:
+        kernels.philox_normal(seed, 1, shape, 0)
+    kernels.snapshot_indices(seed, 5, 300)
+    for kernels.order, dtype in enumerate(STORAGE):
+        for shape in BATCH_NORM:
+            for shared in (True, False):
+                run_batch_norm(kernels, random, dtype, shape, shared)
+        for shape in LOGITS:
+            run_predictive(kernels, random, dtype, shape)
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
