@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import bank_file
-from .nn import accumulation_dtype, named_stochastic_layers
+from .nn import accumulation_dtype, check_model, named_stochastic_layers
 from .ops.checks import check_floating, check_integer, check_tensor, refuse
 from .restore import without_gradients
 
@@ -323,8 +323,7 @@ def find_bank(model: nn.Module, op: str) -> Bank:
 
 def stochastic_layers(op: str, model: nn.Module) -> dict[str, nn.Module]:
     """The stochastic layers of a model by name; ValueError when it has none."""
-    if not isinstance(model, nn.Module):
-        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
+    check_model(op, model)
     layers = named_stochastic_layers(model)
     if not layers:
         got = "none; run bnuq_ext.convert first"

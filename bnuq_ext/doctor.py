@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .batch_norm_like import EXCLUDED, describe, survey
 from .inputs import call
-from .nn import check_model, named_stochastic_layers
+from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .ops.checks import refuse
 from .replicas import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
@@ -83,8 +83,11 @@ def doctor(model: nn.Module, x) -> Report:
         excluded=counter.excluded,
         uncovered=counter.uncovered,
         converted={name: watch.calls[name] for name in layers},
-        excluded_layers=list(found.excluded),
-        unconverted={n: type(m).__name__ for n, m in found.convertible.items()} | found.unsupported,
+        excluded_layers=[uncompiled_name(name) for name in found.excluded],
+        unconverted={
+            **{uncompiled_name(n): type(m).__name__ for n, m in found.convertible.items()},
+            **{uncompiled_name(n): reason for n, reason in found.unsupported.items()},
+        },
     )
 
 

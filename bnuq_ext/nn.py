@@ -93,13 +93,18 @@ def check_model(op: str, model) -> None:
         refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
 
 
+def uncompiled_name(name: str) -> str:
+    """The qualified name of a module without torch.compile's wrappers."""
+    return name.replace("_orig_mod.", "")
+
+
 def named_stochastic_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The stochastic layers of a model by qualified name, each once, in the order of the modules.
 
     torch.compile's wrapper does not show in a name, so that a bank fits with it and without.
     """
     return {
-        name.replace("_orig_mod.", ""): module
+        uncompiled_name(name): module
         for name, module in model.named_modules()
         if isinstance(module, Stochastic)
     }

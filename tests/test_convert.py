@@ -332,7 +332,7 @@ UNSUPPORTED = {
     ),
     "exported": (exported, ": its graph has 1 batch_norm calls; convert before export)"),
     "compiled": (
-        lambda: torch.compile(nn.BatchNorm2d(3)),
+        lambda: torch.compile(nn.BatchNorm2d(3), backend="eager"),
         "(OptimizedModule: compiled; convert first, then torch.compile)",
     ),
 }
@@ -371,17 +371,23 @@ def test_a_model_with_nothing_else_is_an_error(kind):
 def test_scripts_and_graphs_without_batch_norm_are_left_alone():
     script = quietly(lambda: torch.jit.script(nn.Linear(3, 3)))
     graph = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
-    compiled = torch.compile(nn.Linear(3, 3))
+    compiled = torch.compile(nn.Linear(3, 3), backend="eager")
     converted = bnuq.convert(nn.Sequential(script, graph, compiled, nn.BatchNorm1d(3)))
     assert list(named_stochastic_layers(converted)) == ["3"]
+
+
+def test_lazy_layer_is_converted_after_a_forward():
+    model = nn.Sequential(nn.LazyBatchNorm1d())
+    model(torch.randn(4, 3))
+    assert type(bnuq.convert(model)[0]) is bnuq.StochasticBatchNorm1d
 
 
 def test_fused_into_convolutions_gets_a_hint():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     fused = torch.nn.utils.fusion.fuse_conv_bn_eval(model[0], model[1])
     message = (
-        "convert: model must contain a batch-norm layer, got none; 1 of its convolutions have a bias: "
-        "if batch norm has been fused into them, load the unfused checkpoint"
+        "convert: model must contain a batch-norm layer, got none; 1 of its convolutions have a "
+        "bias: if batch norm has been fused into them, load the unfused checkpoint"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         bnuq.convert(nn.Sequential(fused))
@@ -443,6 +449,21 @@ def test_compiled_it_takes_part_in_a_pass():
             assert_same(compiled(x), plain)
 
 
+def test_compiled_whole_it_does_not_ignore_a_pass():
+    model, x = network("residual")
+    converted = bnuq.convert(model).eval()
+    compiled = torch.compile(converted, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(x)
+        expected = in_pass(converted, converted, x)
+        try:
+            actual = in_pass(compiled, converted, x)
+        except torch._dynamo.exc.Unsupported as error:
+            assert torch.__version__ < (2, 14) and "ContextVar" in str(error)
+        else:
+            assert_same(actual, expected)
+
+
 def test_compiled_first_then_converted_in_place_takes_part_in_a_pass():
     model, x = network("residual")
     model.eval().compile(backend="aot_eager")
@@ -455,7 +476,7 @@ def test_compiled_first_then_converted_in_place_takes_part_in_a_pass():
 
 
 def test_compiled_model_that_was_converted_can_be_converted_again():
-    compiled = torch.compile(bnuq.convert(Residual()))
+    compiled = torch.compile(bnuq.convert(Residual()), backend="eager")
     assert isinstance(bnuq.convert(compiled, inplace=True).bn, Stochastic)
 
 

@@ -87,7 +87,10 @@ def test_sees_compiled_batch_norm():
     with torch.no_grad():
         model(x)
     assert counts(bnuq.doctor(model, x)) == (3, 0, 1)
-    assert counts(bnuq.doctor(torch.compile(model, backend="eager"), x)) == (3, 0, 1)
+    partial = bnuq.convert(Network(), filter_fn=lambda name, module: name != "left")
+    report = bnuq.doctor(torch.compile(partial, backend="eager"), x)
+    assert counts(report) == (2, 1, 1)
+    assert (report.converted, report.excluded_layers) == ({"twice": 2, "idle": 0}, ["left"])
 
 
 def test_report_reads_well():
