@@ -14,100 +14,176 @@ namespace st = torch::stable;
 template <typename scalar_t>
 struct Inputs {
   const scalar_t* grad_y;
+  const scalar_t* y;  // grad_y itself when the slope is 1, for then its value does not matter
   const scalar_t* x;  // null when sums are not needed
-  const scalar_t* y;  // null when the slope is 1
 
-  Inputs replica(int64_t offset, int64_t x_offset) const {
-    return {grad_y + offset, x ? x + x_offset : nullptr, y ? y + offset : nullptr};
+  Inputs at(int64_t offset, int64_t x_offset) const {
+    return {grad_y + offset, y + offset, x ? x + x_offset : nullptr};
   }
 };
 
-// Adds replica t's share of grad_x and grad_residual, elements [begin, end), to two buffers.
 template <typename scalar_t, typename acc_t>
-BNUQ_CLONES void add_gradients(
-    acc_t* __restrict__ grad_x, acc_t* __restrict__ grad_residual, Inputs<scalar_t> in,
-    const acc_t* scale, Extent d, int64_t begin, int64_t end, acc_t slope) {
-  for (int64_t i = begin; i < end; ++i) {
-    const acc_t grad = load(in.grad_y[i]);
-    const acc_t g = in.y ? activate_grad(grad, acc_t(load(in.y[i])), slope) : grad;
-    grad_x[i - begin] += g * scale[i / d.S % d.C];
-    grad_residual[i - begin] += g;
+BNUQ_HD acc_t grad_at(const Inputs<scalar_t>& in, int64_t i, acc_t slope) {
+  return activate_grad(acc_t(load(in.grad_y[i])), acc_t(load(in.y[i])), slope);
+}
+
+// ---- grad_x and grad_residual ------------------------------------------------------------------
+
+constexpr int64_t kPiece = 2048;
+
+// One replica's share of grad_x and grad_residual for elements [begin, end) of its (N, C, S).
+template <typename acc_t>
+struct Share {
+  acc_t *grad_x, *grad_residual;  // kPiece sums
+  const acc_t* scale;             // (C,)
+  int64_t C, S, begin, end;
+  acc_t slope;
+};
+
+template <typename scalar_t, typename acc_t>
+BNUQ_CLONES void add_planes(Share<acc_t> share, Inputs<scalar_t> in) {
+  for (int64_t i = share.begin; i < share.end;) {
+    const int64_t plane = i / share.S, stop = std::min(share.end, (plane + 1) * share.S);
+    const acc_t scale = share.scale[plane % share.C];
+#pragma omp simd
+    for (int64_t j = i - share.begin; j < stop - share.begin; ++j) {
+      const acc_t g = grad_at(in, j, share.slope);
+      share.grad_x[j] += g * scale;
+      share.grad_residual[j] += g;
+    }
+    i = stop;
+  }
+}
+
+template <typename scalar_t, typename acc_t>
+BNUQ_CLONES void add_rows(Share<acc_t> share, Inputs<scalar_t> in) {
+  for (int64_t i = share.begin; i < share.end;) {
+    const int64_t c = i % share.C, count = std::min(share.end - i, share.C - c);
+    const int64_t first = i - share.begin;
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) {
+      const acc_t g = grad_at(in, first + j, share.slope);
+      share.grad_x[first + j] += g * share.scale[c + j];
+      share.grad_residual[first + j] += g;
+    }
+    i += count;
   }
 }
 
 template <typename scalar_t, typename acc_t>
 BNUQ_CLONES void store_all(scalar_t* out, const acc_t* values, int64_t count) {
+#pragma omp simd
   for (int64_t i = 0; i < count; ++i) out[i] = store<scalar_t>(values[i]);
 }
 
+// Either output may be null. With shared x a piece adds up its replicas in their order.
 template <typename scalar_t, typename acc_t>
 void gradients(
     scalar_t* grad_x, scalar_t* grad_residual, Inputs<scalar_t> in, const AffineTable<acc_t>& table,
     Extent d, int64_t T, acc_t slope, bool shared) {
-  const int64_t numel = d.numel(), blocks = ceil_div(numel, kBlock), outputs = shared ? 1 : T;
-  st::parallel_for(0, outputs * blocks, 1 + kGrain / (kBlock * T), [&](int64_t a, int64_t b) {
-    std::vector<acc_t> sum_x(kBlock), sum_residual(kBlock);
+  const int64_t numel = d.numel(), pieces = ceil_div(numel, kPiece), outputs = shared ? 1 : T;
+  const int64_t grain = 1 + kGrain / (kPiece * (shared ? T : 1));
+  st::parallel_for(0, outputs * pieces, grain, [&](int64_t a, int64_t b) {
     for (int64_t i = a; i < b; ++i) {
-      const int64_t first = i / blocks, last = shared ? T : first + 1;
-      const int64_t begin = i % blocks * kBlock, end = std::min(numel, begin + kBlock);
-      std::fill(sum_x.begin(), sum_x.end(), acc_t(0));
-      std::fill(sum_residual.begin(), sum_residual.end(), acc_t(0));
-      for (int64_t t = first; t < last; ++t)
-        add_gradients<scalar_t, acc_t>(
-            sum_x.data(), sum_residual.data(), in.replica(t * numel, 0), &table.scale[t * d.C], d,
-            begin, end, slope);
+      const int64_t first = i / pieces, last = shared ? T : first + 1;
+      const int64_t begin = i % pieces * kPiece, end = std::min(numel, begin + kPiece);
+      acc_t sum_x[kPiece] = {}, sum_residual[kPiece] = {};
+      for (int64_t t = first; t < last; ++t) {
+        const Share<acc_t> share = {sum_x, sum_residual, &table.scale[t * d.C], d.C, d.S, begin,
+                                    end,   slope};
+        const Inputs<scalar_t> piece = in.at(t * numel + begin, 0);
+        d.S == 1 ? add_rows<scalar_t, acc_t>(share, piece)
+                 : add_planes<scalar_t, acc_t>(share, piece);
+      }
       const int64_t out = first * numel + begin;
-      if (grad_x) store_all<scalar_t, acc_t>(grad_x + out, sum_x.data(), end - begin);
-      if (grad_residual)
-        store_all<scalar_t, acc_t>(grad_residual + out, sum_residual.data(), end - begin);
+      if (grad_x) store_all<scalar_t, acc_t>(grad_x + out, sum_x, end - begin);
+      if (grad_residual) store_all<scalar_t, acc_t>(grad_residual + out, sum_residual, end - begin);
     }
   });
 }
 
-// sum_{n,s} g and sum_{n,s} g (x - mean) rstd of channels [begin, end) of one replica.
+// ---- sums --------------------------------------------------------------------------------------
+
+constexpr int64_t kGroup = 64;
+
+// Channels [begin, end) of one replica: their sums of g and of g (x - mean) rstd.
+template <typename acc_t>
+struct Sums {
+  double g[kGroup] = {}, gx[kGroup] = {};
+  const acc_t *mean, *rstd;  // (C,)
+  int64_t begin, end;
+  acc_t slope;
+};
+
 template <typename scalar_t, typename acc_t>
-BNUQ_CLONES void add_sums(
-    double* sum_g, double* sum_gx, Inputs<scalar_t> in, const acc_t* mean, const acc_t* rstd,
-    Extent d, int64_t begin, int64_t end, acc_t slope) {
+BNUQ_CLONES void sum_planes(Sums<acc_t>& sums, Inputs<scalar_t> in, Extent d) {
   for (int64_t n = 0; n < d.N; ++n)
-    for (int64_t c = begin; c < end; ++c) {
-      acc_t g_plane = 0, gx_plane = 0;
+    for (int64_t c = sums.begin; c < sums.end; ++c) {
       const int64_t first = (n * d.C + c) * d.S;
+      const acc_t mean = sums.mean[c], rstd = sums.rstd[c], slope = sums.slope;
+      acc_t g_plane = 0, gx_plane = 0;
 #pragma omp simd reduction(+ : g_plane, gx_plane)
       for (int64_t i = first; i < first + d.S; ++i) {
-        const acc_t grad = load(in.grad_y[i]);
-        const acc_t g = in.y ? activate_grad(grad, acc_t(load(in.y[i])), slope) : grad;
+        const acc_t g = grad_at(in, i, slope);
         g_plane += g;
-        gx_plane += g * ((load(in.x[i]) - mean[c]) * rstd[c]);
+        gx_plane += g * ((load(in.x[i]) - mean) * rstd);
       }
-      sum_g[c - begin] += double(g_plane);
-      sum_gx[c - begin] += double(gx_plane);
+      sums.g[c - sums.begin] += double(g_plane);
+      sums.gx[c - sums.begin] += double(gx_plane);
     }
+}
+
+// For S = 1. Rows are added up in groups of kGroup, the groups in float64.
+template <typename scalar_t, typename acc_t>
+BNUQ_CLONES void sum_rows(Sums<acc_t>& sums, Inputs<scalar_t> in, Extent d) {
+  const int64_t count = sums.end - sums.begin;
+  const acc_t *mean = sums.mean + sums.begin, *rstd = sums.rstd + sums.begin;
+  for (int64_t n = 0; n < d.N; n += kGroup) {
+    acc_t g_rows[kGroup] = {}, gx_rows[kGroup] = {};
+    for (int64_t row = n; row < std::min(d.N, n + kGroup); ++row) {
+      const int64_t first = row * d.C + sums.begin;
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) {
+        const acc_t g = grad_at(in, first + i, sums.slope);
+        g_rows[i] += g;
+        gx_rows[i] += g * ((load(in.x[first + i]) - mean[i]) * rstd[i]);
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      sums.g[i] += double(g_rows[i]);
+      sums.gx[i] += double(gx_rows[i]);
+    }
+  }
 }
 
 // One task owns one (t, group of channels), so the order of addition is fixed.
 template <typename scalar_t, typename acc_t>
-void sums(
+void add_sums(
     acc_t* out, Inputs<scalar_t> in, const AffineTable<acc_t>& table, Extent d, int64_t T,
     acc_t slope, bool shared) {
-  constexpr int64_t kGroup = 64;
   const int64_t groups = ceil_div(d.C, kGroup), numel = d.numel();
   const int64_t grain = 1 + kGrain * d.C / (numel * kGroup + 1);
   st::parallel_for(0, T * groups, grain, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      const int64_t t = i / groups, begin = i % groups * kGroup,
-                    end = std::min(d.C, begin + kGroup);
-      double sum_g[kGroup] = {}, sum_gx[kGroup] = {};
-      const Inputs<scalar_t> replica = in.replica(t * numel, shared ? 0 : t * numel);
-      const acc_t *mean = &table.mean[t * d.C], *rstd = &table.scale[t * d.C];
-      add_sums<scalar_t, acc_t>(sum_g, sum_gx, replica, mean, rstd, d, begin, end, slope);
-      for (int64_t c = begin; c < end; ++c) {
-        out[t * d.C + c] = acc_t(sum_g[c - begin]);
-        out[(T + t) * d.C + c] = acc_t(sum_gx[c - begin]);
+      const int64_t t = i / groups;
+      Sums<acc_t> sums;
+      sums.mean = &table.mean[t * d.C];
+      sums.rstd = &table.scale[t * d.C];
+      sums.begin = i % groups * kGroup;
+      sums.end = std::min(d.C, sums.begin + kGroup);
+      sums.slope = slope;
+      const Inputs<scalar_t> replica = in.at(t * numel, shared ? 0 : t * numel);
+      d.S == 1 ? sum_rows<scalar_t, acc_t>(sums, replica, d)
+               : sum_planes<scalar_t, acc_t>(sums, replica, d);
+      for (int64_t c = sums.begin; c < sums.end; ++c) {
+        out[t * d.C + c] = acc_t(sums.g[c - sums.begin]);
+        out[(T + t) * d.C + c] = acc_t(sums.gx[c - sums.begin]);
       }
     }
   });
 }
+
+// ---- the op ------------------------------------------------------------------------------------
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
@@ -140,9 +216,8 @@ Gradients backward(
   dispatch(grad_y.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
-    const Inputs<scalar_t> in = {
-        static_cast<const scalar_t*>(grad_y.const_data_ptr()), pointer<scalar_t>(x),
-        pointer<scalar_t>(y)};
+    const scalar_t* grad = pointer<scalar_t>(grad_y);
+    const Inputs<scalar_t> in = {grad, y ? pointer<scalar_t>(y) : grad, pointer<scalar_t>(x)};
     if (need_x || need_residual)
       gradients<scalar_t, acc_t>(
           need_x ? static_cast<scalar_t*>(grad_x.mutable_data_ptr()) : nullptr,
@@ -150,7 +225,7 @@ Gradients backward(
           affine_table<acc_t>(statistics, T, d.C, d.C, weight, std::nullopt, eps), d, T,
           acc_t(slope), shared);
     if (need_sums)
-      sums<scalar_t, acc_t>(
+      add_sums<scalar_t, acc_t>(
           static_cast<acc_t*>(totals.mutable_data_ptr()), in,
           affine_table<acc_t>(statistics, T, d.C, d.C, std::nullopt, std::nullopt, eps), d, T,
           acc_t(slope), shared);

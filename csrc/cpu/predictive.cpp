@@ -2,8 +2,11 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+
 #include "affine_table.h"
 #include "simd.h"
+#include "vector_math.h"
 
 namespace bnuq {
 namespace {
@@ -43,39 +46,121 @@ acc_t softmax(acc_t* p, acc_t* log_p, const scalar_t* logits, int64_t K, int64_t
   return entropy;
 }
 
+// kLanes (n, s) positions side by side: value k of lane l is at k * kLanes + l. Sums over k are
+// taken one after another in every lane, so a result does not depend on its neighbours.
+constexpr int64_t kLanes = 16;
+
+struct Tile {
+  int64_t first, lanes, K, S;
+
+  // Where class 0 of a lane is in an (N, K, S) tensor.
+  int64_t base(int64_t lane) const { return (first + lane) / S * K * S + (first + lane) % S; }
+  bool in_one_row() const { return first % S + kLanes <= S; }
+};
+
+template <typename scalar_t, typename acc_t>
+BNUQ_CLONES void load_tile(acc_t* tile, const scalar_t* from, Tile at) {
+  if (at.in_one_row()) {
+    from += at.base(0);
+    for (int64_t k = 0; k < at.K; ++k)
+      for (int64_t l = 0; l < kLanes; ++l) tile[k * kLanes + l] = load(from[k * at.S + l]);
+    return;
+  }
+  for (int64_t l = 0; l < kLanes; ++l) {
+    const scalar_t* lane = from + at.base(std::min(l, at.lanes - 1));
+    for (int64_t k = 0; k < at.K; ++k) tile[k * kLanes + l] = load(lane[k * at.S]);
+  }
+}
+
+template <typename acc_t>
+void store_tile(acc_t* to, const acc_t* tile, Tile at) {
+  for (int64_t l = 0; l < at.lanes; ++l)
+    for (int64_t k = 0; k < at.K; ++k) to[at.base(l) + k * at.S] = tile[k * kLanes + l];
+}
+
+// Takes one replica's logits, which become probabilities, into the running statistics.
+template <typename acc_t>
+BNUQ_CLONES void add_replica(
+    acc_t* __restrict__ p, acc_t* __restrict__ mean, acc_t* __restrict__ m2,
+    acc_t* __restrict__ expected_entropy, int64_t K, acc_t weight) {
+  acc_t largest[kLanes], sum[kLanes] = {}, dot[kLanes] = {};
+  for (int64_t l = 0; l < kLanes; ++l) largest[l] = -INFINITY;
+  for (int64_t k = 0; k < K; ++k)
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes; ++l) {
+      const acc_t v = p[k * kLanes + l];
+      largest[l] = v > largest[l] ? v : largest[l];
+    }
+  for (int64_t k = 0; k < K; ++k)
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes; ++l) {
+      const acc_t x = p[k * kLanes + l] - largest[l], e = exp_nonpositive(x);
+      p[k * kLanes + l] = e;
+      sum[l] += e;
+      dot[l] += e * (x < acc_t(-1000) ? acc_t(0) : x);
+    }
+#pragma omp simd
+  for (int64_t l = 0; l < kLanes; ++l) {
+    // H[p] = log sum_k e_k - sum_k e_k x_k / sum_k e_k
+    const acc_t inverse = acc_t(1) / sum[l];
+    expected_entropy[l] += log_positive(sum[l]) - dot[l] * inverse;
+    sum[l] = inverse;
+  }
+  for (int64_t k = 0; k < K; ++k)
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes; ++l) {
+      const int64_t i = k * kLanes + l;
+      welford(p[i] * sum[l], weight, mean[i], m2[i]);
+    }
+}
+
 template <typename scalar_t, typename acc_t>
 void accumulate(
     acc_t* mean, acc_t* m2, acc_t* expected_entropy, const scalar_t* logits, Classes d,
     int64_t count) {
-  st::parallel_for(0, d.N * d.S, 1 + 1024 / (d.K * d.T + 1), [&](int64_t begin, int64_t end) {
-    std::vector<acc_t> p(d.K), log_p(d.K);
+  const int64_t positions = d.N * d.S;
+  const int64_t tiles = ceil_div(positions, kLanes), grain = 1 + 256 / (d.K * d.T + 1);
+  st::parallel_for(0, tiles, grain, [&](int64_t begin, int64_t end) {
+    std::vector<acc_t> p(d.K * kLanes), tile_mean(d.K * kLanes), tile_m2(d.K * kLanes);
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = i / d.S * d.K * d.S + i % d.S;
+      const Tile at = {i * kLanes, std::min(kLanes, positions - i * kLanes), d.K, d.S};
+      load_tile<acc_t, acc_t>(tile_mean.data(), mean, at);
+      load_tile<acc_t, acc_t>(tile_m2.data(), m2, at);
+      acc_t entropy[kLanes] = {};
+      std::copy_n(expected_entropy + at.first, at.lanes, entropy);
       for (int64_t t = 0; t < d.T; ++t) {
-        const scalar_t* row = logits + t * d.N * d.K * d.S + first;
-        expected_entropy[i] += softmax<scalar_t, acc_t>(p.data(), log_p.data(), row, d.K, d.S);
+        load_tile<scalar_t, acc_t>(p.data(), logits + t * positions * d.K, at);
         const acc_t weight = acc_t(1) / acc_t(count + t + 1);
-        for (int64_t k = 0; k < d.K; ++k)
-          welford(p[k], weight, mean[first + k * d.S], m2[first + k * d.S]);
+        add_replica<acc_t>(p.data(), tile_mean.data(), tile_m2.data(), entropy, d.K, weight);
       }
+      store_tile(mean, tile_mean.data(), at);
+      store_tile(m2, tile_m2.data(), at);
+      std::copy_n(entropy, at.lanes, expected_entropy + at.first);
     }
   });
 }
 
 template <typename acc_t>
+BNUQ_CLONES void mean_entropy(acc_t* terms, const acc_t* mean, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) terms[i] = entropy_term(mean[i], log_positive(mean[i]));
+}
+
+template <typename acc_t>
 void finish(
     acc_t* variance, acc_t* entropy, acc_t* expected_entropy, const acc_t* mean, Classes d) {
-  for (int64_t i = 0; i < d.N * d.S; ++i) {
-    const int64_t first = i / d.S * d.K * d.S + i % d.S;
-    acc_t sum = 0;
-    for (int64_t k = 0; k < d.K; ++k) {
-      const acc_t p = mean[first + k * d.S];
-      sum += entropy_term(p, acc_t(std::log(p)));
-      variance[first + k * d.S] /= acc_t(d.T);
+  st::parallel_for(0, d.N, 1 + 16384 / (d.K * d.S), [&](int64_t begin, int64_t end) {
+    std::vector<acc_t> terms(d.K * d.S);
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t first = n * d.K * d.S;
+      mean_entropy<acc_t>(terms.data(), mean + first, d.K * d.S);
+      for (int64_t i = 0; i < d.K * d.S; ++i) {
+        entropy[n * d.S + i % d.S] += terms[i];
+        variance[first + i] /= acc_t(d.T);
+      }
+      for (int64_t s = 0; s < d.S; ++s) expected_entropy[n * d.S + s] /= acc_t(d.T);
     }
-    entropy[i] = sum;
-    expected_entropy[i] /= acc_t(d.T);
-  }
+  });
 }
 
 void accumulate_into(
