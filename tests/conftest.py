@@ -1,3 +1,9 @@
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
@@ -41,3 +47,21 @@ def assert_close():
         )
 
     return check
+
+
+@pytest.fixture(scope="session")
+def philox_driver(tmp_path_factory):
+    """csrc/philox.h in a program of its own: calls it with arguments, parses what it prints."""
+    root = Path(__file__).parent.parent
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    program = tmp_path_factory.mktemp("philox") / "driver"
+    flags = "-O3 -std=c++17 -fopenmp-simd -fno-math-errno -fno-trapping-math -pthread".split()
+    source = root / "tests" / "cpp" / "philox_driver.cpp"
+    command = [*compiler.split(), *flags, f"-I{root / 'csrc'}", source, "-o", program]
+    subprocess.run(command, check=True)
+
+    def run(*arguments):
+        output = subprocess.run([program, *map(str, arguments)], check=True, capture_output=True)
+        return json.loads(output.stdout)
+
+    return run

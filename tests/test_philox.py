@@ -1,0 +1,255 @@
+"""Counter-based random numbers: the frozen contract, and the op against the float64 recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bnuq_ext import ops, reference
+
+FROZEN = json.loads((Path(__file__).parent / "data" / "random_numbers.json").read_text())
+
+# Of the vectorised float32 normals against the float64 recipe. The radius is at most 6.66, its
+# logarithm and the polynomials are good to a few units in the last place.
+NORMAL_ATOL = 3e-6
+
+# Salmon et al.'s known answers for Philox4x32-10 (Random123): key, counter, words.
+KNOWN_ANSWERS = [
+    ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    (
+        (0xFFFFFFFF,) * 2,
+        (0xFFFFFFFF,) * 4,
+        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    ),
+    (
+        (0xA4093822, 0x299F31D0),
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+# ---- the contract ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key, counter, words", KNOWN_ANSWERS)
+def test_philox_known_answers(key, counter, words, philox_driver):
+    assert reference.philox(key, counter).tolist() == list(words)
+    assert philox_driver("philox", *key, *counter) == list(words)
+
+
+@pytest.mark.parametrize("case", FROZEN["words"], ids=lambda c: f"{c['key']}-{c['tag']}")
+def test_words_are_frozen(case, philox_driver):
+    place = [case[name] for name in ("key", "stream", "tag", "replica", "index")]
+    assert reference.words(*place).tolist() == case["words"]
+    place[2] = reference.TAGS[case["tag"]]
+    assert philox_driver("words", *place) == case["words"]
+
+
+@pytest.mark.parametrize("case", FROZEN["vectors"], ids=lambda c: f"{c['key']}-{c['tag']}")
+def test_vector_normals_are_frozen(case, device):
+    expected = torch.tensor(case["normals"], dtype=torch.float64)
+    seed = ops.new_seed(case["key"], case["first_replica"], device)
+    z = ops.philox_normal(seed, case["stream"], expected.shape, tag=case["tag"])
+    torch.testing.assert_close(z.double().cpu(), expected, rtol=0, atol=NORMAL_ATOL)
+
+
+@pytest.mark.parametrize("case", FROZEN["weights"], ids=lambda c: str(c["key"]))
+def test_weight_normals_are_frozen(case, device):
+    seed = ops.new_seed(case["key"], case["first_replica"], device)
+    z = ops.philox_normal(seed, case["stream"], case["shape"]).double().cpu()
+    actual = torch.stack([z[tuple(place)] for place in case["places"]])
+    expected = torch.tensor(case["normals"], dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=NORMAL_ATOL)
+
+
+@pytest.mark.parametrize("case", FROZEN["snapshots"], ids=lambda c: str(c["num_snapshots"]))
+def test_snapshots_are_frozen(case, device):
+    seed = ops.new_seed(case["key"], case["first_replica"], device)
+    expected = case["snapshots"]
+    assert ops.snapshot_indices(seed, case["num_snapshots"], len(expected)).tolist() == expected
+
+
+# ---- the op against the recipe -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key, first", [(0, 0), (-5, 2**33 + 1), (2**62 + 12345, 1)])
+@pytest.mark.parametrize("shape", [(3, 1), (2, 7), (3, 256), (2, 1000), (1, 1 << 16)], ids=str)
+def test_vectors_match_reference(shape, key, first, device):
+    for tag in ("bias", "mean", "spread", "joint"):
+        z = ops.philox_normal(ops.new_seed(key, first, device), 9, shape, tag=tag)
+        expected = reference.vector_normals(key, first, 9, tag, shape)
+        torch.testing.assert_close(z.double().cpu(), expected, rtol=0, atol=NORMAL_ATOL)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 16, 16), (3, 5, 300), (2, 33, 41)], ids=str)
+def test_weights_match_reference(shape, device):
+    z = ops.philox_normal(ops.new_seed(-7, 3, device), 2, shape)
+    expected = reference.weight_normals(-7, 3, 2, "weight", shape)
+    torch.testing.assert_close(z.double().cpu(), expected, rtol=0, atol=NORMAL_ATOL)
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2, 3, 15, 16, 17, 1000, 65537, 2**31 - 1])
+@pytest.mark.parametrize("key, first", [(0, 0), (-5, 2**33 + 1)])
+def test_snapshots_match_reference(num_snapshots, key, first, device):
+    actual = ops.snapshot_indices(ops.new_seed(key, first, device), num_snapshots, 100)
+    expected = reference.snapshot_indices(key, first, num_snapshots, 100)
+    assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2, 3, 64, 1000, 65537])
+def test_every_epoch_is_a_permutation(num_snapshots, device):
+    T = max(2 * num_snapshots, 1000 // num_snapshots * num_snapshots)
+    epochs = ops.snapshot_indices(ops.new_seed(3, 0, device), num_snapshots, T)
+    epochs = epochs.view(-1, num_snapshots).cpu()
+    assert torch.equal(epochs.sort(1).values, torch.arange(num_snapshots).expand_as(epochs))
+
+
+@pytest.mark.parametrize("shape", [(20, 37), (20, 33, 18)], ids=str)
+def test_draws_do_not_depend_on_chunks(shape, device):
+    whole = ops.philox_normal(ops.new_seed(4, 0, device), 1, shape)
+    parts = [
+        ops.philox_normal(ops.new_seed(4, first, device), 1, (count, *shape[1:]))
+        for first, count in [(0, 1), (1, 12), (13, 7)]
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+    snapshots = ops.snapshot_indices(ops.new_seed(4, 0, device), 7, 20)
+    assert torch.equal(ops.snapshot_indices(ops.new_seed(4, 13, device), 7, 7), snapshots[13:])
+
+
+def test_draws_do_not_depend_on_threads():
+    def draw():
+        return ops.philox_normal(ops.new_seed(4), 1, (64, 1000))
+
+    expected, threads = draw(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(16)
+        assert torch.equal(draw(), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_empty(device):
+    seed = ops.new_seed(0, 0, device)
+    for shape in [(0, 3), (3, 0), (0, 3, 4), (2, 0, 4), (2, 3, 0)]:
+        assert ops.philox_normal(seed, 0, shape).shape == shape
+    assert ops.snapshot_indices(seed, 3, 0).shape == (0,)
+
+
+def test_new_seed_without_a_key_follows_torchs_generator(device):
+    torch.manual_seed(5)
+    first, second = ops.new_seed(device=device), ops.new_seed(first_replica=3, device=device)
+    torch.manual_seed(5)
+    assert torch.equal(ops.new_seed(device=device), first)
+    assert first.dtype == torch.int64 and first[1] == 0 and second[1] == 3
+    assert first[0] != second[0]
+
+
+# ---- torch.library -----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [(2, 5), (2, 17, 3), (0, 4)], ids=str)
+def test_opcheck(shape, device):
+    seed = ops.new_seed(3, 0, device)
+    torch.library.opcheck(torch.ops.bnuq.philox_normal.default, (seed, 1, 2, shape))
+    torch.library.opcheck(torch.ops.bnuq.snapshot_indices.default, (seed, 5, shape[0]))
+
+
+def draw_everything(seed):
+    noise = ops.philox_normal(seed, 4, (3, 10)) + 1
+    return noise, ops.snapshot_indices(seed, 5, 4) + 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend, device):
+    seed = ops.new_seed(3, 0, device)
+    compiled = torch.compile(draw_everything, fullgraph=True, backend=backend)
+    for actual, expected in zip(compiled(seed), draw_everything(seed), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert not torch.equal(compiled(ops.new_seed(4, 0, device))[0], compiled(seed)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_export(device):
+    class Draws(torch.nn.Module):
+        def forward(self, seed):
+            return draw_everything(seed)
+
+    seed = ops.new_seed(3, 0, device)
+    exported = torch.export.export(Draws(), (seed,)).module()
+    for actual, expected in zip(exported(seed), draw_everything(seed), strict=True):
+        assert torch.equal(actual, expected)
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+SEED = torch.tensor([1, 0])
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (
+            lambda: ops.philox_normal([1, 0], 0, (2, 3)),
+            TypeError,
+            "philox_normal: seed must be a tensor, got list",
+        ),
+        (
+            lambda: ops.philox_normal(SEED.int(), 0, (2, 3)),
+            TypeError,
+            "philox_normal: seed must be int64, got torch.int32",
+        ),
+        (
+            lambda: ops.philox_normal(SEED[:1], 0, (2, 3)),
+            ValueError,
+            "philox_normal: seed must have shape [2], got [1]",
+        ),
+        (
+            lambda: ops.philox_normal(SEED, 0, (2,)),
+            ValueError,
+            "philox_normal: shape must have 2 or 3 entries, got (2,)",
+        ),
+        (
+            lambda: ops.philox_normal(SEED, 0, (2, -1)),
+            ValueError,
+            "philox_normal: shape must not be negative, got (2, -1)",
+        ),
+        (
+            lambda: ops.philox_normal(SEED, -1, (2, 3)),
+            ValueError,
+            "philox_normal: stream must lie in [0, 2^32), got -1",
+        ),
+        (
+            lambda: ops.philox_normal(SEED, 2**32, (2, 3)),
+            ValueError,
+            "philox_normal: stream must lie in [0, 2^32), got 4294967296",
+        ),
+        (
+            lambda: ops.philox_normal(SEED, 0, (2, 3), tag="noise"),
+            ValueError,
+            "philox_normal: tag must be one of weight, bias, mean, spread, joint, got noise",
+        ),
+        (
+            lambda: ops.snapshot_indices(SEED, 0, 3),
+            ValueError,
+            "snapshot_indices: num_snapshots must lie in [1, 2^31), got 0",
+        ),
+        (
+            lambda: ops.snapshot_indices(SEED, 2**31, 3),
+            ValueError,
+            "snapshot_indices: num_snapshots must lie in [1, 2^31), got 2147483648",
+        ),
+        (
+            lambda: ops.snapshot_indices(SEED, 3, -1),
+            ValueError,
+            "snapshot_indices: num_samples must not be negative, got -1",
+        ),
+    ],
+)
+def test_rejects(call, error, message):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
