@@ -107,7 +107,7 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
         reshuffles=isinstance(sampler, _SHUFFLING),
         apart=type(batch_sampler) is torch_data.BatchSampler and _without_replacement(sampler),
         dataset_size=rows,
-        in_order=isinstance(sampler, torch_data.SequentialSampler) and not whole,
+        in_order=_in_order(sampler) and not whole,
         generators=_given(generators),
     )
 
@@ -117,6 +117,12 @@ _SHUFFLING = (
     torch_data.SubsetRandomSampler,
     torch_data.WeightedRandomSampler,
 )
+
+
+def _in_order(sampler) -> bool:
+    if isinstance(sampler, torch_data.DistributedSampler):
+        return not sampler.shuffle
+    return isinstance(sampler, torch_data.SequentialSampler)
 
 
 def _without_replacement(sampler) -> bool:

@@ -123,12 +123,14 @@ class CollectPass(Pass):
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         if key in self.statistics:
             refuse(self.op, "names of layers", "differ from those of second calls", repr(key))
-        if x.numel() < 2 * x.shape[1]:
+        if x.numel() < 2 * max(x.shape[1], 1):
             self.too_small = True
             raise _TooSmall
         self.statistics[key] = layer.batch_statistics(x)
         weight, bias, eps = layer.affine_parameters()
-        # The very function of train mode, so that deeper layers see what they see in training.
+        # The very function of train mode, so that deeper layers see what they see in training. It
+        # refuses an eps of 0, which a frozen layer may have.
+        eps = max(eps, torch.finfo(torch.float32).tiny)
         return layer.finish(F.batch_norm(x, None, None, weight, bias, True, 0.0, eps))
 
 

@@ -235,6 +235,15 @@ def test_on_copies_once_from_sixteen_threads():
     assert bank.on("cpu")["layers.1"][0] is bank.mean["layers.1"]
 
 
+def test_on_a_device(device):
+    bank = make_bank()
+    placed = bank.on(device)
+    assert bank.on(str(device)) is placed and list(placed) == list(bank.names)
+    for key, (mean, var) in placed.items():
+        assert mean.device.type == var.device.type == device.type
+        assert torch.equal(mean.cpu(), bank.mean[key]) and torch.equal(var.cpu(), bank.var[key])
+
+
 def test_attach():
     model, bank = bnuq.convert(Chain()), make_bank()
     bnuq.attach(model, bank)
@@ -256,6 +265,27 @@ def test_attach_takes_several_calls_and_unused_layers():
     model = bnuq.convert(Chain())
     bnuq.attach(model, bank)
     assert find_bank(model, "predict") is bank
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.half(),
+        lambda model: model.to(torch.float64),
+        lambda model: model.train().requires_grad_(False),
+        lambda model: (model.load_state_dict(Chain().state_dict()), model)[1],
+        lambda model: pickle.loads(pickle.dumps(model)),
+        copy.deepcopy,
+    ],
+    ids=["half", "to", "train", "load_state_dict", "pickle", "deepcopy"],
+)
+def test_a_model_keeps_its_bank(change):
+    model = bnuq.convert(Chain())
+    bnuq.attach(model, make_bank())
+    model = change(model)
+    assert find_bank(model, "predict").equal(make_bank())
+    assert [layer.bank_name for layer in model.layers] == ["layers.0", "layers.1"]
+    assert not any("bank" in key for key in model.state_dict())
 
 
 def test_attach_to_a_root_layer():

@@ -259,6 +259,45 @@ def test_a_name_like_that_of_a_second_call_is_refused():
         bnuq.collect(bnuq.convert(Named()), [torch.randn(6, 4)], 1)
 
 
+class Frozen(bnuq.nn.Stochastic, nn.Module):
+    """An adapter's layer: no num_features, an eps of 0, and something to do after the normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.tensor([0.5, 2.0]))
+
+    def check_input(self, x):
+        assert x.dim() == 2
+
+    def affine_parameters(self):
+        return self.weight, self.bias, 0.0
+
+    def finish(self, y):
+        return y.abs()
+
+
+def test_layers_of_adapters():
+    x = torch.randn(7, 2)
+    model, outputs = nn.Sequential(Frozen()), []
+    model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    bank = bnuq.collect(model, [x], 1)
+    mean, var = statistics_by_hand(x)
+    torch.testing.assert_close(bank.mean["0"][0].double(), mean, rtol=1e-5, atol=1e-6)
+    expected = ((x - mean) / var.sqrt() * model[0].weight + model[0].bias).abs()
+    torch.testing.assert_close(outputs[0].double(), expected, rtol=1e-5, atol=1e-6)
+    wide = bnuq.Bank({"0": torch.ones(2, 3)}, {"0": torch.ones(2, 3)}, 4, batch_size=4)
+    with pytest.raises(ValueError, match="attach: bank.mean.'0'. must have 2 channels, got 3"):
+        bnuq.attach(model, wide)
+
+
+@pytest.mark.parametrize("shape", [(8, 0), (0, 3), (2, 3, 0), (1, 3)], ids=str)
+def test_shapes_without_statistics(shape):
+    layer = bnuq.convert(nn.BatchNorm1d(max(shape[1], 1)))
+    with pytest.raises(ValueError, match="collect: data must hold a batch with two finite values"):
+        bnuq.collect(layer, [torch.randn(shape)], 1)
+
+
 class Auxiliary(nn.Module):
     """A second head that runs in train mode only."""
 
