@@ -1,0 +1,68 @@
+"""The command `bnuq`: the demo, and a report of the installation.
+
+Exit status: 0, 2 for anything that the user can mend (one line on stderr), 130 after Ctrl-C.
+"""
+
+import argparse
+import json
+import sys
+
+
+def demo(arguments) -> str:
+    from .experiments import digits, digits_report
+
+    settings = digits.QUICK if arguments.quick else digits.Settings()
+    if arguments.seeds is not None:
+        settings = digits.with_seeds(settings, arguments.seeds)
+    units = digits.run(arguments.output, settings, progress=not arguments.json)
+    results = digits_report.write(arguments.output, units, settings)
+    if arguments.json:
+        return json.dumps(results)
+    paths = "\n".join(f"  {path}" for path in results["figures"])
+    return f"{digits_report.text(results, settings)}\n\nFigures:\n{paths}"
+
+
+def doctor(arguments) -> str:
+    from .environment import environment
+
+    found = environment()
+    if arguments.json:
+        return json.dumps(found)
+    shown = {k: {None: "-", True: "yes", False: "no"}.get(v, v) for k, v in found.items()}
+    width = max(map(len, shown))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="bnuq", description="Uncertainty from batch normalisation.")
+    commands = root.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "demo",
+        help="train on scikit-learn's digits, predict with replicas, print the table, draw the figures",
+    )
+    command.add_argument(
+        "--output", default="demo-output", help="folder; a killed run goes on there"
+    )
+    command.add_argument("--seeds", type=int, help="number of seeds (10)")
+    command.add_argument("--quick", action="store_true", help="check that it runs; no results")
+    command.set_defaults(run=demo)
+    command = commands.add_parser(
+        "doctor", help="versions, libraries and devices of this installation"
+    )
+    command.set_defaults(run=doctor)
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print JSON and no progress")
+    return root
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        print(arguments.run(arguments))
+    except (ValueError, ImportError, OSError) as error:
+        print(f"bnuq: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bnuq: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    return 0

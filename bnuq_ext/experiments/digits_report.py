@@ -1,0 +1,217 @@
+"""What the runs of `digits` show: means over seeds, paired comparisons, the printed table, the figures."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from .. import plots
+from ..environment import environment
+from .digits import PLUG_IN, ROWS, SAMPLERS, TEMPERATURE, Settings
+from .store import write_json
+
+# Whether more is better.
+SCORES = {"accuracy": True, "nll": False, "ece": False}
+UNSEEN = {
+    "accuracy": "accuracy",
+    "nll": "NLL",
+    "entropy_seen": "H seen",
+    "entropy_unseen": "H unseen",
+    "auroc_entropy": "AUROC H",
+    "auroc_information": "AUROC MI",
+}
+SIGNS = {"better": "+", "worse": "-", "level": "="}
+
+
+def mean_and_error(values: list[float]) -> dict[str, float]:
+    """Mean over seeds and its standard error, the 1/(n-1) deviation over sqrt(n); nan for one seed."""
+    values = torch.tensor(values, dtype=torch.float64)
+    error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return {"mean": values.mean().item(), "error": error}
+
+
+def compare(ours: list[float], theirs: list[float], more_is_better: bool) -> str:
+    """ "better", "worse", or "level" when the mean paired difference is within two standard errors."""
+    sign = 1 if more_is_better else -1
+    difference = mean_and_error([sign * (a - b) for a, b in zip(ours, theirs, strict=True)])
+    if not abs(difference["mean"]) > 2 * difference["error"]:
+        return "level"
+    return "better" if difference["mean"] > 0 else "worse"
+
+
+def summarise(units: dict, settings: Settings) -> dict:
+    """The table, the block of unseen classes, and the samplers compared with both plug-ins.
+
+    Returns:
+        dict: "noisy"[std][row][score] and "unseen"[row][score] with mean and error over seeds;
+        "compared"[baseline][row][score][std] and "unseen_compared"[row][score] with the words of `compare`.
+    """
+    seeds = range(settings.num_seeds)
+    noisy, unseen = ([units[f"{name}-{s}"] for s in seeds] for name in ("noisy", "unseen"))
+    stds = [str(std) for std in settings.noise_stds]
+
+    def column(std, row, score):
+        return [unit[std][row][score] for unit in noisy]
+
+    def unseen_column(row, score):
+        return [unit[row][score] for unit in unseen]
+
+    return {
+        "temperature": mean_and_error([unit["temperature"] for unit in noisy]),
+        "noisy": {
+            std: {row: {k: mean_and_error(column(std, row, k)) for k in SCORES} for row in ROWS}
+            for std in stds
+        },
+        "compared": {
+            baseline: {
+                row: {
+                    k: {s: compare(column(s, row, k), column(s, baseline, k), more) for s in stds}
+                    for k, more in SCORES.items()
+                }
+                for row in SAMPLERS
+            }
+            for baseline in (PLUG_IN, TEMPERATURE)
+        },
+        "unseen": {row: {k: mean_and_error(unseen_column(row, k)) for k in UNSEEN} for row in ROWS},
+        # Mutual information has no plug-in to be compared with.
+        "unseen_compared": {
+            row: {
+                k: compare(unseen_column(row, k), unseen_column(PLUG_IN, k), more)
+                for k, more in {"accuracy": True, "nll": False, "auroc_entropy": True}.items()
+            }
+            for row in SAMPLERS
+        },
+    }
+
+
+def _cell(value: dict[str, float]) -> str:
+    return f"{value['mean']:.3f} ± {value['error']:.3f}"
+
+
+def _table(rows: dict[str, list[str]], header: list[str]) -> list[str]:
+    width = max(len(name) for name in rows)
+    lines = [" " * width + "".join(f"  {title:>13}" for title in header)]
+    return lines + [
+        f"{name:<{width}}" + "".join(f"  {cell:>13}" for cell in cells)
+        for name, cells in rows.items()
+    ]
+
+
+def _comparisons(summary: dict, settings: Settings) -> list[str]:
+    stds = [str(std) for std in settings.noise_stds]
+    lines = [
+        f"Paired over {settings.num_seeds} seeds: + better, - worse, = within two standard errors",
+        " " * 32 + "".join(f"{std:>6}" for std in stds),
+    ]
+    for baseline, rows in summary["compared"].items():
+        lines.append(f"against {baseline}, at noise")
+        for row, by_score in rows.items():
+            for score, words in by_score.items():
+                signs = "".join(f"{SIGNS[words[std]]:>6}" for std in stds)
+                lines.append(
+                    f"    {row:<14}{score.upper() if score != 'accuracy' else score:<14}{signs}"
+                )
+    return lines
+
+
+def losses(summary: dict) -> list[str]:
+    """Where a sampler does not win on NLL or ECE, in sentences."""
+    lines = []
+    for baseline, rows in summary["compared"].items():
+        for row, by_score in rows.items():
+            for score in ("nll", "ece"):
+                places = {
+                    word: [std for std, found in by_score[score].items() if found == word]
+                    for word in ("worse", "level")
+                }
+                said = [f"{word} at noise {', '.join(at)}" for word, at in places.items() if at]
+                if said:
+                    lines.append(f"{row} against {baseline}, {score.upper()}: {'; '.join(said)}.")
+    return lines
+
+
+def text(summary: dict, settings: Settings) -> str:
+    """The report for a terminal."""
+    lines = [
+        f"Digits: {settings.num_train} training images, batch {settings.train_batch_size}, "
+        f"{settings.num_seeds} seeds, {settings.num_samples} replicas; mean ± standard error.",
+        f"Fitted temperature {_cell(summary['temperature'])}.",
+    ]
+    for std, rows in summary["noisy"].items():
+        cells = {row: [_cell(found[k]) for k in SCORES] for row, found in rows.items()}
+        lines += ["", f"Pixel noise {std}", *_table(cells, ["accuracy", "NLL", "ECE"])]
+    lines += ["", *_comparisons(summary, settings)]
+    cells = {row: [_cell(found[k]) for k in UNSEEN] for row, found in summary["unseen"].items()}
+    known = settings.known_classes
+    lines += [
+        "",
+        f"Unseen classes: trained on 0 to {known - 1}, shown {known} to 9 (entropy H, mutual information MI "
+        "in nats; AUROC of telling them apart)",
+        *_table(cells, list(UNSEEN.values())),
+        "AUROC H against plug-in BN: "
+        + ", ".join(
+            f"{row} {found['auroc_entropy']}" for row, found in summary["unseen_compared"].items()
+        ),
+        "",
+        "Where sampling does not win:",
+        *(f"  {line}" for line in losses(summary) or ["nowhere in this table."]),
+    ]
+    return "\n".join(lines)
+
+
+def write(folder, units: dict, settings: Settings) -> dict:
+    """Draw the figures, write results.json (the summary, the settings, the machine) and return it."""
+    results = {
+        **summarise(units, settings),
+        "curve": units["curve"],
+        "settings": asdict(settings),
+        "environment": environment(),
+        "figures": [str(path) for path in figures(units, settings, folder)],
+    }
+    write_json(Path(folder) / "results.json", results)
+    return results
+
+
+def figures(units: dict, settings: Settings, folder) -> list[Path]:
+    """Draw the three figures into `folder` as PNG files and return their paths."""
+    drawn = {
+        "verdict.png": verdict_figure(units["verdict"]),
+        "batch_size.png": curve_figure(units["curve"], settings),
+        "entropy_cdf.png": entropy_figure(units["entropies"], settings),
+    }
+    paths = []
+    for name, figure in drawn.items():
+        paths.append(Path(folder) / name)
+        figure.savefig(paths[-1], dpi=120)
+    return paths
+
+
+def verdict_figure(unit: dict):
+    return plots.verdict(unit["image"], unit["plug_in"], unit["replicas"], truth=unit["truth"])
+
+
+def curve_figure(curve: dict, settings: Settings):
+    names = {"clean": "clean images", "noisy": f"noise {settings.curve_noise_std}"}
+    return plots.information_and_nll(
+        settings.curve_batch_sizes,
+        {title: curve[key]["mutual_information"] for key, title in names.items()},
+        {title: curve[key]["nll"] for key, title in names.items()},
+        levels={title: curve[key]["plug_in_nll"] for key, title in names.items()},
+        marks={settings.train_batch_size: "training", settings.num_train: "= N"},
+    )
+
+
+def entropy_figure(unit: dict, settings: Settings):
+    known = settings.known_classes
+    titles = {
+        "seen": f"classes 0–{known - 1}, trained on",
+        "unseen": f"classes {known}–9, never seen",
+    }
+    colors = {"seen": plots.BLUE, "unseen": plots.ORANGE}
+    curves, styles = {}, {}
+    for name, title in titles.items():
+        for row, line in ((PLUG_IN, "--"), ("MCBN (bank)", "-")):
+            label = f"{title}: {row}"
+            curves[label] = unit[name][row]
+            styles[label] = {"color": colors[name], "linestyle": line}
+    return plots.entropy_cdf(curves, num_classes=known, styles=styles).figure

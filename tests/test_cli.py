@@ -1,0 +1,73 @@
+"""The command: what it prints, and how it fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bnuq_ext
+from bnuq_ext import cli
+
+ROOT = Path(bnuq_ext.__file__).parent.parent
+
+
+def test_doctor(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bnuq_ext"] == bnuq_ext.__version__
+    assert found["cuda_library"] in (True, False) and found["torch"]
+    assert cli.main(["doctor"]) == 0
+    assert f"bnuq_ext       {bnuq_ext.__version__}\n" in capsys.readouterr().out
+
+
+def test_demo(capsys, tmp_path):
+    arguments = ["demo", "--quick", "--seeds", "1", "--output", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "Where sampling does not win:" in printed.out and "batch_size.png" in printed.out
+    assert "digits" in printed.err
+    assert cli.main([*arguments, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["settings"]["num_seeds"] == 1 and printed.err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--seeds", "0"], "bnuq: demo: seeds must be positive, got 0\n"),
+        (["--output", "/dev/null"], "bnuq: store: folder must be a folder to write to, got "),
+    ],
+)
+def test_errors_are_one_line(capsys, arguments, message):
+    assert cli.main(["demo", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(message) and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_interrupt(capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bnuq_ext.experiments.digits.run", interrupted)
+    assert cli.main(["demo"]) == 130
+    assert "goes on where it stopped" in capsys.readouterr().err
+
+
+def test_usage_errors(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["dmeo"])
+    assert caught.value.code == 2 and "invalid choice" in capsys.readouterr().err
+
+
+def test_module_runs_as_a_program():
+    place = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "bnuq_ext", "doctor", "--json"]
+    done = subprocess.run(command, env=place, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["bnuq_ext"] == bnuq_ext.__version__
+
+
+def test_script_is_declared():
+    assert 'bnuq = "bnuq_ext.cli:main"' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,141 @@
+"""The demo end to end on a tiny run: its numbers, its resumption, its report."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bnuq_ext import data
+from bnuq_ext.experiments import digits, digits_report
+
+TINY = replace(digits.QUICK, epochs=1, widths=(16, 16, 16), num_batches=4, num_samples=4)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("digits")
+    return folder, digits.run(folder, TINY, progress=False)
+
+
+def test_scores_are_scores(finished):
+    _, units = finished
+    for seed in range(2):
+        for std in ("0.0", "0.35"):
+            assert units[f"noisy-{seed}"][std].keys() == set(digits.ROWS)
+            for row in digits.ROWS:
+                found = units[f"noisy-{seed}"][std][row]
+                assert 0 < found["accuracy"] < 1 and 0 < found["ece"] < 1 and 0 < found["nll"] < 10
+        for row in digits.ROWS:
+            found = units[f"unseen-{seed}"][row]
+            assert 0 < found["entropy_seen"] < math.log(5) + 1e-6
+            assert 0 < found["auroc_entropy"] < 1
+        assert units[f"unseen-{seed}"][digits.PLUG_IN]["auroc_information"] == 0.5
+
+
+def test_temperature_leaves_the_accuracy(finished):
+    found = finished[1]["noisy-0"]["0.35"]
+    assert found[digits.PLUG_IN]["accuracy"] == found[digits.TEMPERATURE]["accuracy"]
+    assert found[digits.PLUG_IN]["nll"] != found[digits.TEMPERATURE]["nll"]
+
+
+def test_information_vanishes_exactly_at_the_size_of_the_data(finished):
+    for name in ("clean", "noisy"):
+        information = finished[1]["curve"][name]["mutual_information"]
+        assert information[-1] == 0.0
+        assert min(information[:-1]) > 1e-4
+        assert information[0] > information[1]
+
+
+def test_plug_in_row_is_the_trained_network():
+    split = TINY.split(0)
+    torch.manual_seed(0)
+    network = digits.train(split.train, 10, TINY)
+    torch.manual_seed(0)
+    fitted = digits.fit(split, 10, TINY)
+    outcome = digits.outcomes(fitted, split.test.x, TINY, 0)[digits.PLUG_IN]
+    torch.testing.assert_close(outcome.probs, network(split.test.x).softmax(1).detach())
+    assert len(network) == 10 and network[1].num_features == 16
+
+
+def test_unseen_images_are_all_the_others():
+    *_, others = digits.known_and_unseen(TINY, 0)
+    assert len(others) == 1797 - 901
+
+
+def test_a_killed_run_goes_on(finished, tmp_path, monkeypatch):
+    _, expected = finished
+    calls = []
+
+    def dies(settings, seed):
+        calls.append(seed)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return digits_noisy(settings, seed)
+
+    digits_noisy = digits.noisy_inputs
+    monkeypatch.setattr(digits, "noisy_inputs", dies)
+    before = torch.random.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        digits.run(tmp_path, TINY, progress=False)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert (tmp_path / "units" / "noisy-0.json").exists()
+    assert digits.run(tmp_path, TINY, progress=False) == expected
+    assert calls == [0, 1, 1]
+    with pytest.raises(ValueError, match="must be empty or hold a run of the same settings"):
+        digits.run(tmp_path, replace(TINY, epochs=2), progress=False)
+
+
+def test_more_seeds_continue_a_run(finished):
+    folder, units = finished
+    more = digits.run(folder, digits.with_seeds(TINY, 3), progress=False)
+    assert {k: more[k] for k in units} == units and "noisy-2" in more
+    with pytest.raises(ValueError, match="^demo: seeds must be positive, got 0$"):
+        digits.with_seeds(TINY, 0)
+
+
+def test_the_digit_of_the_figure(finished):
+    verdict = finished[1]["verdict"]
+    image = data.add_noise(TINY.split(0).test.x, 0.35, seed=0)
+    assert (image.view(-1, 8, 8) == torch.tensor(verdict["image"])).all(2).all(1).sum() == 1
+    assert torch.tensor(verdict["replicas"]).shape == (4, 10)
+    torch.testing.assert_close(torch.tensor(verdict["replicas"]).sum(1), torch.ones(4))
+
+
+def test_report(finished, tmp_path):
+    _, units = finished
+    results = digits_report.write(tmp_path, units, TINY)
+    assert json.loads((tmp_path / "results.json").read_text())["noisy"].keys() == {"0.0", "0.35"}
+    for path in results["figures"]:
+        assert Path(path).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = digits_report.text(results, TINY)
+    cell = results["noisy"]["0.35"]["joint"]["nll"]
+    assert f"{cell['mean']:.3f} ± {cell['error']:.3f}" in text
+    assert "trained on 0 to 4, shown 5 to 9" in text
+    assert len(results["figures"]) == 3
+
+
+def test_mean_and_error_by_hand():
+    found = digits_report.mean_and_error([1.0, 2.0, 6.0])
+    assert found == {"mean": pytest.approx(3.0), "error": pytest.approx(math.sqrt(7 / 3))}
+    assert math.isnan(digits_report.mean_and_error([1.0])["error"])
+
+
+def test_compare():
+    high, low = [1.0, 1.1, 1.0], [0.5, 0.5, 0.6]
+    assert digits_report.compare(high, low, True) == "better"
+    assert digits_report.compare(high, low, False) == "worse"
+    assert digits_report.compare([0.0, 1.0, 0.0], [0.5, 0.5, 0.0], True) == "level"
+    assert digits_report.compare(high, high, True) == "level"
+    assert digits_report.compare([1.0], [0.0], True) == "level"
+
+
+def test_losses_come_from_the_numbers():
+    words = {"0.0": "worse", "0.25": "level", "0.35": "better"}
+    better = dict.fromkeys(words, "better")
+    summary = {"compared": {"base": {"joint": {"nll": words, "ece": better}}}}
+    assert digits_report.losses(summary) == [
+        "joint against base, NLL: worse at noise 0.0; level at noise 0.25."
+    ]

@@ -1,0 +1,69 @@
+"""Runs that are killed go on, half a file is never seen, and other settings are refused."""
+
+import json
+
+import pytest
+
+from bnuq_ext.experiments import store as store_file
+from bnuq_ext.experiments.store import Store, write_json
+
+
+def test_finished_units_are_not_computed_again(tmp_path):
+    assert Store(tmp_path, {"a": 1}).unit("one", lambda: {"x": [1.5]}) == {"x": [1.5]}
+
+    def never():
+        raise AssertionError
+
+    assert Store(tmp_path, {"a": 1}).unit("one", never) == {"x": [1.5]}
+
+
+def test_a_unit_that_fails_leaves_nothing(tmp_path):
+    store = Store(tmp_path, {})
+    with pytest.raises(KeyboardInterrupt):
+        store.unit("one", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(TypeError):
+        store.unit("one", lambda: {"not": object()})
+    assert list((tmp_path / "units").iterdir()) == []
+    assert store.unit("one", lambda: 2) == 2
+
+
+def test_a_crash_before_the_rename_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file.json"
+    write_json(path, [1])
+
+    def crash(*_):
+        raise OSError("no power")
+
+    monkeypatch.setattr(store_file.os, "replace", crash)
+    with pytest.raises(OSError, match="no power"):
+        write_json(path, [2])
+    assert json.loads(path.read_text()) == [1]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_other_settings_are_refused(tmp_path):
+    Store(tmp_path, {"epochs": 1, "widths": (2, 3)})
+    Store(tmp_path, {"epochs": 1, "widths": (2, 3)})
+    with pytest.raises(ValueError) as caught:
+        Store(tmp_path, {"epochs": 2, "widths": (2, 3)})
+    assert str(caught.value) == (
+        f"store: folder must be empty or hold a run of the same settings ({tmp_path}), "
+        "got another epochs"
+    )
+
+
+def test_damaged_unit_is_named(tmp_path):
+    store = Store(tmp_path, {})
+    path = tmp_path / "units" / "one.json"
+    path.write_text('{"x"')
+    with pytest.raises(ValueError) as caught:
+        store.unit("one", dict)
+    assert str(caught.value).startswith(
+        f"store: {path} must hold JSON (delete it to compute it again), got "
+    )
+
+
+def test_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="^store: folder must be a folder to write to, got "):
+        Store(tmp_path / "file", {})
