@@ -6,6 +6,7 @@ Exit status: 0, 2 for anything that the user can mend (one line on stderr), 130 
 import argparse
 import json
 import sys
+from pathlib import Path
 
 
 def demo(arguments) -> str:
@@ -18,7 +19,7 @@ def demo(arguments) -> str:
     results = digits_report.write(arguments.output, units, settings)
     if arguments.json:
         return json.dumps(results)
-    paths = "\n".join(f"  {path}" for path in results["figures"])
+    paths = "\n".join(f"  {Path(arguments.output) / name}" for name in results["figures"])
     return f"{digits_report.text(results, settings)}\n\nFigures:\n{paths}"
 
 

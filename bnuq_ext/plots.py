@@ -4,15 +4,15 @@ Nothing here changes a style, shows a window or writes a file. With `ax=None` a 
 pyplot: `ax.figure.savefig(path)` writes it, and a notebook shows `ax.figure`.
 """
 
+from itertools import cycle
+
 import numpy as np
 
 from .ops.checks import refuse
 
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8a8a"
-# Ten classes that stay apart for most colour-blind readers (Okabe and Ito, extended).
-CLASS_COLORS = (
-    "#56b4e9 #e69f00 #009e73 #cc79a7 #0072b2 #f0e442 #999999 #d55e00 #44348c #7fbf5f".split()
-)
+# Stay apart for most colour-blind readers (after Okabe and Ito).
+COLORS = "#0072b2 #e69f00 #009e73 #cc79a7 #56b4e9 #d55e00 #f0e442 #8a8a8a".split()
 
 
 def _figure(width: float, height: float):
@@ -51,11 +51,12 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
         ax.step(edges, fraction, where="post", label=label, **(styles or {}).get(label, {}))
     if num_classes is not None:
         ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)
-        place = (np.log(num_classes), 0.03)
-        ax.annotate(f"log {num_classes} ", place, color=GREY, ha="right", fontsize="small")
+        place = (np.log(num_classes), 0.6)
+        ax.annotate(f" log {num_classes}", place, color=GREY, rotation=90, ha="right")
     ax.set(xlabel="predictive entropy [nats]", ylabel="fraction of images at or below")
     ax.set(xlim=(0, None), ylim=(0, 1.02))
-    ax.legend(frameon=False)
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
+    ax.legend(frameon=False, fontsize="small", **above)
     return ax
 
 
@@ -118,7 +119,7 @@ def stacked_probabilities(probs, *, shown, ax=None):
 
     Args:
         probs: (T, K) probabilities.
-        shown: the classes to draw, from the bottom up.
+        shown: the classes to draw, from the bottom up, in the order of `COLORS`.
         ax: where to draw.
 
     Returns:
@@ -129,8 +130,7 @@ def stacked_probabilities(probs, *, shown, ax=None):
     if probs.ndim != 2:
         refuse("stacked_probabilities", "probs", "have shape (T, K)", list(probs.shape))
     bottom = np.zeros(len(probs))
-    for k in shown:
-        color = CLASS_COLORS[k % len(CLASS_COLORS)]
+    for k, color in zip(shown, cycle(COLORS), strict=False):
         columns = np.arange(1, len(probs) + 1)
         ax.bar(
             columns, probs[:, k], 1.0, bottom, color=color, edgecolor="white", lw=0.4, label=str(k)
@@ -140,18 +140,19 @@ def stacked_probabilities(probs, *, shown, ax=None):
     return ax
 
 
-def verdict(image, plug_in, replicas, *, truth=None, visible=0.02):
+def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02):
     """A noisy image, what one network says about it, and what its replicas say.
 
     Args:
         image: (H, W) pixels.
         plug_in: (K,) probabilities of ordinary batch norm.
         replicas: (T, K) probabilities of the replicas; drawn in the order of their verdicts.
+        clean: (H, W) the image without noise, shown above it.
         truth: the true class.
         visible: a class is drawn if its mean probability somewhere reaches this.
 
     Returns:
-        Figure with three Axes: image, plug-in, replicas.
+        Figure with Axes labelled "clean" (where given), "image", "plug-in" and "replicas".
     """
     plug_in, replicas = np.asarray(plug_in, dtype=float), np.asarray(replicas, dtype=float)
     mean = replicas.mean(0)
@@ -160,12 +161,17 @@ def verdict(image, plug_in, replicas, *, truth=None, visible=0.02):
     rank = np.argsort(by_mean)[replicas.argmax(1)]
     order = np.lexsort((-replicas.max(1), rank))
     figure = _figure(8.6, 2.9)
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 0.55, 2.6))
-    left.imshow(image, cmap="gray_r", interpolation="nearest")
-    left.set(xticks=[], yticks=[])
-    left.set_title(
-        "the input" if truth is None else f"the input: a noisy {truth}", fontsize="medium"
-    )
+    rows = [["clean", "plug-in", "replicas"]] * (clean is not None) + [
+        ["image", "plug-in", "replicas"]
+    ]
+    places = figure.subplot_mosaic(rows, width_ratios=(0.5 if len(rows) == 2 else 1, 0.55, 2.6))
+    middle, right = places["plug-in"], places["replicas"]
+    what = "the input" if truth is None else f"a noisy {truth}"
+    for name, pixels, title in (("clean", clean, f"a {truth}"), ("image", image, what)):
+        if name in places:
+            places[name].imshow(pixels, cmap="gray_r", interpolation="nearest")
+            places[name].set(xticks=[], yticks=[])
+            places[name].set_title(title, fontsize="medium")
     stacked_probabilities(plug_in[None], shown=shown, ax=middle)
     middle.set(xticks=[], ylabel="probability")
     middle.set_title("plug-in BN", fontsize="medium")

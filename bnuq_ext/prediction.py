@@ -15,7 +15,7 @@ from .ops.checks import check_floating, refuse
 LIKELIHOODS = ("categorical", "gaussian")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Prediction:
     """The predictive distribution of T replicas at N inputs. An attribute that does not apply is None.
 

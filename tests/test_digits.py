@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -108,8 +107,8 @@ def test_report(finished, tmp_path):
     _, units = finished
     results = digits_report.write(tmp_path, units, TINY)
     assert json.loads((tmp_path / "results.json").read_text())["noisy"].keys() == {"0.0", "0.35"}
-    for path in results["figures"]:
-        assert Path(path).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    for name in results["figures"]:
+        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = digits_report.text(results, TINY)
     cell = results["noisy"]["0.35"]["joint"]["nll"]
     assert f"{cell['mean']:.3f} ± {cell['error']:.3f}" in text

@@ -64,9 +64,11 @@ def test_stacked_probabilities():
 
 def test_verdict():
     replicas = np.array([[0.1, 0.9, 0.0], [0.8, 0.19, 0.01], [0.4, 0.59, 0.01]])
-    figure = plots.verdict(np.eye(8), [0.01, 0.98, 0.01], replicas, truth=0)
-    image, plug_in, right = figure.axes
-    assert image.get_title() == "the input: a noisy 0"
+    figure = plots.verdict(np.eye(8), [0.01, 0.98, 0.01], replicas, clean=np.ones((8, 8)), truth=0)
+    axes = {ax.get_label(): ax for ax in figure.axes}
+    plug_in, right = axes["plug-in"], axes["replicas"]
+    assert axes["clean"].get_title() == "a 0" and axes["image"].get_title() == "a noisy 0"
+    np.testing.assert_array_equal(axes["image"].images[0].get_array(), np.eye(8))
     assert plug_in.get_xlabel() == "“1”, 98%"
     assert right.get_xlabel() == "together: “1”, 56%"
     # The surest of the most frequent verdict first; class 2 is too rare to be drawn.

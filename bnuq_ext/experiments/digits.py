@@ -1,8 +1,9 @@
 """Stochastic batch norm on scikit-learn's digits: noisy inputs and unseen classes, over several seeds.
 
-A small network with batch norm is trained on few images. Its predictions by ordinary batch norm (plug-in,
-also with a temperature fitted on clean validation data) stand beside those of T replicas by three samplers.
-Everything is fixed beforehand; the test part is only scored.
+A small network with batch norm is trained on few images. Its predictions by ordinary batch norm (plug-in, also
+with a temperature fitted on clean validation data) stand beside those of T replicas by three samplers. The
+number of epochs was set so that plug-in BN has the NLL of an earlier trial at noise 0.35 (1.42); nothing
+else was chosen by looking at the test part.
 """
 
 import warnings
@@ -230,6 +231,7 @@ def confident_error(settings: Settings) -> dict:
     wrong = (guess != split.test.y) & (confidence > 0.9)
     row = torch.where(wrong, pred.mutual_information, -1.0).argmax().item()
     return {
+        "clean": split.test.x[row].view(8, 8).tolist(),
         "image": x[row].view(8, 8).tolist(),
         "truth": split.test.y[row].item(),
         "plug_in": plug_in[row].tolist(),

@@ -166,28 +166,27 @@ def write(folder, units: dict, settings: Settings) -> dict:
         "curve": units["curve"],
         "settings": asdict(settings),
         "environment": environment(),
-        "figures": [str(path) for path in figures(units, settings, folder)],
+        "figures": figures(units, settings, folder),
     }
     write_json(Path(folder) / "results.json", results)
     return results
 
 
-def figures(units: dict, settings: Settings, folder) -> list[Path]:
-    """Draw the three figures into `folder` as PNG files and return their paths."""
+def figures(units: dict, settings: Settings, folder) -> list[str]:
+    """Draw the three figures into `folder` as PNG files and return their names."""
     drawn = {
         "verdict.png": verdict_figure(units["verdict"]),
         "batch_size.png": curve_figure(units["curve"], settings),
         "entropy_cdf.png": entropy_figure(units["entropies"], settings),
     }
-    paths = []
     for name, figure in drawn.items():
-        paths.append(Path(folder) / name)
-        figure.savefig(paths[-1], dpi=120)
-    return paths
+        figure.savefig(Path(folder) / name, dpi=120)
+    return list(drawn)
 
 
 def verdict_figure(unit: dict):
-    return plots.verdict(unit["image"], unit["plug_in"], unit["replicas"], truth=unit["truth"])
+    known = {"clean": unit["clean"], "truth": unit["truth"]}
+    return plots.verdict(unit["image"], unit["plug_in"], unit["replicas"], **known)
 
 
 def curve_figure(curve: dict, settings: Settings):
