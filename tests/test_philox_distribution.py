@@ -10,7 +10,7 @@ from scipy import stats
 from bnuq_ext import ops
 
 
-def test_all_words(driver):
+def test_all_words(philox_driver):
     """The recipe's own distribution, by enumeration: no chance is involved, the bounds are its
     quantisation (12-bit angle, 32-bit radius)."""
     t = philox_driver("normals", os.cpu_count())
