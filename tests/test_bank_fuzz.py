@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from sealed import encoded, file_bytes, forged, make_bank, refused, split
 
 import bnuq_ext as bnuq
+from bnuq_ext import bank_file
 
 # ---- damage ------------------------------------------------------------------------------------
 
@@ -245,7 +247,7 @@ RAW = {
     "seven bytes": (b"1234567", "hold at least 8 bytes, got 7"),
     "no header": (bytes(8), "have a header of 1 to 0 bytes, got 0"),
     "huge header": (b"\xff" * 8 + b"{}", "have a header of 1 to 2 bytes, got 18446744073709551615"),
-    "large header": (forged(b" " * (9 << 20)), "have a header of 1 to 4194304 bytes, got 9437184"),
+    "large header": (forged(b" " * (9 << 20)), "have a header of 1 to 2097152 bytes, got 9437184"),
     "no JSON": (forged(b"{'a': 1}"), "have a JSON header, got Expecting property name"),
     "no UTF-8": (forged(b'{"\xff": 1}'), "have a JSON header, got 'utf-8' codec can't decode"),
     "nested": (forged(b"[" * 100_000), "have a JSON header, got maximum recursion depth"),
@@ -306,3 +308,16 @@ def test_runs_nothing(tmp_path):
     assert not mark.exists()
     pickle.loads(pickled)
     assert mark.exists()
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"[[[[[[[[]]]]]]]],", b'{"a":{}},', b'"",', b"0.5,"])
+def test_an_untrusted_header_takes_bounded_memory(unit, monkeypatch):
+    monkeypatch.setattr(bank_file, "LARGEST_HEADER", 1 << 17)
+    text = b"[" + unit * ((1 << 17) // len(unit) - 1) + b"0]"
+    data = forged(text + b" " * (-len(text) % 8))
+    tracemalloc.start()
+    try:
+        assert "state the format 'bnuq_bank'" in refused(data)
+        assert tracemalloc.get_traced_memory()[1] < 50 * (1 << 17)
+    finally:
+        tracemalloc.stop()
