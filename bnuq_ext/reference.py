@@ -6,7 +6,7 @@ Imports nothing of this package. Arithmetic follows the dtype of the inputs; the
 import numpy as np
 import torch
 
-TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "permutation": 4, "joint": 5}
+TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "permutation": 4, "joint": 5, "local": 6}
 
 
 # ---- batch norm and predictive statistics ------------------------------------------------------
