@@ -16,7 +16,8 @@
 
 namespace bnuq {
 
-constexpr int kUnroll = 4;             // 16-byte loads in flight a thread
+constexpr int kUnroll = 4;  // 16-byte loads in flight a thread
+constexpr int kScalarUnroll = 8;
 constexpr int64_t kPlaneLength = 256;  // elements from which a plane feeds a warp
 
 template <typename scalar_t>
@@ -27,6 +28,18 @@ struct ForwardArgs {
   Parameters<acc_type<scalar_t>> par;
   Extents d;
 };
+
+// activate() of each, with the slope's cases told apart once: no arithmetic without an activation.
+template <typename acc_t, int V>
+BNUQ_DEVICE void activate_all(acc_t (&z)[V], acc_t slope) {
+  if (slope == acc_t(0)) {
+#pragma unroll
+    for (int e = 0; e < V; ++e) z[e] = relu(z[e]);
+  } else if (slope != acc_t(1)) {
+#pragma unroll
+    for (int e = 0; e < V; ++e) z[e] = z[e] < acc_t(0) ? slope * z[e] : z[e];
+  }
+}
 
 template <typename scalar_t, int V, typename acc_t>
 BNUQ_DEVICE void write_elements(
@@ -42,12 +55,15 @@ BNUQ_DEVICE void write_elements(
 #pragma unroll
     for (int e = 0; e < V; ++e) z[e] += r[e];
   }
-#pragma unroll
-  for (int e = 0; e < V; ++e) z[e] = activate(z[e], slope);
+  activate_all(z, slope);
   store_stream(y, z);
 }
 
 // ---- columns -----------------------------------------------------------------------------------
+
+constexpr int unroll_of(int V) {
+  return V == 1 ? kScalarUnroll : kUnroll;
+}
 
 template <typename acc_t, int V>
 BNUQ_DEVICE void read_table(
@@ -64,17 +80,17 @@ __global__ void __launch_bounds__(kThreads, 3)
   BNUQ_DYNAMIC_SHARED(acc_t, table);
   const Extents d = args.d;
   const int64_t tile = blockIdx.x % p.tiles, chunk = blockIdx.x / p.tiles % p.chunks;
-  const int64_t t = blockIdx.x / p.tiles / p.chunks, length = d.C * d.S;
+  const int64_t t = blockIdx.x / p.tiles / p.chunks, length = p.length;
   const Column<V> column(p, tile, d.C, d.S);
   const int64_t first = chunk * p.rows_per_block;
-  const int64_t end = column.active ? smaller(d.N, first + p.rows_per_block) : 0;
-  const int64_t offset = t * d.N * length + column.element, step = blockDim.y * length;
+  const int64_t end = column.active ? smaller(p.rows, first + p.rows_per_block) : 0;
+  const int64_t offset = t * p.rows * length + column.element, step = blockDim.y * length;
   int64_t n = first + threadIdx.y, at = offset + n * length;
 
-  Pack<scalar_t, V> x[kUnroll], residual[kUnroll];
+  Pack<scalar_t, V> x[unroll_of(V)], residual[unroll_of(V)];
   const auto load = [&] {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < unroll_of(V); ++u) {
       if (n + u * int64_t(blockDim.y) >= end) break;
       x[u] = load_stream<V>(args.x + at + u * step);
       if (args.residual) residual[u] = load_stream<V>(args.residual + at + u * step);
@@ -88,13 +104,13 @@ __global__ void __launch_bounds__(kThreads, 3)
   if (column.active) read_table(a, table, p.slots, slot);
   while (n < end) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < unroll_of(V); ++u) {
       if (n + u * int64_t(blockDim.y) >= end) break;
       write_elements(
           args.y + at + u * step, x[u], residual[u], args.residual != nullptr, a, args.par.slope);
     }
-    n += kUnroll * int64_t(blockDim.y);
-    at += kUnroll * step;
+    n += unroll_of(V) * int64_t(blockDim.y);
+    at += unroll_of(V) * step;
     load();
   }
 }
@@ -106,17 +122,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
   const Extents d = args.d;
-  const int64_t tile = blockIdx.x % p.tiles, chunk = blockIdx.x / p.tiles, length = d.C * d.S;
+  const int64_t tile = blockIdx.x % p.tiles, chunk = blockIdx.x / p.tiles, length = p.length;
   const Column<V> column(p, tile, d.C, d.S);
-  const int64_t n = chunk * p.rows_per_block + threadIdx.y, rows = d.N - n;
+  const int64_t n = chunk * p.rows_per_block + threadIdx.y, rows = p.rows - n;
   const int64_t at = n * length + column.element, step = blockDim.y * length;
   int count = 0;  // rows of this thread
   if (column.active && rows > 0)
-    count = int(smaller<int64_t>(kUnroll, ceil_div<int64_t>(rows, blockDim.y)));
+    count = int(smaller<int64_t>(unroll_of(V), ceil_div<int64_t>(rows, blockDim.y)));
 
-  Pack<scalar_t, V> x[kUnroll], residual[kUnroll];
+  Pack<scalar_t, V> x[unroll_of(V)], residual[unroll_of(V)];
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
+  for (int u = 0; u < unroll_of(V); ++u) {
     if (u >= count) break;
     x[u] = load_stream<V>(args.x + at + u * step);
     if (args.residual) residual[u] = load_stream<V>(args.residual + at + u * step);
@@ -125,16 +141,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   column.find_slots(slot);
   const int64_t t_begin = blockIdx.y * p.replicas_per_split;
   const int64_t t_end = smaller(d.T, t_begin + p.replicas_per_split);
-  scalar_t* y = args.y + t_begin * d.N * length + at;
+  scalar_t* y = args.y + t_begin * p.rows * length + at;
   for (int64_t t0 = t_begin; t0 < t_end; t0 += p.replicas) {
     const int replicas = int(smaller<int64_t>(p.replicas, t_end - t0));
     fill_table(table, p, column, source, args.par, t0, replicas);
     if (count == 0) continue;
-    for (int j = 0; j < replicas; ++j, y += d.N * length) {
+    for (int j = 0; j < replicas; ++j, y += p.rows * length) {
       Affine<acc_t> a[V];
       read_table(a, table + j * 3 * p.slots, p.slots, slot);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
+      for (int u = 0; u < unroll_of(V); ++u) {
         if (u >= count) break;
         keep_packed(x[u]);
         if (args.residual) keep_packed(residual[u]);
@@ -287,8 +303,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(scalar_t) == 8 ? 2 : 3)
 
 template <int V, typename scalar_t, typename Source>
 void run_columns(
-    const ForwardArgs<scalar_t>& args, const Source& source, bool shared, cudaStream_t stream) {
-  const ColumnsPlan p = plan_columns(args.d, V, kUnroll, shared, int(sizeof(acc_type<scalar_t>)));
+    const ForwardArgs<scalar_t>& args, const Source& source, bool shared, int merged,
+    cudaStream_t stream) {
+  const ColumnsPlan p =
+      plan_columns(args.d, V, unroll_of(V), shared, int(sizeof(acc_type<scalar_t>)), merged);
   const auto kernel =
       shared ? shared_columns_kernel<scalar_t, V, Source> : columns_kernel<scalar_t, V, Source>;
   BNUQ_LAUNCH(kernel, p.grid, p.block, p.shared, stream, args, source, p);
@@ -306,11 +324,13 @@ void run_batch_norm(
     const auto kernel =
         shared ? shared_planes_kernel<scalar_t, Source> : planes_kernel<scalar_t, Source>;
     BNUQ_LAUNCH(kernel, p.grid, p.block, 0, stream, args, source, p);
-  } else if (wide && d.C * d.S % V == 0) {
-    run_columns<V>(args, source, shared, stream);
-  } else {
-    run_columns<1>(args, source, shared, stream);
+    return;
   }
+  const int merged = wide ? merged_rows(d, V) : 0;
+  if (merged > 0)
+    run_columns<V>(args, source, shared, merged, stream);
+  else
+    run_columns<1>(args, source, shared, 1, stream);
 }
 
 }  // namespace bnuq

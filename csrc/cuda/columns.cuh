@@ -20,42 +20,59 @@ struct Extents {
   int64_t T, N, C, S;
 };
 
+// A row is C*S elements, or, where that is odd, several of them: then rows begin at aligned
+// addresses.
 struct ColumnsPlan {
   dim3 grid, block;
   size_t shared;
-  int64_t columns;  // of a row, V elements each
-  int64_t tiles;    // of a row
+  int merged;            // rows of C*S elements in one row here
+  int64_t rows, length;  // N / merged, merged * C * S
+  int64_t columns;       // of a row, V elements each
+  int64_t tiles;         // of a row
   int64_t rows_per_block;
   int64_t chunks;  // of the N rows
   int64_t replicas_per_split;
-  int channels;  // of a tile, at most
+  int channels;  // of a table, at most
   int slots;     // of a run of the table
   int replicas;  // of a table
 };
+
+constexpr int64_t kMergedChannels = 1024;  // their table holds all channels
+
+// Rows to merge so that V divides the row; 0 where that cannot be.
+inline int merged_rows(Extents d, int V) {
+  int merged = 1;
+  while (d.C * d.S * merged % V != 0) merged *= 2;
+  return merged == 1 || (d.N % merged == 0 && d.C <= kMergedChannels) ? merged : 0;
+}
 
 constexpr int slot_of(int channel) {
   return channel + (channel >> 3);
 }
 
 // `unroll` rows a thread at a time. Shared x: a block keeps its rows while it passes over replicas.
-inline ColumnsPlan plan_columns(Extents d, int V, int unroll, bool shared, int acc_size) {
+inline ColumnsPlan plan_columns(
+    Extents d, int V, int unroll, bool shared, int acc_size, int merged = 1) {
   ColumnsPlan p;
-  p.columns = d.C * d.S / V;
+  p.merged = merged;
+  p.rows = d.N / merged;
+  p.length = d.C * d.S * merged;
+  p.columns = p.length / V;
   p.tiles = ceil_div<int64_t>(p.columns, kThreads);
   const int bx = int(ceil_div(p.columns, p.tiles)), by = kThreads / bx;
   p.block = dim3(bx, by);
-  p.channels = int(smaller<int64_t>(d.C, (int64_t(bx) * V - 1) / d.S + 2));
+  p.channels = int(merged > 1 ? d.C : smaller<int64_t>(d.C, (int64_t(bx) * V - 1) / d.S + 2));
   p.slots = (p.channels + 14) / 8 * 9;
   const int run_bytes = 3 * p.slots * acc_size;
   p.replicas = shared ? larger(1, smaller(kTableBytes / run_bytes, kTableReplicas)) : 1;
   p.shared = size_t(p.replicas) * run_bytes;
 
-  const int64_t step = int64_t(by) * unroll, steps = ceil_div(d.N, step);
+  const int64_t step = int64_t(by) * unroll, steps = ceil_div(p.rows, step);
   const int64_t replicas = shared ? 1 : d.T, blocks = replicas * p.tiles * steps;
   const int64_t passes =
       shared ? 1 : smaller<int64_t>(8, larger<int64_t>(1, blocks / kTargetBlocks));
   p.rows_per_block = step * passes;
-  p.chunks = ceil_div(d.N, p.rows_per_block);
+  p.chunks = ceil_div(p.rows, p.rows_per_block);
   const int64_t splits =
       shared ? larger<int64_t>(1, smaller(d.T, kTargetBlocks / (p.tiles * p.chunks))) : 1;
   p.replicas_per_split = ceil_div(d.T, splits);
@@ -70,34 +87,39 @@ template <int V>
 struct Column {
   int64_t element;  // of the row; the first of V
   bool active;
-  int64_t first_channel;  // of the tile
-  int channels;           // of the tile
-  int left;               // elements of the tile's first channel
+  int64_t first_channel;  // of the table
+  int channels;           // of the table
+  int start;              // the channel of the tile's first element, from first_channel
+  int left;               // elements of that channel
   int period;             // S, capped: a tile is shorter than the cap
+  int wrap;  // the channel after the last, from first_channel, is this; merged rows go round
 
   BNUQ_DEVICE Column(const ColumnsPlan& p, int64_t tile, int64_t C, int64_t S) {
-    const int64_t length = C * S, start = tile * blockDim.x * V;
-    element = start + threadIdx.x * V;
-    active = element < length;
-    first_channel = start / S;
+    const int64_t first = tile * blockDim.x * V, plane = first / S;
+    element = first + threadIdx.x * V;
+    active = element < p.length;
     constexpr int64_t kCap = 1 << 24;
-    left = int(smaller(kCap, (first_channel + 1) * S - start));
+    left = int(smaller(kCap, (plane + 1) * S - first));
     period = int(smaller(kCap, S));
-    const int64_t last = smaller(length, start + int64_t(blockDim.x) * V) - 1;
-    channels = int(last / S - first_channel) + 1;
+    const int64_t last = smaller(p.length, first + int64_t(blockDim.x) * V) - 1;
+    const bool round = p.merged > 1;
+    first_channel = round ? 0 : plane;
+    start = round ? int(plane % C) : 0;
+    channels = round ? int(C) : int(last / S - plane) + 1;
+    wrap = round ? int(C) : int(kCap);
   }
 
-  // Element `q` of the tile to its channel, counted from the tile's first.
-  BNUQ_DEVICE int channel(int q) const { return q < left ? 0 : 1 + (q - left) / period; }
+  // Element `q` of the tile to its plane, counted from the tile's first.
+  BNUQ_DEVICE int plane(int q) const { return q < left ? 0 : 1 + (q - left) / period; }
 
   // The slots of the thread's V elements in the table.
   BNUQ_DEVICE void find_slots(int (&slot)[V]) const {
-    const int q = threadIdx.x * V;
-    int c = channel(q), next = left + c * period;
+    const int q = threadIdx.x * V, past = plane(q);
+    int c = (start + past) % wrap, next = left + past * period;
 #pragma unroll
     for (int e = 0; e < V; ++e) {
       if (q + e == next) {
-        ++c;
+        if (++c == wrap) c = 0;
         next += period;
       }
       slot[e] = slot_of(c + int(first_channel & 7));

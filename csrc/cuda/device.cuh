@@ -107,6 +107,20 @@ BNUQ_DEVICE void from_acc2(float a, float b, __nv_bfloat16* out) {
   out[1] = pair.y;
 }
 
+// max(z, 0) that keeps NaN: one instruction where a comparison and a selection are two.
+BNUQ_DEVICE float relu(float z) {
+#ifdef __CUDA_ARCH__
+  float out;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(out) : "f"(z));
+  return out;
+#else
+  return z < 0.0f ? 0.0f : z;
+#endif
+}
+BNUQ_DEVICE double relu(double z) {
+  return z < 0.0 ? 0.0 : z;
+}
+
 // ---- memory ------------------------------------------------------------------------------------
 
 template <int kBytes>
@@ -144,6 +158,16 @@ template <int V, typename scalar_t>
 BNUQ_DEVICE Pack<scalar_t, V> load_stream(const scalar_t* p) {
   using bits_t = typename Pack<scalar_t, V>::bits_t;
   return {__ldcs(reinterpret_cast<const bits_t*>(p))};
+}
+
+// A bfloat16 is the upper half of a float: one instruction each.
+BNUQ_DEVICE void unpack(const Pack<__nv_bfloat16, 8>& pack, float (&z)[8]) {
+  const unsigned words[4] = {pack.bits.x, pack.bits.y, pack.bits.z, pack.bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    z[2 * i] = __uint_as_float(words[i] << 16);
+    z[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  }
 }
 
 template <typename scalar_t, int V>
