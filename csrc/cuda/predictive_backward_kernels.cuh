@@ -36,7 +36,7 @@ struct Upstream {
 };
 
 template <typename scalar_t, Group kGroup>
-__global__ void __launch_bounds__(block_limit(kGroup))
+__global__ void __launch_bounds__(block_limit(kGroup), 1)
     statistics_grad_kernel(StatisticsGradArgs<scalar_t> args) {
   using acc_t = acc_type<scalar_t>;
   const Classes d = args.d;
@@ -49,11 +49,11 @@ __global__ void __launch_bounds__(block_limit(kGroup))
       inside && args.grad_expected_entropy ? args.grad_expected_entropy[team.position] : acc_t(0);
   for (int64_t t = 0; t < d.T; ++t) {
     const int64_t replica = t * d.N * d.K * d.S;
-    acc_t shifted[kSlots], e[kSlots], grad[kSlots], expected = 0;
+    acc_t shifted[kSlots<acc_t>], e[kSlots<acc_t>], grad[kSlots<acc_t>], expected = 0;
     load_slots(shifted, args.logits + replica, at);
     const Softmax<acc_t> s = softmax(team, at, shifted, e);
 #pragma unroll
-    for (int r = 0; r < kSlots; ++r) {
+    for (int r = 0; r < kSlots<acc_t>; ++r) {
       if (r >= at.count) break;
       const Upstream<acc_t> up = Upstream<acc_t>::at(args, at.first + r * at.stride);
       e[r] *= s.inverse_sum;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(block_limit(kGroup))
     }
     expected = team.second_sum(expected);
 #pragma unroll
-    for (int r = 0; r < kSlots; ++r) {
+    for (int r = 0; r < kSlots<acc_t>; ++r) {
       if (r >= at.count) break;
       from_acc(
           logit_grad(e[r], grad[r], expected),
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kMaxGroup)
 // No size may be 0.
 template <typename scalar_t>
 void run_statistics_grad(const StatisticsGradArgs<scalar_t>& args, cudaStream_t stream) {
-  const PredictivePlan p = plan_predictive(args.d);
+  const PredictivePlan p = plan_predictive(args.d, kSlots<acc_type<scalar_t>>);
   const auto kernel = p.wide                     ? wide_statistics_grad_kernel<scalar_t>
                       : p.group == Group::kLanes ? statistics_grad_kernel<scalar_t, Group::kLanes>
                       : p.group == Group::kColumns

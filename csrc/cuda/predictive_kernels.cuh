@@ -20,17 +20,17 @@ struct StatisticsArgs {
 };
 
 template <typename scalar_t, Group kGroup>
-__global__ void __launch_bounds__(block_limit(kGroup))
+__global__ void __launch_bounds__(block_limit(kGroup), 1)
     statistics_kernel(StatisticsArgs<scalar_t> args) {
   using acc_t = acc_type<scalar_t>;
   const Classes d = args.d;
   const Team<acc_t, kGroup> team;
   const Slots at(team, d);
   const bool leads = team.rank == 0 && team.position < d.N * d.S;
-  acc_t mean[kSlots] = {}, m2[kSlots] = {}, expected_entropy = 0;
+  acc_t mean[kSlots<acc_t>] = {}, m2[kSlots<acc_t>] = {}, expected_entropy = 0;
   if (args.count > 0) {
 #pragma unroll
-    for (int r = 0; r < kSlots; ++r)
+    for (int r = 0; r < kSlots<acc_t>; ++r)
       if (r < at.count) {
         mean[r] = args.mean[at.first + r * at.stride];
         m2[r] = args.m2[at.first + r * at.stride];
@@ -39,18 +39,18 @@ __global__ void __launch_bounds__(block_limit(kGroup))
   }
 
   const scalar_t* from = args.logits;
-  acc_t next[kSlots];
+  acc_t next[kSlots<acc_t>];
   load_slots(next, from, at);
   for (int64_t t = 0; t < d.T; ++t) {
-    acc_t shifted[kSlots], e[kSlots], weighted = 0;
+    acc_t shifted[kSlots<acc_t>], e[kSlots<acc_t>], weighted = 0;
 #pragma unroll
-    for (int r = 0; r < kSlots; ++r) shifted[r] = next[r];
+    for (int r = 0; r < kSlots<acc_t>; ++r) shifted[r] = next[r];
     from += d.N * d.K * d.S;
     if (t + 1 < d.T) load_slots(next, from, at);
     const Softmax<acc_t> s = softmax(team, at, shifted, e);
     const acc_t weight = acc_t(1) / acc_t(args.count + t + 1);
 #pragma unroll
-    for (int r = 0; r < kSlots; ++r) {
+    for (int r = 0; r < kSlots<acc_t>; ++r) {
       if (r >= at.count) break;
       const acc_t p = e[r] * s.inverse_sum;
       weighted += entropy_term(p, shifted[r]);
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(block_limit(kGroup))
   acc_t entropy = 0;
   const acc_t replicas = args.entropy ? acc_t(args.count + d.T) : acc_t(1);
 #pragma unroll
-  for (int r = 0; r < kSlots; ++r) {
+  for (int r = 0; r < kSlots<acc_t>; ++r) {
     if (r >= at.count) break;
     args.mean[at.first + r * at.stride] = mean[r];
     args.m2[at.first + r * at.stride] = m2[r] / replicas;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kMaxGroup) wide_statistics_kernel(StatisticsAr
 // No size may be 0.
 template <typename scalar_t>
 void run_statistics(const StatisticsArgs<scalar_t>& args, cudaStream_t stream) {
-  const PredictivePlan p = plan_predictive(args.d);
+  const PredictivePlan p = plan_predictive(args.d, kSlots<acc_type<scalar_t>>);
   const auto kernel = p.wide                       ? wide_statistics_kernel<scalar_t>
                       : p.group == Group::kLanes   ? statistics_kernel<scalar_t, Group::kLanes>
                       : p.group == Group::kColumns ? statistics_kernel<scalar_t, Group::kColumns>

@@ -1,20 +1,20 @@
 // The threads that share the classes of one position (n, s) of logits (T, N, K, S).
 //
-// A thread keeps up to kSlots classes in registers and takes the replicas one after another. A team
-// is
+// A thread keeps up to kSlots classes (8; of float64, 4) in registers and takes the replicas one
+// after another. A team is, with the bounds for eight slots,
 //   kLanes    2^i neighbouring lanes: K <= 256 at S = 1, K <= 8 at any S
-//   kColumns  a column of a block whose rows are 32 or 16 neighbouring positions: S > 1, K <= 256
+//   kColumns  a column of a block whose rows are 32 or 16 positions: S > 1, K <= 256
 //   kBlock    a block: K <= 4096
-// and beyond that a block with the state in memory ("wide"). Sums over classes run in a fixed
-// order.
+// and beyond that a block with the state in memory ("wide"). Sums run in a fixed order.
 #pragma once
 #include "../predictive.h"
 #include "device.cuh"
 
 namespace bnuq {
 
-constexpr int kSlots = 8;
-constexpr int kMaxGroup = 512;  // threads
+template <typename acc_t>
+constexpr int kSlots = 32 / int(sizeof(acc_t));  // 32 bytes of registers for each array
+constexpr int kMaxGroup = 512;                   // threads
 constexpr int kLaneThreads = 128;
 
 enum class Group { kLanes, kColumns, kBlock };
@@ -33,9 +33,9 @@ struct PredictivePlan {
   bool wide;
 };
 
-inline PredictivePlan plan_predictive(Classes d) {
+inline PredictivePlan plan_predictive(Classes d, int slots) {
   PredictivePlan p;
-  const int64_t positions = d.N * d.S, per_thread = ceil_div<int64_t>(d.K, kSlots);
+  const int64_t positions = d.N * d.S, per_thread = ceil_div<int64_t>(d.K, slots);
   p.wide = per_thread > kMaxGroup;
   if (per_thread == 1 || (d.S == 1 && per_thread <= kWarp)) {
     int lanes = 1;
@@ -80,21 +80,30 @@ struct Team {
 
   // A buffer for each kind of reduction, and a sum between two maxima: one barrier each is enough.
   BNUQ_DEVICE acc_t max(acc_t v) const {
-    if constexpr (kGroup == Group::kLanes) return lanes_max(v, size);
-    BNUQ_SHARED(acc_t, parts, [kMaxGroup]);
-    return across(v, parts, [](acc_t a, acc_t b) { return larger_or_nan(a, b); });
+    if constexpr (kGroup == Group::kLanes) {
+      return lanes_max(v, size);
+    } else {
+      BNUQ_SHARED(acc_t, parts, [kMaxGroup]);
+      return across(v, parts, [](acc_t a, acc_t b) { return larger_or_nan(a, b); });
+    }
   }
 
   BNUQ_DEVICE acc_t sum(acc_t v) const {
-    if constexpr (kGroup == Group::kLanes) return lanes_sum(v, size);
-    BNUQ_SHARED(acc_t, parts, [kMaxGroup]);
-    return across(v, parts, [](acc_t a, acc_t b) { return a + b; });
+    if constexpr (kGroup == Group::kLanes) {
+      return lanes_sum(v, size);
+    } else {
+      BNUQ_SHARED(acc_t, parts, [kMaxGroup]);
+      return across(v, parts, [](acc_t a, acc_t b) { return a + b; });
+    }
   }
 
   BNUQ_DEVICE acc_t second_sum(acc_t v) const {
-    if constexpr (kGroup == Group::kLanes) return lanes_sum(v, size);
-    BNUQ_SHARED(acc_t, parts, [kMaxGroup]);
-    return across(v, parts, [](acc_t a, acc_t b) { return a + b; });
+    if constexpr (kGroup == Group::kLanes) {
+      return lanes_sum(v, size);
+    } else {
+      BNUQ_SHARED(acc_t, parts, [kMaxGroup]);
+      return across(v, parts, [](acc_t a, acc_t b) { return a + b; });
+    }
   }
 
  private:
@@ -133,9 +142,9 @@ struct Slots {
 };
 
 template <typename scalar_t, typename acc_t>
-BNUQ_DEVICE void load_slots(acc_t (&v)[kSlots], const scalar_t* from, const Slots& at) {
+BNUQ_DEVICE void load_slots(acc_t (&v)[kSlots<acc_t>], const scalar_t* from, const Slots& at) {
 #pragma unroll
-  for (int r = 0; r < kSlots; ++r)
+  for (int r = 0; r < kSlots<acc_t>; ++r)
     v[r] = r < at.count ? to_acc(from[at.first + r * at.stride]) : -acc_t(INFINITY);
 }
 
@@ -149,13 +158,14 @@ struct Softmax {
 // Turns logits into shifted = l - max and e = exp(shifted).
 template <typename acc_t, typename TeamT>
 BNUQ_DEVICE Softmax<acc_t> softmax(
-    const TeamT& team, const Slots& at, acc_t (&shifted)[kSlots], acc_t (&e)[kSlots]) {
+    const TeamT& team, const Slots& at, acc_t (&shifted)[kSlots<acc_t>],
+    acc_t (&e)[kSlots<acc_t>]) {
   acc_t largest = -acc_t(INFINITY), total = 0;
 #pragma unroll
-  for (int r = 0; r < kSlots; ++r) largest = larger_or_nan(shifted[r], largest);
+  for (int r = 0; r < kSlots<acc_t>; ++r) largest = larger_or_nan(shifted[r], largest);
   largest = team.max(largest);
 #pragma unroll
-  for (int r = 0; r < kSlots; ++r) {
+  for (int r = 0; r < kSlots<acc_t>; ++r) {
     shifted[r] -= largest;
     e[r] = r < at.count ? exp(shifted[r]) : acc_t(0);
     total += e[r];

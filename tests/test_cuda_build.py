@@ -1,0 +1,225 @@
+"""What can be known of the CUDA side without a GPU: it compiles cleanly, and its hot loops are lean.
+
+The budgets hold for nvcc 13.0: another compiler may spend a register or an instruction more.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import sass
+import torch
+
+import bnuq_ext
+from bnuq_ext import _library
+
+ROOT = Path(__file__).parent.parent
+PINNED = "13.0"
+ARCHS = ("80", "90")
+
+# H200: 132 SMs, 4 warp instructions a clock each, 1.98 GHz, 4.8 TB/s. In the time that one 16-byte
+# access of a warp (512 bytes) takes, the SMs issue this many instructions.
+SLOTS_PER_ACCESS = 132 * 4 * 1.98e9 * 512 / 4.8e12
+
+# The least accesses of 16 bytes that one turn of a hot loop's unrolled body makes for one vector, and
+# the blocks of 256 threads that must fit on an SM for enough bytes in flight.
+HOT = {
+    "columns_kernel": (2, 3),  # x, y
+    "planes_kernel": (2, 3),
+    "shared_columns_kernel": (1, 2),  # y: x stays in registers
+    "shared_planes_kernel": (1, 2),
+    "gradients_kernel": (2, 3),  # grad_y, grad_x
+    "shared_gradients_kernel": (2, 2),  # grad_y, y
+    "sums_kernel": (2, 2),  # grad_y, x
+}
+
+
+def find_nvcc():
+    places = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    found = [Path(p) / "bin" / "nvcc" for p in places if p]
+    return next((str(p) for p in found if p.exists()), shutil.which("nvcc"))
+
+
+def find_tool(name):
+    """A disassembler: the toolkit's, or the one in triton's package."""
+    spec = find_spec("triton")
+    folder = Path(spec.origin).parent / "backends" / "nvidia" / "bin" if spec else Path()
+    return shutil.which(name) or shutil.which(name, path=str(folder))
+
+
+NVCC, NVDISASM = find_nvcc(), find_tool("nvdisasm")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc: the CUDA side is not compiled")
+
+
+def release():
+    text = subprocess.run([NVCC, "--version"], capture_output=True, text=True).stdout
+    return re.search(r"release (\d+\.\d+)", text)[1]
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """{arch: (path of the cubin, log of the compiler)}."""
+    folder = tmp_path_factory.mktemp("cuda")
+
+    def compile_for(arch):
+        cubin = folder / f"{arch}.cubin"
+        command = [NVCC, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"]
+        command += ["-Werror", "all-warnings", "--expt-relaxed-constexpr"]
+        command += [
+            f"-I{ROOT / 'csrc' / 'cuda'}",
+            ROOT / "tests" / "cuda_instances.cu",
+            "-o",
+            cubin,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return cubin, done.stdout + done.stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(ARCHS, pool.map(compile_for, ARCHS), strict=True))
+
+
+@pytest.fixture(scope="session")
+def kernels(compiled):
+    """[(name, whether it moves 16 bytes at a time, Resources, Kernel)] of both architectures."""
+    if release() != PINNED:
+        pytest.skip(f"budgets are for nvcc {PINNED}, this is {release()}")
+    if NVDISASM is None:
+        pytest.skip("no nvdisasm, on PATH or in triton's package")
+    rows = []
+    for cubin, log in compiled.values():
+        text = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True).stdout
+        code, resources = sass.read_disassembly(text), sass.read_ptxas(log)
+        assert code.keys() == resources.keys() and len(code) > 100
+        for mangled, kernel in code.items():
+            name = re.match(r"_ZN4bnuq\d+([a-z_]+?_kernel)", mangled)[1]
+            # The width V is a template argument; kernels over planes have no narrow form.
+            wide = "planes" in name or re.search(r"Li[248]E", mangled) is not None
+            rows.append((name, wide, resources[mangled], kernel))
+    return rows
+
+
+@needs_nvcc
+def test_every_kernel_compiles_without_a_warning_or_a_spill(compiled):
+    for _, log in compiled.values():
+        resources = sass.read_ptxas(log)
+        assert len(resources) > 100
+        assert not {name: r for name, r in resources.items() if r.spills or r.stack}
+
+
+@needs_nvcc
+def test_no_kernel_touches_local_memory(kernels):
+    for name, _, _, kernel in kernels:
+        assert not [op for op, _ in kernel.code if op.startswith(("LDL", "STL"))], name
+
+
+@needs_nvcc
+def test_registers_leave_room_for_enough_warps(kernels):
+    """Blocks of 256 threads, registers given out in eights, 65536 an SM."""
+    seen = set()
+    for name, _, resources, _ in kernels:
+        if name in HOT:
+            blocks = 65536 // (256 * (-(-resources.registers // 8) * 8))
+            assert blocks >= HOT[name][1], (name, resources.registers)
+            seen.add(name)
+    assert seen == set(HOT)
+
+
+def hot_loop(kernel):
+    """The smallest loop with the most 16-byte streaming accesses, and how many vectors it makes."""
+
+    def streaming(loop, kind):
+        return sum(op.startswith(kind) and ".EF.128" in op for op, _ in loop)
+
+    loops = [lp for lp in kernel.loops() if streaming(lp, "STG") + streaming(lp, "LDG")]
+    loop = min(loops, key=lambda lp: (-streaming(lp, "STG") - streaming(lp, "LDG"), len(lp)))
+    return loop, streaming(loop, "STG"), streaming(loop, "LDG")
+
+
+# How often the loop body is unrolled over vectors.
+UNROLL = {name: 2 if name == "shared_gradients_kernel" else 4 for name in HOT}
+
+
+@needs_nvcc
+def test_hot_loops_stay_memory_bound(kernels):
+    """All branches of a loop together issue fewer instructions than the memory leaves time for.
+
+    That bounds any path from above: the loop holds the residual and every activation, a call takes
+    one of them.
+    """
+    for name, wide, _, kernel in kernels:
+        if name in HOT and wide:
+            loop, _, _ = hot_loop(kernel)
+            assert len(loop) / UNROLL[name] < 0.9 * HOT[name][0] * SLOTS_PER_ACCESS, name
+
+
+@needs_nvcc
+def test_hot_loops_use_wide_accesses_and_no_slow_instruction(kernels):
+    for name, wide, _, kernel in kernels:
+        if name not in HOT or not wide:
+            continue
+        loop, stores, loads = hot_loop(kernel)
+        assert stores + loads >= UNROLL[name] * HOT[name][0], name
+        narrow = [op for op, _ in loop if op.startswith(("LDG", "STG")) and not op.endswith("128")]
+        # Conversions, special functions, barriers: nothing of the statistics is made in the loop.
+        slow = [op for op, _ in loop if op.startswith(("MUFU", "I2F", "F2I", "BAR", "ATOM", "RED"))]
+        philox = [op for op, args in loop if re.search("2daee0ad|326172a9|d2511f53|cd9e8d57", args)]
+        assert not narrow and not slow and not philox, name
+
+
+@needs_nvcc
+def test_no_kernel_uses_atomics(kernels):
+    """Sums are made in a fixed order, so that results have the same bits every time."""
+    for name, _, _, kernel in kernels:
+        assert not [op for op, _ in kernel.code if op.startswith(("ATOM", "RED."))], name
+
+
+# ---- the library that the build made -------------------------------------------------------------
+
+PACKAGE = Path(bnuq_ext.__file__).parent
+OPS = [
+    *("philox_normal", "snapshot_indices", "batch_norm_bank", "batch_norm_bank_out"),
+    *("batch_norm_bank_backward", "batch_norm_fitted", "batch_norm_fitted_out"),
+    *("batch_norm_fitted_backward", "predictive_statistics", "predictive_statistics_backward"),
+    "predictive_accumulate_",
+]
+needs_library = pytest.mark.skipif(
+    not list(PACKAGE.glob("_cuda*.so")) or torch.version.cuda is None,
+    reason="built without CUDA, or beside a torch without it",
+)
+
+
+@needs_library
+def test_the_library_loads_without_a_gpu_and_registers_every_op():
+    assert _library.HAS_CUDA
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert [op for op in OPS if not has_kernel(f"bnuq::{op}", "CUDA")] == []
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
+@pytest.mark.parametrize("stem", ["_cpu", "_cuda"])
+def test_libraries_import_only_the_stable_abi(stem):
+    """No C++ symbol of c10, at or torch, which change from release to release."""
+    path = next(iter(PACKAGE.glob(f"{stem}*.so")), None)
+    if path is None:
+        pytest.skip(f"{stem} was not built")
+    command = ["nm", "-D", "--undefined-only", path]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "aoti_torch" in symbols
+    assert not re.findall(r"_ZN?K?\d*(?:2at|3c10|5torch)\w*", symbols)
+
+
+@needs_library
+@pytest.mark.skipif(find_tool("cuobjdump") is None, reason="no cuobjdump")
+def test_the_library_holds_code_for_ampere_and_hopper():
+    if "TORCH_CUDA_ARCH_LIST" in os.environ:
+        pytest.skip("TORCH_CUDA_ARCH_LIST chose the architectures")
+    path = next(PACKAGE.glob("_cuda*.so"))
+    command = [find_tool("cuobjdump"), "--list-elf", path]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert {"sm_80", "sm_90"} <= set(re.findall(r"sm_\d+", listing))
