@@ -35,13 +35,14 @@ def expand(inputs, num_samples: int):
 def probe_inputs(inputs):
     """The input cut to three rows that differ from each other.
 
-    Rows of the input itself, then these flipped along their dimensions, which leaves integers valid, and
-    for floating-point rows that are still equal, these with a ramp added.
+    Rows of the input itself; then, of floating-point ones, these with their values weighted from a quarter
+    to one, so that they stay in their range; then these flipped along their dimensions, which leaves
+    integers valid; last, for constant rows, these with a ramp added.
     """
     rows = num_rows("predict", inputs)
     firsts = [[t[i : i + 1] for t in leading(inputs, rows)] for i in range(min(rows, _LOOKED_AT))]
     chosen: list[list[Tensor]] = []
-    for make in (lambda row: [row], _flipped, _ramped):
+    for make in (lambda row: [row], _weighted, _flipped, _ramped):
         for row in firsts:
             for candidate in make(row):
                 if len(chosen) < ROWS and all(_differ(candidate, other) for other in chosen):
@@ -52,6 +53,11 @@ def probe_inputs(inputs):
     return map_tensors(inputs, lambda t: next(made) if t.dim() > 0 and t.shape[0] == rows else t)
 
 
+def _weighted(row: list[Tensor]):
+    for first, last in ((0.25, 1), (1, 0.25)):
+        yield [t * _ramp(t, first, last) if t.is_floating_point() else t for t in row]
+
+
 def _flipped(row: list[Tensor]):
     most = max(t.dim() for t in row)
     for count in range(1, most):
@@ -60,13 +66,12 @@ def _flipped(row: list[Tensor]):
 
 
 def _ramped(row: list[Tensor]):
-    for step in (0.5, 1.0):
-        yield [_add_ramp(t, step) if t.is_floating_point() else t for t in row]
+    for last in (0.5, 1):
+        yield [t + _ramp(t, 0.1, last) if t.is_floating_point() else t for t in row]
 
 
-def _add_ramp(t: Tensor, step: float) -> Tensor:
-    ramp = torch.linspace(0.1, 1, t.numel(), device=t.device).view(t.shape)
-    return t + (ramp * step * t.abs().max().clamp(min=1)).to(t.dtype)
+def _ramp(t: Tensor, first: float, last: float) -> Tensor:
+    return torch.linspace(first, last, t.numel(), device=t.device).view(t.shape).to(t.dtype)
 
 
 def _differ(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -1,0 +1,284 @@
+"""Folding never changes an answer: what it gives is the loop's, or an error."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from coupled import (
+    CLIPS,
+    COUPLED,
+    FOLDS,
+    ROWS,
+    VIDEO,
+    D,
+    Dropping,
+    Gated,
+    Graph,
+    GraphInput,
+    K,
+    Norms,
+)
+from torch import nn
+
+import bnuq_ext as bnuq
+from bnuq_ext import known
+
+
+def prepared(cls, x, num_batches=8):
+    """A converted model with a bank of batches of six rows."""
+    torch.manual_seed(0)
+    model = bnuq.convert(cls()).eval()
+    batches = [x[6 * i : 6 * i + 6] * (1 + 0.1 * i) + 0.1 * i for i in range(num_batches)]
+    bnuq.collect(model, batches, num_batches, progress=False)
+    return model
+
+
+def samples(model, x, **options):
+    torch.manual_seed(3)
+    options = {"num_samples": 6, "seed": 5, "likelihood": "gaussian", **options}
+    return bnuq.predict(model, x, keep_samples=True, **options).samples
+
+
+def way(model):
+    """How the last plan sends replicas through."""
+    return list(known._KNOWN[model].plans.values())[-1].way
+
+
+def assert_right_or_refused(model, x, **options):
+    """Auto gives the loop's answer, and so does folded unless it refuses; each on a model of its own."""
+    loop, auto, folded = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
+    expected = samples(loop, x, strategy="loop", **options)
+    torch.testing.assert_close(samples(auto, x, **options), expected, rtol=1e-5, atol=1e-5)
+    try:
+        actual = samples(folded, x, strategy="folded", **options)
+    except ValueError as error:
+        assert "does not fold" in str(error)
+        return None
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    return way(auto)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, 16, 24])
+@pytest.mark.parametrize("cls", [*COUPLED, Dropping])
+def test_coupled_rows(cls, rows):
+    if (cls is Graph and rows != 6) or (cls.__name__ == "Pairs" and rows == 1):
+        return
+    model = prepared(cls, ROWS)
+    for num_samples in (2, 6):  # 6 is a number of rows too
+        used = assert_right_or_refused(model, ROWS[:rows], num_samples=num_samples)
+        if cls in FOLDS:
+            assert used == FOLDS[cls]
+
+
+@pytest.mark.parametrize("cls", VIDEO)
+@pytest.mark.parametrize("clips", [1, 4, 5])
+def test_frames_as_rows_with_as_many_frames_as_replicas(cls, clips):
+    model = prepared(cls, CLIPS)
+    x = CLIPS[:clips] if cls is not VIDEO[2] else CLIPS[:clips].transpose(0, 1)
+    for num_samples in (5, 10):
+        used = assert_right_or_refused(model, x, num_samples=num_samples)
+        if cls in FOLDS:
+            assert used == FOLDS[cls]
+
+
+def test_an_adjacency_matrix_among_the_inputs():
+    torch.manual_seed(0)
+    model = bnuq.convert(GraphInput()).eval()
+    for rows in (3, 6):
+        adjacency = torch.rand(rows, rows).softmax(1)
+        bnuq.collect(
+            model, [ROWS[i * rows : (i + 1) * rows] for i in range(8)], 8, progress=False,
+            input_fn=lambda x, adjacency=adjacency: (x, adjacency),
+        )  # fmt: skip
+        assert_right_or_refused(model, (ROWS[:rows], adjacency))
+        assert_right_or_refused(model, {"x": ROWS[:rows], "adjacency": adjacency})
+
+
+@pytest.mark.parametrize("cls", COUPLED)
+def test_another_size_on_a_plan_that_is_known(cls):
+    model = prepared(cls, ROWS)
+    if cls is Graph:
+        return
+    assert_right_or_refused(model, ROWS[:4])
+    known_to_fold = copy.deepcopy(model)
+    samples(known_to_fold, ROWS[:4])
+    loop = copy.deepcopy(known_to_fold)
+    actual, expected = (
+        samples(m, ROWS[:24], strategy=s) for m, s in ((known_to_fold, "auto"), (loop, "loop"))
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+class Counting(Norms):
+    """Counts its forwards where nobody looks."""
+
+    passes = []
+
+    def forward(self, x):
+        self.passes.append(x.shape[0])
+        return self.head(self.second(self.first(x)))
+
+
+def count_passes(function):
+    Counting.passes.clear()
+    function()
+    return list(Counting.passes)
+
+
+def test_a_known_model_is_run_once_a_chunk():
+    model = prepared(Counting, ROWS)
+    assert len(count_passes(lambda: samples(model, ROWS[:16]))) > 1
+    assert count_passes(lambda: samples(model, ROWS[:16])) == [16]
+    assert count_passes(lambda: samples(model, ROWS[16:32] + 1, seed=9)) == [16]
+    assert count_passes(lambda: samples(model, ROWS[:16], chunk=4)) == [
+        16,
+        16,
+        16,
+    ]  # one is the check
+    assert count_passes(lambda: samples(model, ROWS[:16], chunk=4)) == [16, 16]
+    # Another number of rows: a record, the chunk and its check; the trial is not repeated.
+    assert count_passes(lambda: samples(model, ROWS[:8])) == [8, 8, 8]
+    assert count_passes(lambda: samples(model, ROWS[:8], strategy="loop")) == [8] * 6
+    assert count_passes(lambda: samples(model, ROWS[:8], num_samples=1)) == [8]
+
+
+def test_a_lambda_written_anew_is_known():
+    model = prepared(Counting, ROWS)
+    samples(model, ROWS[:8], output_fn=lambda out: out[:, :2])
+    for _ in range(2):
+        passes = count_passes(
+            lambda: samples(model, ROWS[:8], output_fn=lambda out: out[:, :2] * 2)
+        )
+    assert passes == [8]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: nn.init.constant_(m.gate, 0.5),
+        lambda m: m.load_state_dict({**m.state_dict(), "gate": torch.tensor(0.7)}),
+        lambda m: m.register_forward_hook(lambda module, args, out: out - out.mean(0)) and None,
+        lambda m: setattr(m, "head", nn.Sequential(m.head, CentredRows())),
+        lambda m: setattr(m.head, "forward", lambda h: (h - h.mean(0)) @ m.head.weight.T),
+    ],
+)
+def test_a_changed_model_is_proved_again(change):
+    model = prepared(Gated, ROWS)
+    samples(model, ROWS[:16])
+    assert way(model) == "folded"
+    change(model)
+    expected = samples(model, ROWS[:16], strategy="loop")
+    torch.testing.assert_close(samples(model, ROWS[:16]), expected, rtol=1e-5, atol=1e-5)
+    assert way(model) == "loop"
+
+
+class CentredRows(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Tokens(nn.Module):
+    """Integers in."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.head = (
+            nn.Embedding(9, D),
+            nn.BatchNorm1d(D),
+            nn.Linear(D, K),
+        )
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embedding(tokens).transpose(1, 2)).relu().mean(2))
+
+
+def test_integers_are_flipped_for_the_trial():
+    tokens = torch.arange(48).view(8, 6) % 9
+    tokens[:, 0] = torch.arange(8)
+    torch.manual_seed(0)
+    model = bnuq.convert(Tokens()).eval()
+    bnuq.collect(model, [tokens, tokens.flip(0), tokens.flip(1), tokens % 4], 4, progress=False)
+    for rows in (8, 1):
+        assert_right_or_refused(model, tokens[:rows])
+    samples(model, tokens)
+    assert way(model) == "folded"
+
+
+def test_an_input_that_tells_nothing_is_not_taken_for_a_proof():
+    tokens = torch.full((4, 6), 5)
+    torch.manual_seed(0)
+    model = bnuq.convert(Tokens()).eval()
+    batches = [torch.randint(9, (8, 6)) for _ in range(4)]
+    bnuq.collect(model, batches, 4, progress=False)
+    expected = samples(model, tokens, strategy="loop")
+    torch.testing.assert_close(samples(model, tokens), expected, rtol=1e-5, atol=1e-5)
+    assert not known._KNOWN[model].plans
+    with pytest.raises(ValueError, match="does not fold: the input has too few different rows"):
+        samples(model, tokens, strategy="folded")
+    samples(model, batches[0])
+    assert way(model) == "folded"
+
+
+def test_outputs_that_tell_nothing_are_not_taken_for_a_proof():
+    model = prepared(Gated, ROWS)
+    with torch.no_grad():
+        model.head.weight.zero_()
+    samples(model, ROWS[:6])
+    assert not known._KNOWN[model].plans
+    nan = ROWS[:6].clone()
+    nan[:3] = float("nan")
+    model = prepared(Gated, ROWS)
+    expected = samples(model, nan, strategy="loop")
+    actual = samples(model, nan)
+    assert actual[:, :3].isnan().all() and not known._KNOWN[model].plans
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_one_row_of_nan_stays_one_row():
+    model = prepared(Counting, ROWS)
+    x = ROWS[:6].clone()
+    x[5] = float("nan")
+    out = samples(model, x)
+    assert way(model) == "folded"
+    assert out[:, 5].isnan().all() and out[:, :5].isfinite().all()
+
+
+def test_a_forward_that_remembers_leaves_its_state_as_the_loop_does():
+    for cls, name in ((MemoryBank, "memory"), (QueueInPlace, "queue")):
+        model = prepared(cls, ROWS)
+        loop = copy.deepcopy(model)
+        for x in (ROWS[:6], ROWS[6:12]):
+            actual, expected = samples(model, x), samples(loop, x, strategy="loop")
+            torch.testing.assert_close(actual, expected)
+            torch.testing.assert_close(getattr(model, name), getattr(loop, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_dtypes_fold(dtype):
+    model = prepared(Gated, ROWS).to(dtype)
+    x = ROWS[:16].to(dtype)
+    out, expected = samples(model, x), samples(model, x, strategy="loop")
+    assert out.dtype == dtype and way(model) == "folded"
+    tolerance = {torch.float64: 1e-12, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_autocast_has_a_plan_of_its_own():
+    model = prepared(Gated, ROWS)
+    samples(model, ROWS[:16])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = samples(model, ROWS[:16])
+        expected = samples(model, ROWS[:16], strategy="loop")
+    assert out.dtype == torch.bfloat16 and len(known._KNOWN[model].plans) == 2
+    torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
+
+
+def test_plans_hold_neither_the_model_nor_what_output_fn_holds():
+    model = prepared(Gated, ROWS)
+    samples(model, ROWS[:6], output_fn=lambda out, m=model: out)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
