@@ -18,7 +18,9 @@ from coupled import (
     Graph,
     GraphInput,
     K,
+    MemoryBank,
     Norms,
+    QueueInPlace,
 )
 from torch import nn
 
