@@ -131,10 +131,22 @@ def test_compare():
     assert digits_report.compare([1.0], [0.0], True) == "level"
 
 
-def test_losses_come_from_the_numbers():
+def test_comparisons_and_losses_come_from_the_numbers():
     words = {"0.0": "worse", "0.25": "level", "0.35": "better"}
-    better = dict.fromkeys(words, "better")
-    summary = {"compared": {"base": {"joint": {"nll": words, "ece": better}}}}
-    assert digits_report.losses(summary) == [
-        "joint against base, NLL: worse at noise 0.0; level at noise 0.25."
+    better, level = dict.fromkeys(words, "better"), dict.fromkeys(words, "level")
+    scores = {"accuracy": level, "nll": words, "ece": better}
+    summary = {
+        "noisy": words,
+        "compared": {"base": dict.fromkeys(digits.SAMPLERS, scores)},
+        "unseen_compared": {"joint": {"nll": "worse", "auroc_entropy": "better"}},
+    }
+    lines = digits_report.comparisons(summary)
+    assert lines[1].split() == ["noise", "0.0", "0.25", "0.35"]
+    assert lines[5:8] == [
+        "joint       accuracy       =     =     =",
+        "joint       NLL            -     =     +",
+        "joint       ECE            +     +     +",
     ]
+    said = digits_report.losses(summary)
+    assert said[1] == "joint against base, NLL: worse at noise 0.0; level at noise 0.25."
+    assert said[3:] == ["joint against plug-in BN, unseen classes: NLL worse."]

@@ -20,6 +20,7 @@ UNSEEN = {
     "auroc_entropy": "AUROC H",
     "auroc_information": "AUROC MI",
 }
+TITLES = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE"}
 SIGNS = {"better": "+", "worse": "-", "level": "="}
 
 
@@ -97,36 +98,40 @@ def _table(rows: dict[str, list[str]], header: list[str]) -> list[str]:
     ]
 
 
-def _comparisons(summary: dict, settings: Settings) -> list[str]:
-    stds = [str(std) for std in settings.noise_stds]
+def comparisons(summary: dict) -> list[str]:
+    """A line per sampler and score with a sign for each baseline and noise."""
+    stds = list(summary["noisy"])
+    blocks = [f"{baseline:<{6 * len(stds)}}" for baseline in summary["compared"]]
+    noise = "".join(f"{std:>6}" for std in stds)
     lines = [
-        f"Paired over {settings.num_seeds} seeds: + better, - worse, = within two standard errors",
-        " " * 32 + "".join(f"{std:>6}" for std in stds),
+        f"{'against':<24}" + "  ".join(blocks),
+        f"{'noise':<22}" + "  ".join([noise] * len(blocks)),
     ]
-    for baseline, rows in summary["compared"].items():
-        lines.append(f"against {baseline}, at noise")
-        for row, by_score in rows.items():
-            for score, words in by_score.items():
-                signs = "".join(f"{SIGNS[words[std]]:>6}" for std in stds)
-                lines.append(
-                    f"    {row:<14}{score.upper() if score != 'accuracy' else score:<14}{signs}"
-                )
-    return lines
+    for row in SAMPLERS:
+        for score in SCORES:
+            signs = [
+                "".join(f"{SIGNS[rows[row][score][std]]:>6}" for std in stds)
+                for rows in summary["compared"].values()
+            ]
+            lines.append(f"{row:<12}{TITLES[score]:<10}" + "  ".join(signs))
+    return [line.rstrip() for line in lines]
 
 
 def losses(summary: dict) -> list[str]:
-    """Where a sampler does not win on NLL or ECE, in sentences."""
+    """Where a sampler does not win: sentences from the comparisons. A level accuracy is no loss."""
     lines = []
     for baseline, rows in summary["compared"].items():
         for row, by_score in rows.items():
-            for score in ("nll", "ece"):
-                places = {
-                    word: [std for std, found in by_score[score].items() if found == word]
-                    for word in ("worse", "level")
-                }
+            for score, found in by_score.items():
+                words = ("worse",) if score == "accuracy" else ("worse", "level")
+                places = {word: [std for std in found if found[std] == word] for word in words}
                 said = [f"{word} at noise {', '.join(at)}" for word, at in places.items() if at]
                 if said:
-                    lines.append(f"{row} against {baseline}, {score.upper()}: {'; '.join(said)}.")
+                    lines.append(f"{row} against {baseline}, {TITLES[score]}: {'; '.join(said)}.")
+    for row, found in summary["unseen_compared"].items():
+        said = [f"{UNSEEN[k]} {word}" for k, word in found.items() if word != "better"]
+        if said:
+            lines.append(f"{row} against {PLUG_IN}, unseen classes: {', '.join(said)}.")
     return lines
 
 
@@ -139,8 +144,12 @@ def text(summary: dict, settings: Settings) -> str:
     ]
     for std, rows in summary["noisy"].items():
         cells = {row: [_cell(found[k]) for k in SCORES] for row, found in rows.items()}
-        lines += ["", f"Pixel noise {std}", *_table(cells, ["accuracy", "NLL", "ECE"])]
-    lines += ["", *_comparisons(summary, settings)]
+        lines += ["", f"Pixel noise {std}", *_table(cells, list(TITLES.values()))]
+    lines += [
+        "",
+        f"Paired over {settings.num_seeds} seeds: + better, - worse, = within two standard errors",
+        *comparisons(summary),
+    ]
     cells = {row: [_cell(found[k]) for k in UNSEEN] for row, found in summary["unseen"].items()}
     known = settings.known_classes
     lines += [
@@ -148,10 +157,6 @@ def text(summary: dict, settings: Settings) -> str:
         f"Unseen classes: trained on 0 to {known - 1}, shown {known} to 9 (entropy H, mutual information MI "
         "in nats; AUROC of telling them apart)",
         *_table(cells, list(UNSEEN.values())),
-        "AUROC H against plug-in BN: "
-        + ", ".join(
-            f"{row} {found['auroc_entropy']}" for row, found in summary["unseen_compared"].items()
-        ),
         "",
         "Where sampling does not win:",
         *(f"  {line}" for line in losses(summary) or ["nowhere in this table."]),
