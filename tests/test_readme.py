@@ -1,0 +1,129 @@
+"""What the README says holds: its code runs, its numbers are those of the recorded run, its names exist."""
+
+import copy
+import json
+import re
+import sys
+from pathlib import Path
+
+import lightning_stand_in
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import bnuq_ext
+from bnuq_ext import ops
+from bnuq_ext.experiments import digits, digits_report
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+RECORDED = json.loads((ROOT / "docs" / "digits.json").read_text())
+
+
+def network(outputs):
+    first = nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU()
+    return nn.Sequential(*first, nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, outputs))
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch):
+    """What a reader has at hand before the first line."""
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.rand(320, 64), torch.randint(10, (320,)))
+    model = network(10).requires_grad_(False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "lightning", lightning_stand_in.module())
+    original = copy.deepcopy(model)
+    return {
+        "torch": torch,
+        "nn": nn,
+        "model": model,
+        "original": original,
+        "layers": {n: m for n, m in original.named_modules() if isinstance(m, nn.BatchNorm1d)},
+        "regressor": network(1),
+        "dataset": dataset,
+        "loader": DataLoader(dataset, batch_size=16, shuffle=True),
+        "test_loader": DataLoader(dataset, batch_size=100),
+        "x": torch.rand(20, 64),
+        "y": torch.randint(10, (20,)),
+    }
+
+
+def run(block, names):
+    exec(compile(block, "README.md", "exec"), names)
+
+
+def test_code_runs_in_order(names, capsys):
+    assert len(BLOCKS) == 6
+    run(BLOCKS[0], names)
+    pred = names["pred"]
+    run(BLOCKS[1], names)
+    for name in ("mean", "entropy", "mutual_information"):
+        torch.testing.assert_close(names[name], getattr(pred, name), rtol=1e-4, atol=1e-6)
+    assert pred.mutual_information.max() > 1e-3
+    run(BLOCKS[2], names)
+    assert "2 stochastic layers" in capsys.readouterr().out
+    assert torch.equal(names["pred"].targets, names["dataset"].tensors[1])
+    assert names["logits"].shape == (160, 10)
+    run(BLOCKS[3], names)
+    assert Path("entropy.png").stat().st_size > 1000
+    run(BLOCKS[4], names)
+    assert torch.equal(names["pred"].total_variance, names["pred"].variance + 0.1)
+    assert type(names["model"][1]) is nn.BatchNorm1d
+    run(BLOCKS[5], names)
+    assert issubclass(names["Classifier"], lightning_stand_in.LightningModule)
+
+
+def test_lightning_block_is_the_example():
+    example = (ROOT / "examples" / "with_lightning.py").read_text()
+    assert BLOCKS[5][BLOCKS[5].index("class ") :] in example
+
+
+def cells(values):
+    return " | ".join(f"{v['mean']:.3f} ± {v['error']:.3f}" for v in values)
+
+
+def test_numbers_are_the_recorded_ones():
+    for row in digits.ROWS:
+        for score in digits_report.SCORES:
+            line = cells(RECORDED["noisy"][std][row][score] for std in RECORDED["noisy"])
+            assert f"| {row} | {line} |" in TEXT
+        line = cells(RECORDED["unseen"][row][k] for k in digits_report.UNSEEN)
+        assert f"| {row} | {line} |" in TEXT
+    assert "\n".join(digits_report.comparisons(RECORDED)) in TEXT
+    assert f"commit {RECORDED['commit']}" in TEXT
+
+
+def test_recorded_run_has_the_settings_of_the_demo():
+    settings = json.loads(json.dumps(digits.asdict(digits.Settings())))
+    assert RECORDED["settings"] == settings
+    assert RECORDED["curve"]["noisy"]["mutual_information"][-1] == 0.0
+
+
+def test_links_and_figures_exist():
+    targets = re.findall(r"\]\(([^)]+)\)", TEXT)
+    assert "docs/figures/verdict.png" in targets
+    assert [t for t in targets if not (ROOT / t).exists()] == []
+
+
+def test_every_op_is_in_the_table():
+    public = {n for n in vars(ops) if not n.startswith("_") and callable(getattr(ops, n))}
+    missing = [n for n in public - {"PredictiveStatistics"} if f"`{n}`" not in TEXT]
+    assert missing == []
+
+
+def test_every_public_name_is_shown():
+    public = {n for n in vars(bnuq_ext) if callable(getattr(bnuq_ext, n)) and n[0] != "_"}
+    hidden = {n for n in public if n.startswith("Stochastic")} | {"Prediction"}
+    assert [n for n in sorted(public - hidden) if f"bnuq.{n}" not in TEXT] == []
+
+
+def test_commands_and_variables_exist():
+    makefile, setup = (ROOT / "Makefile").read_text(), (ROOT / "setup.py").read_text()
+    verbs = set(re.findall(r"^make ([a-z-]+)", TEXT, re.MULTILINE))
+    assert verbs == {"demo", "test", "lint", "bench", "gpu", "test-matrix", "clean"}
+    assert [v for v in verbs if not re.search(rf"^{v}:", makefile, re.MULTILINE)] == []
+    variables = re.findall(r"^\| `([A-Z_]+)` \|", TEXT, re.MULTILINE)
+    assert len(variables) == 4 and [v for v in variables if v not in setup] == []
