@@ -1,6 +1,7 @@
 """As much of lightning as the example uses, in the order of calls that lightning makes."""
 
 import types
+from dataclasses import is_dataclass
 
 import torch
 from torch import nn
@@ -36,7 +37,13 @@ class Trainer:
     def predict(self, model, loader):
         model.eval()
         with torch.inference_mode():
-            return [model.predict_step(batch, number) for number, batch in enumerate(loader)]
+            return [self.moved(model.predict_step(*pair[::-1])) for pair in enumerate(loader)]
+
+    @staticmethod
+    def moved(result):
+        # Lightning moves results between devices field by field, and refuses a frozen dataclass.
+        assert not (is_dataclass(result) and result.__dataclass_params__.frozen)
+        return result
 
 
 def module():

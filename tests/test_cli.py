@@ -47,6 +47,13 @@ def test_errors_are_one_line(capsys, arguments, message):
     assert printed.err.startswith(message) and printed.err.count("\n") == 1 and printed.out == ""
 
 
+def test_missing_extra_is_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert cli.main(["demo", "--quick", "--json", "--output", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert "pip install 'bnuq_ext[demo]'" in printed and printed.count("\n") == 1
+
+
 def test_interrupt(capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
