@@ -24,18 +24,18 @@ TITLES = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE"}
 SIGNS = {"better": "+", "worse": "-", "level": "="}
 
 
-def mean_and_error(values: list[float]) -> dict[str, float]:
-    """Mean over seeds and its standard error, the 1/(n-1) deviation over sqrt(n); nan for one seed."""
+def mean_and_error(values: list[float]) -> dict[str, float | None]:
+    """Mean over seeds and its standard error, the 1/(n-1) deviation over sqrt(n); None for one seed."""
     values = torch.tensor(values, dtype=torch.float64)
-    error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else None
     return {"mean": values.mean().item(), "error": error}
 
 
 def compare(ours: list[float], theirs: list[float], more_is_better: bool) -> str:
-    """ "better", "worse", or "level" when the mean paired difference is within two standard errors."""
+    """Whether ours are "better", "worse" or "level": a mean paired difference within two standard errors."""
     sign = 1 if more_is_better else -1
     difference = mean_and_error([sign * (a - b) for a, b in zip(ours, theirs, strict=True)])
-    if not abs(difference["mean"]) > 2 * difference["error"]:
+    if difference["error"] is None or not abs(difference["mean"]) > 2 * difference["error"]:
         return "level"
     return "better" if difference["mean"] > 0 else "worse"
 
@@ -85,8 +85,9 @@ def summarise(units: dict, settings: Settings) -> dict:
     }
 
 
-def _cell(value: dict[str, float]) -> str:
-    return f"{value['mean']:.3f} ± {value['error']:.3f}"
+def _cell(value: dict[str, float | None]) -> str:
+    error = "" if value["error"] is None else f" ± {value['error']:.3f}"
+    return f"{value['mean']:.3f}{error}"
 
 
 def _table(rows: dict[str, list[str]], header: list[str]) -> list[str]:
