@@ -1,5 +1,5 @@
-// Where an op's statistics come from, as tensors: checks for memory safety, and the views that the
-// kernels of both backends read.
+// Where the statistics of T replicas come from, as tensors: checks for memory safety, and the views
+// that the kernels of both backends read.
 #pragma once
 #include <optional>
 
@@ -13,8 +13,13 @@ constexpr ScalarType acc_of(ScalarType type) {
 }
 
 template <typename T>
+const T* pointer(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
+template <typename T>
 const T* pointer(const std::optional<Tensor>& t) {
-  return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
+  return t ? pointer<T>(*t) : nullptr;
 }
 
 inline void check_seed(const std::optional<Tensor>& seed) {
@@ -44,13 +49,8 @@ struct Bank {
   }
   template <typename acc_t>
   BankSource<acc_t> source(int64_t C) const {
-    return {
-        static_cast<const acc_t*>(mean.const_data_ptr()),
-        static_cast<const acc_t*>(var.const_data_ptr()),
-        pointer<int64_t>(snapshot),
-        pointer<int64_t>(seed),
-        mean.size(0),
-        C};
+    return {pointer<acc_t>(mean),   pointer<acc_t>(var), pointer<int64_t>(snapshot),
+            pointer<int64_t>(seed), mean.size(0),        C};
   }
 };
 
@@ -65,9 +65,7 @@ struct Fitted {
   }
   template <typename acc_t>
   FittedSource<acc_t> source(int64_t C) const {
-    return {
-        static_cast<const acc_t*>(params.const_data_ptr()), seed.const_data_ptr<int64_t>(),
-        uint32_t(stream), int(family), C};
+    return {pointer<acc_t>(params), pointer<int64_t>(seed), uint32_t(stream), int(family), C};
   }
 };
 

@@ -6,12 +6,6 @@
 namespace bnuq {
 namespace {
 
-void check_seed(const Tensor& seed) {
-  STD_TORCH_CHECK(
-      seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
-      "bnuq: seed must be int64, contiguous, and have 2 entries");
-}
-
 template <typename acc_t>
 BNUQ_CLONES void affine_row(
     acc_t* mean, acc_t* var_to_scale, acc_t* bias, const acc_t* weight, const acc_t* given_bias,
@@ -32,33 +26,16 @@ void repeat(acc_t* row, int64_t C, int64_t width) {
   for (int64_t c = C; c < width; c += C) std::copy(row, row + C, row + c);
 }
 
-}  // namespace
-
-void Bank::check(int64_t T, int64_t C, ScalarType acc) const {
-  const int64_t B = mean.size(0);
-  STD_TORCH_CHECK(B >= 1, "batch_norm_bank: the bank must not be empty");
-  check_table(mean, acc, B, C);
-  check_table(var, acc, B, C);
-  STD_TORCH_CHECK(
-      seed.has_value() != snapshot.has_value(), "batch_norm_bank: give seed or snapshot");
-  if (seed) return check_seed(*seed);
-  STD_TORCH_CHECK(
-      snapshot->numel() == T && snapshot->scalar_type() == ScalarType::Long &&
-          snapshot->is_contiguous(),
-      "batch_norm_bank: snapshot must be int64, contiguous, and have num_samples entries");
-}
-
+// Rows of C means and variances for T replicas.
 template <typename acc_t>
-void Bank::fill(acc_t* means, acc_t* vars, int64_t T, int64_t C, int64_t width) const {
+void fill_moments(
+    const Bank& bank, acc_t* means, acc_t* vars, int64_t T, int64_t C, int64_t width) {
+  BankSource<acc_t> source = bank.source<acc_t>(C);
   std::vector<int64_t> rows(T);
-  if (seed) snapshots(rows.data(), pointer<int64_t>(*seed), mean.size(0), T);
-  const BankSource<acc_t> source = {
-      pointer<acc_t>(mean),
-      pointer<acc_t>(var),
-      seed ? rows.data() : pointer<int64_t>(snapshot),
-      nullptr,
-      mean.size(0),
-      C};
+  if (source.seed) {
+    snapshots(rows.data(), source.seed, source.B, T);
+    source.snapshot = rows.data();
+  }
   for (int64_t t = 0; t < T; ++t) {
     const int64_t row = source.row(t);
     for (int64_t c = 0; c < C; ++c) {
@@ -69,15 +46,10 @@ void Bank::fill(acc_t* means, acc_t* vars, int64_t T, int64_t C, int64_t width) 
   }
 }
 
-void Fitted::check(int64_t, int64_t C, ScalarType acc) const {
-  check_table(params, acc, 4, C);
-  check_seed(seed);
-}
-
 template <typename acc_t>
-void Fitted::fill(acc_t* means, acc_t* vars, int64_t T, int64_t C, int64_t width) const {
-  const FittedSource<acc_t> source = {
-      pointer<acc_t>(params), pointer<int64_t>(seed), uint32_t(stream), int(family), C};
+void fill_moments(
+    const Fitted& fitted, acc_t* means, acc_t* vars, int64_t T, int64_t C, int64_t width) {
+  const FittedSource<acc_t> source = fitted.source<acc_t>(C);
   std::vector<float> z_mean(C), z_spread(C);
   for (int64_t t = 0; t < T; ++t) {
     const uint64_t replica = uint64_t(source.row(t));
@@ -91,6 +63,8 @@ void Fitted::fill(acc_t* means, acc_t* vars, int64_t T, int64_t C, int64_t width
   }
 }
 
+}  // namespace
+
 template <typename acc_t, typename Statistics>
 AffineTable<acc_t> affine_table(
     const Statistics& statistics, int64_t T, int64_t C, int64_t width,
@@ -98,7 +72,7 @@ AffineTable<acc_t> affine_table(
   AffineTable<acc_t> table = {
       width, std::vector<acc_t>(T * width), std::vector<acc_t>(T * width),
       std::vector<acc_t>(width)};
-  statistics.fill(table.mean.data(), table.scale.data(), T, C, width);
+  fill_moments(statistics, table.mean.data(), table.scale.data(), T, C, width);
   for (int64_t t = 0; t < T; ++t) {
     acc_t *mean = &table.mean[t * width], *scale = &table.scale[t * width];
     affine_row<acc_t>(

@@ -28,7 +28,7 @@ void forward_into(
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
     const ForwardArgs<scalar_t> args = {
-        static_cast<const scalar_t*>(x.const_data_ptr()),
+        pointer<scalar_t>(x),
         pointer<scalar_t>(residual),
         static_cast<scalar_t*>(y.mutable_data_ptr()),
         {pointer<acc_t>(weight), pointer<acc_t>(bias), acc_t(eps), acc_t(slope)},

@@ -66,7 +66,7 @@ Gradients backward(
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
     const BackwardArgs<scalar_t> args = {
-        static_cast<const scalar_t*>(grad_y.const_data_ptr()),
+        pointer<scalar_t>(grad_y),
         pointer<scalar_t>(y),
         pointer<scalar_t>(x),
         output<scalar_t>(grad_x),

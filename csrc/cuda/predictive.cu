@@ -32,7 +32,7 @@ void accumulate(const State& state, const Tensor& logits_, int64_t count) {
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
     const StatisticsArgs<scalar_t> args = {
-        static_cast<const scalar_t*>(logits.const_data_ptr()),
+        pointer<scalar_t>(logits),
         output<acc_t>(state.mean),
         output<acc_t>(state.m2),
         output<acc_t>(state.expected_entropy),
@@ -104,14 +104,10 @@ Tensor predictive_statistics_backward_cuda(
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
     const StatisticsGradArgs<scalar_t> args = {
-        static_cast<const scalar_t*>(logits.const_data_ptr()),
-        pointer<acc_t>(mean),
-        pointer<acc_t>(grad_mean),
-        pointer<acc_t>(grad_variance),
-        pointer<acc_t>(grad_entropy),
-        pointer<acc_t>(grad_expected_entropy),
-        output<scalar_t>(grad_logits),
-        d};
+        pointer<scalar_t>(logits),     pointer<acc_t>(mean),
+        pointer<acc_t>(grad_mean),     pointer<acc_t>(grad_variance),
+        pointer<acc_t>(grad_entropy),  pointer<acc_t>(grad_expected_entropy),
+        output<scalar_t>(grad_logits), d};
     run_statistics_grad(args, current_stream(logits));
   });
   return grad_logits;
