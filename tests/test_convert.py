@@ -353,7 +353,7 @@ def test_reports_what_it_cannot_convert(kind):
         UserWarning, match=f"^convert: not converted: 1.0.*{re.escape(text)}"
     ) as caught:
         converted = bnuq.convert(model, strict=False, inplace=True)
-    assert len(caught) == 1
+    assert len(caught) == 1 and caught[0].filename == __file__
     assert [name for name in classes(model) if classes(model)[name] != before[name]] == ["0"]
     assert list(named_stochastic_layers(converted)) == ["0"]
 
@@ -374,6 +374,15 @@ def test_scripts_and_graphs_without_batch_norm_are_left_alone():
     compiled = torch.compile(nn.Linear(3, 3), backend="eager")
     converted = bnuq.convert(nn.Sequential(script, graph, compiled, nn.BatchNorm1d(3)))
     assert list(named_stochastic_layers(converted)) == ["3"]
+
+
+class ConvBatchNorm(nn.Sequential):
+    pass
+
+
+def test_a_container_is_judged_by_its_parts():
+    model = ConvBatchNorm(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    assert list(named_stochastic_layers(bnuq.convert(model))) == ["1"]
 
 
 def test_lazy_layer_is_converted_after_a_forward():

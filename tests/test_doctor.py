@@ -30,7 +30,8 @@ class Network(nn.Module):
         self.drop, self.function = nn.Dropout(), Functional()
 
     def forward(self, x, scale=1.0):
-        x = self.left(self.instance(self.twice(self.twice(scale * x))))
+        self.grad_enabled = torch.is_grad_enabled()
+        x = torch.rand(()) + self.left(self.instance(self.twice(self.twice(scale * x))))
         return self.function(self.drop(x))
 
 
@@ -123,7 +124,8 @@ def test_leaves_everything_as_found(fails):
     except TypeError:
         assert fails
     assert [m.training for m in model.modules()] == flags
-    assert torch.equal(torch.get_rng_state(), rng) and torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert torch.is_grad_enabled() and not model.grad_enabled
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
     with count_uncovered(model) as counter:
         model.twice(x)
