@@ -1,0 +1,186 @@
+"""predict: one answer under every chunk and strategy, for every kind of input."""
+
+import copy
+
+import pytest
+import torch
+from predicting import DATA, SAMPLERS, X, equal, make_flexible, make_model, predict
+from torch import nn
+
+import bnuq_ext as bnuq
+from bnuq_ext import reference
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def flexible():
+    return make_flexible()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_chunks_and_strategies_agree(model, sampler):
+    loop = predict(model, sampler=sampler, strategy="loop", keep_samples=True)
+    assert loop.samples.std(0).mean() > 1e-3
+    for options in (
+        {}, {"strategy": "folded"}, {"chunk": 1}, {"chunk": 7}, {"chunk": 100}, {"chunk": 3, "strategy": "folded"}
+    ):  # fmt: skip
+        equal(predict(model, sampler=sampler, keep_samples=True, **options), loop)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("strategy", ["loop", "folded"])
+def test_replicas_have_global_numbers(model, sampler, strategy):
+    options = {"sampler": sampler, "strategy": strategy, "keep_samples": True}
+    whole = predict(model, **options)
+    half = predict(model, num_samples=10, first_replica=10, **options)
+    torch.testing.assert_close(half.samples, whole.samples[10:], rtol=1e-5, atol=1e-6)
+    if sampler == "bank":
+        assert torch.equal(half.snapshots, whole.snapshots[10:])
+
+
+def test_statistics_are_those_of_the_samples(model):
+    pred = predict(model, keep_samples=True)
+    mean, variance, entropy, expected = reference.predictive_statistics(pred.samples.double())
+    torch.testing.assert_close(pred.mean.double(), mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pred.variance.double(), variance, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(pred.entropy.double(), entropy, rtol=1e-5, atol=1e-6)
+    information = pred.mutual_information.double()
+    torch.testing.assert_close(information, entropy - expected, rtol=1e-3, atol=1e-5)
+    assert pred.num_samples == 20 and pred.likelihood == "categorical"
+    assert pred.noise_var is pred.total_variance is pred.targets is None
+
+
+def test_gaussian_statistics(model):
+    noise = torch.rand(9, 5)
+    for chunk in ("auto", 6):
+        pred = predict(
+            model, likelihood="gaussian", noise_var=noise, keep_samples=True, chunk=chunk
+        )
+        samples = pred.samples.double()
+        torch.testing.assert_close(pred.mean.double(), samples.mean(0), rtol=1e-5, atol=1e-6)
+        variance = samples.var(0, correction=0)
+        torch.testing.assert_close(pred.variance.double(), variance, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(pred.total_variance, pred.variance + noise)
+        assert pred.entropy is pred.mutual_information is None
+    bare = predict(model, likelihood="gaussian")
+    assert torch.equal(bare.total_variance, bare.variance) and bare.samples is None
+
+
+def test_from_samples_is_predict(model):
+    for likelihood, noise in (("categorical", None), ("gaussian", 0.25)):
+        pred = predict(model, likelihood=likelihood, noise_var=noise, keep_samples=True)
+        again = bnuq.Prediction.from_samples(pred.samples, likelihood, noise)
+        equal(again, pred)
+        assert again.noise_var == noise and again.num_samples == 20
+
+
+def test_a_seed_is_the_same_draws_and_none_is_torchs_generator(model):
+    assert torch.equal(predict(model).mean, predict(model).mean)
+    assert not torch.equal(predict(model, seed=4).mean, predict(model).mean)
+    for seed in (-(2**63), 2**63 - 1, -1, 0):
+        assert predict(model, seed=seed, num_samples=2).mean.isfinite().all()
+    torch.manual_seed(1)
+    one, other = predict(model, seed=None), predict(model, seed=None)
+    torch.manual_seed(1)
+    assert torch.equal(predict(model, seed=None).mean, one.mean)
+    assert not torch.equal(one.mean, other.mean)
+
+
+def test_more_replicas_than_snapshots(model):
+    pred = predict(model, num_samples=50, strategy="folded")
+    counts = pred.snapshots.bincount(minlength=24)
+    assert counts.min() == 2 and counts.max() == 3
+
+
+def test_dense_outputs():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1)
+    )
+    model = bnuq.convert(net)
+    bnuq.collect(model, torch.utils.data.TensorDataset(DATA), 8, batch_size=16, progress=False)
+    pred = predict(model, keep_samples=True)
+    assert pred.mean.shape == (9, 4, 6, 6) and pred.mutual_information.shape == (9, 6, 6)
+    torch.testing.assert_close(pred.mean.sum(1), torch.ones(9, 6, 6))
+    nhwc = predict(model, X.to(memory_format=torch.channels_last), keep_samples=True)
+    equal(nhwc, pred)
+
+
+def test_tuples_and_dicts_of_inputs(flexible):
+    x, scale = torch.randn(6, 4), torch.rand(6, 1)
+    options = {"output_fn": lambda out: out["logits"], "keep_samples": True}
+    both = predict(flexible, (x, scale), **options)
+    equal(predict(flexible, (x, scale), strategy="loop", **options), both)
+    equal(predict(flexible, {"x": x, "scale": scale}, **options), both)
+    one = predict(flexible, (x,), **options)
+    equal(predict(flexible, x, **options), one)
+    flipped = predict(flexible, {"x": x, "flip": True}, **options)
+    equal(predict(flexible, {"x": x, "flip": True}, strategy="loop", **options), flipped)
+    assert not torch.allclose(flipped.mean, one.mean)
+    # The input bypasses the norm here: a scale of (6, 1) meets folded rows only when expanded.
+    assert predict(flexible, (x, scale), strategy="folded", **options).mean.shape == (6, 3)
+
+
+def test_loaders(model):
+    labels = torch.arange(40)
+    dataset = torch.utils.data.TensorDataset(DATA[:40], labels)
+    loader = torch.utils.data.DataLoader(dataset, 16)
+    whole = predict(model, DATA[:40], keep_samples=True)
+    pred = predict(model, loader, keep_samples=True)
+    equal(pred, whole)
+    assert torch.equal(pred.targets, labels) and torch.equal(pred.snapshots, whole.snapshots)
+    batches = DATA[:40].split(16)
+    equal(predict(model, batches.__iter__(), keep_samples=True), whole)
+    equal(predict(model, list(batches), keep_samples=True), whole)
+    dicts = [{"x": b, "y": i} for i, b in enumerate(batches)]
+    pred = predict(model, dicts, keep_samples=True)
+    equal(pred, whole)
+    assert pred.targets == [0, 1, 2]
+    pred = predict(model, [((b,), None, "c") for b in batches], keep_samples=True)
+    equal(pred, whole)
+    assert pred.targets is None
+
+
+def test_batch_sampler_uses_the_loaders_batches_in_their_order(model):
+    bank = {name: m.bank for name, m in model.named_modules() if hasattr(m, "bank")}
+    batches = list(DATA[:160].split(16))
+    pred = predict(model, sampler="batch", loader=batches, num_samples=4, keep_samples=True)
+    other = copy.deepcopy(model)
+    bnuq.collect(other, batches, 4, progress=False)
+    for t in range(4):
+        one = copy.deepcopy(other)
+        single = bnuq.collect(one, batches[t : t + 1], 1, progress=False)
+        expected = predict(one, num_samples=1, keep_samples=True)
+        torch.testing.assert_close(pred.samples[t], expected.samples[0], rtol=1e-5, atol=1e-6)
+        assert len(single) == 1
+    late = predict(
+        model, sampler="batch", loader=batches, num_samples=2, first_replica=2, keep_samples=True
+    )
+    torch.testing.assert_close(late.samples, pred.samples[2:], rtol=1e-5, atol=1e-6)
+    assert pred.snapshots is None
+    assert bank == {name: m.bank for name, m in model.named_modules() if hasattr(m, "bank")}
+    with pytest.raises(ValueError, match="predict: loader must have 11 batches of use, got 10"):
+        predict(model, sampler="batch", loader=batches, num_samples=11)
+
+
+def test_no_rows_and_one_row(model):
+    assert predict(model, X[:0]).mean.shape == (0, 5)
+    one = predict(model, X[:1], keep_samples=True)
+    torch.testing.assert_close(one.samples, predict(model, keep_samples=True).samples[:, :1])
+
+
+def test_a_compiled_model_is_unwrapped(model):
+    compiled = torch.compile(model, backend="eager")
+    equal(predict(compiled), predict(model))
+
+
+def test_a_part_of_a_model(model):
+    part = model[:6]
+    pred = bnuq.predict(part, X, likelihood="gaussian", num_samples=20, seed=3, keep_samples=True)
+    head = nn.Sequential(*model[6:])
+    whole = predict(model, keep_samples=True)
+    torch.testing.assert_close(head(pred.samples[4]), whole.samples[4], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,139 @@
+"""What predict refuses and what it warns of."""
+
+import pytest
+import torch
+from predicting import DATA, X, equal, make_flexible, make_model, network, predict
+from torch import nn
+
+import bnuq_ext as bnuq
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def flexible():
+    return make_flexible()
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"likelihood": "poisson"}, ValueError, "likelihood must be one of categorical, gaussian, got 'poisson'"),
+        ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
+        ({"num_samples": 2.0}, TypeError, "num_samples must be an integer, got 2.0"),
+        ({"first_replica": -1}, ValueError, "first_replica must be at least 0, got -1"),
+        ({"sampler": "mc"}, ValueError, "sampler must be one of bank, batch, joint, lognormal, normal, got 'mc'"),
+        ({"seed": 2**63}, ValueError, r"seed must lie in \[-2\^63, 2\^63\), got 9223372036854775808"),
+        ({"seed": -(2**63) - 1}, ValueError, "seed must be at least"),
+        ({"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
+        ({"noise_var": 0.1}, ValueError, 'noise_var must be None with likelihood "categorical", got 0.1'),
+        ({"noise_var": -0.1, "likelihood": "gaussian"}, ValueError, "noise_var must be finite and not negative"),
+        ({"noise_var": "a", "likelihood": "gaussian"}, ValueError, "noise_var must be finite and not negative"),
+        ({"loader": [X]}, ValueError, 'loader must be given with sampler "batch" and no other, got one'),
+        ({"sampler": "batch"}, ValueError, 'loader must be given with sampler "batch" and no other, got none'),
+        ({"batch_size": 16}, ValueError, 'batch_size must be None with sampler "bank", got 16'),
+        ({"strategy": "fast"}, ValueError, "strategy must be one of auto, folded, loop, got 'fast'"),
+        ({"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
+        ({"chunk": "big"}, TypeError, "chunk must be an integer, got 'big'"),
+        ({"output_fn": 3}, TypeError, "output_fn must be callable, got int"),
+        ({"x": 3}, TypeError, "x must be a tensor, a tuple, a dict or an iterable of batches, got int"),
+        ({"x": []}, ValueError, "x must yield at least 1 batch, got none"),
+        ({"x": X.to("meta")}, ValueError, "x must be on the model's device cpu, got meta"),
+        ({"x": (1,)}, ValueError, "an input must hold a tensor with rows, got none"),
+        ({"output_fn": lambda o: [o]}, TypeError, "output_fn's result must be a tensor, got list"),
+        ({"output_fn": lambda o: o.argmax(1)}, TypeError, "output_fn's result must be a floating-point tensor"),
+        ({"output_fn": lambda o: o[:, 0]}, ValueError, r"the output must be logits \(N, K, \*\) .* got \[9\]"),
+        ({"output_fn": lambda o: o.mean(), "likelihood": "gaussian"}, ValueError, r"the output must have rows"),
+    ],
+)  # fmt: skip
+def test_rejects(model, options, error, message):
+    x = options.pop("x", X)
+    with pytest.raises(error, match=f"predict: {message}"):
+        predict(model, x, **options)
+
+
+def test_rejects_models(model, flexible):
+    with pytest.raises(TypeError, match="predict: model must be a torch.nn.Module, got function"):
+        predict(lambda x: x)
+    with pytest.raises(
+        ValueError, match="predict: model must contain stochastic batch-norm layers, got none"
+    ):
+        predict(nn.Linear(3, 3))
+    with pytest.raises(
+        ValueError, match="predict: model must have a bank, got none; run bnuq_ext.collect"
+    ):
+        predict(bnuq.convert(network()))
+    with pytest.raises(
+        TypeError, match="predict: the model's output must be a tensor, got dict; output_fn"
+    ):
+        predict(flexible, torch.randn(3, 4))
+
+
+class Calling(nn.Module):
+    """Calls its norm as often as it is told."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(4), calls
+
+    def forward(self, x):
+        for _ in range(self.calls):
+            x = self.norm(x) * 2 + 1
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_several_calls_have_statistics_each_and_another_number_is_refused(strategy):
+    torch.manual_seed(0)
+    model = bnuq.convert(Calling(2)).eval()
+    bank = bnuq.collect(model, list(torch.randn(30, 16, 4)), 30, progress=False)
+    pred = predict(
+        model, torch.randn(3, 4), keep_samples=True, strategy=strategy, likelihood="gaussian"
+    )
+    assert bank.names == ("norm", "norm#1") and pred.mean.isfinite().all()
+    for calls, got in ((3, "an additional call"), (1, "1 calls"), (0, "no call")):
+        model.calls = calls
+        with pytest.raises(ValueError, match=f"predict: .* got {got}"):
+            predict(model, torch.randn(3, 4), strategy=strategy, likelihood="gaussian")
+
+
+class Functional(nn.Module):
+    """Half of its batch norm is a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        mean, var = torch.zeros(4), torch.ones(4)
+        return nn.functional.batch_norm(self.norm(x), mean, var)
+
+
+def test_the_first_run_warns_of_batch_norm_that_is_not_covered():
+    model = bnuq.convert(Functional()).eval()
+    bnuq.collect(model, list(torch.randn(10, 16, 4)), 10, progress=False)
+    with pytest.warns(
+        UserWarning, match="predict: 1 batch-norm calls of the forward belong to no stochastic"
+    ):
+        predict(model, torch.randn(3, 4))
+    predict(model, torch.randn(5, 4))
+
+
+def test_layers_left_out_on_purpose_are_no_reason_to_warn():
+    torch.manual_seed(0)
+    model = bnuq.convert(network(), filter_fn=lambda name, module: name == "5").eval()
+    bnuq.collect(model, torch.utils.data.TensorDataset(DATA), 8, batch_size=16, progress=False)
+    pred = predict(model, keep_samples=True)
+    assert list(model[5].bank.names) == ["5"]
+    equal(predict(model, keep_samples=True, strategy="loop"), pred)
+
+
+@pytest.mark.parametrize("x", [X, [X, X]], ids=["tensor", "loader"])
+def test_progress_shows_a_bar(model, x, capsys):
+    predict(model, x, progress=True)
+    assert "predict" in capsys.readouterr().err
+    predict(model, x)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,205 @@
+"""What predict leaves behind, how much memory it takes, and what happens when there is too little."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from predicting import SAMPLERS, X, equal, make_model, predict
+
+from bnuq_ext import chunks, folding, prediction
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
+def test_leaves_flags_buffers_gradients_and_generators(model):
+    model.train()
+    model[4].eval()
+    flags = {name: m.training for name, m in model.named_modules()}
+    state, version = copy.deepcopy(model.state_dict()), model[0].weight._version
+    rng = torch.get_rng_state()
+    eval_pred = predict(model, keep_samples=True)
+    assert {name: m.training for name, m in model.named_modules()} == flags
+    assert torch.equal(torch.get_rng_state(), rng) and model[0].weight._version == version
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    assert not eval_pred.mean.requires_grad and torch.is_grad_enabled()
+    assert not eval_pred.mean.is_inference()
+    equal(predict(model.eval(), keep_samples=True), eval_pred)
+
+
+def test_leaves_flags_after_an_exception(model):
+    model.train()
+    with pytest.raises(RuntimeError):
+        predict(model, torch.randn(3, 5, 6, 6))
+    assert model.training and model[3].training
+    equal(predict(model), predict(model.eval()))
+
+
+def test_runs_inside_inference_mode_and_with_gradients_on(model):
+    expected = predict(model)
+    with torch.inference_mode():
+        equal(predict(model), expected)
+    with torch.enable_grad():
+        equal(predict(model, X.clone().requires_grad_()), expected)
+
+
+def test_bad_arguments_draw_nothing(model):
+    rng = torch.get_rng_state()
+    for bad in (
+        {"num_samples": 0},
+        {"sampler": "mc"},
+        {"chunk": 0},
+        {"batch_size": 3},
+        {"noise_var": 1},
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            predict(model, seed=None, **bad)
+    with pytest.raises(ValueError):
+        predict(model, seed=None, sampler="joint", batch_size=10**6)
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_threads_share_a_model(model):
+    model.train()
+    expected = [predict(model, X[i % 4 :], seed=i) for i in range(16)]
+    fresh = copy.deepcopy(model)
+    found, start = [None] * 16, threading.Barrier(16)
+
+    def work(i):
+        start.wait()
+        for _ in range(3):
+            found[i] = predict(fresh, X[i % 4 :], seed=i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, theirs in zip(found, expected, strict=True):
+        equal(mine, theirs)
+    assert fresh.training and fresh[3].training
+
+
+def allocations(function):
+    """Largest sum of live CPU bytes that the function allocated."""
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as p:
+        function()
+    live = most = 0
+    for event in p.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return most
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_peak_memory_does_not_grow_with_the_number_of_replicas(model, sampler, likelihood):
+    def run(num_samples):
+        return predict(
+            model, likelihood=likelihood, sampler=sampler, num_samples=num_samples, chunk=16
+        )
+
+    run(16)
+    few, many = allocations(lambda: run(32)), allocations(lambda: run(320))
+    # What grows are the snapshots' numbers, eight bytes a replica, and their making.
+    assert many < few + 320 * 8 * 4
+    assert allocations(lambda: predict(model, num_samples=320, chunk=160)) > 2 * few
+
+
+def test_two_hundred_predictions_leave_nothing(model):
+    def tensors():
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    predict(model)
+    before = tensors()
+    for seed in range(200):
+        predict(model, seed=seed)
+    assert tensors() == before
+
+
+class Memory:
+    """Stands for a machine on which a forward of more than `most` rows does not fit."""
+
+    def __init__(self, model, most, error):
+        self.most, self.error, self.seen = most, error, []
+        self.handle = model.register_forward_pre_hook(self.check)
+
+    def check(self, module, args):
+        self.seen.append(args[0].shape[0])
+        if self.seen[-1] > self.most:
+            raise self.error
+
+
+CPU_MESSAGE = (
+    "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"
+)
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError(CPU_MESSAGE),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda e: type(e).__name__)
+def test_too_little_memory_halves_the_chunk(model, error):
+    expected = predict(model, keep_samples=True)
+    memory = Memory(model[4], 9 * 6, error)
+    for likelihood in ("categorical", "gaussian"):
+        pred = predict(model, likelihood=likelihood, keep_samples=True)
+        torch.testing.assert_close(pred.samples, expected.samples, rtol=1e-5, atol=1e-6)
+    equal(predict(model, keep_samples=True), expected)
+    assert max(memory.seen) == 180 and 45 in memory.seen
+
+
+def test_memory_that_ends_while_a_chunk_is_taken_in(model, monkeypatch):
+    expected = predict(model, keep_samples=True, chunk=8)
+    original, calls = prediction.predictive_accumulate_, []
+
+    def sometimes(*args):
+        calls.append(args[3].shape[0])
+        if calls[-1] == 7 and len(calls) == 2:
+            raise RuntimeError(CPU_MESSAGE)
+        original(*args)
+
+    monkeypatch.setattr(prediction, "predictive_accumulate_", sometimes)
+    equal(predict(model, keep_samples=True, chunk=8), expected)
+    assert calls[:4] == [7, 7, 3, 3]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_says_what_would_fit_when_one_replica_does_not(model, strategy):
+    Memory(model[4], 4, RuntimeError(CPU_MESSAGE))
+    message = "predict: x must fit in memory with one replica at a time, got 9 rows; a loader with batches of 4"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        predict(model, strategy=strategy)
+    batches = list(X.split(4))
+    equal(predict(model, batches), predict(model, batches, strategy="loop"))
+
+
+def test_chunks_of_activations_stay_below_the_budget(model, monkeypatch):
+    monkeypatch.setattr(chunks, "CPU_BYTES", 5 * 9 * 6 * 4 * 4 * 4)
+    seen = []
+    original = folding.Folding.run
+    monkeypatch.setattr(
+        folding.Folding,
+        "run",
+        lambda self, p, x, f, size: seen.append(size) or original(self, p, x, f, size),
+    )
+    predict(model)
+    assert seen == [5, 5, 5, 5]
+    seen.clear()
+    predict(model, num_samples=11)
+    assert seen == [4, 4, 3]
+    monkeypatch.setattr(chunks, "CPU_BYTES", 10)
+    seen.clear()
+    predict(model, num_samples=3)
+    assert seen == [1, 1, 1]

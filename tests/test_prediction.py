@@ -1,0 +1,88 @@
+"""Prediction: information that is exactly zero, and predictions of samples from anywhere."""
+
+import pytest
+import torch
+from predicting import DATA, equal, make_model, network, predict
+
+import bnuq_ext as bnuq
+from bnuq_ext import reference
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
+@pytest.mark.filterwarnings("ignore:collect. the batches have 60 rows")
+def test_information_is_exactly_zero_where_the_batch_is_the_data_set():
+    torch.manual_seed(0)
+    model, data = bnuq.convert(network()), DATA[:60]
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 60, shuffle=True)
+    for source, options in (
+        (loader, {}),
+        (torch.utils.data.TensorDataset(data), {"batch_size": 60}),
+    ):
+        bnuq.collect(model, source, 5, progress=False, **options)
+        for samples in (3, 64):
+            pred = predict(model, num_samples=samples)
+            assert (pred.mutual_information == 0).all() and (pred.entropy > 0).all()
+            assert pred.variance.max() < 1e-12
+    bank = model[1].bank
+    for sampler in ("joint", "lognormal", "normal"):
+        pred = predict(model, sampler=sampler, batch_size=bank.dataset_size)
+        assert (pred.mutual_information == 0).all()
+
+
+def test_information_of_equal_samples_is_zero_and_of_others_never_negative():
+    g = torch.Generator().manual_seed(0)
+    row = torch.randn(1, 500, 7, generator=g) * 4
+    for count in (1, 3, 100):
+        equal_samples = bnuq.Prediction.from_samples(row.expand(count, -1, -1), "categorical")
+        assert (equal_samples.mutual_information == 0).all()
+        assert 0 <= equal_samples.variance.min() <= equal_samples.variance.max() < 1e-14
+    for size in (1e-6, 1e-4, 1e-2):
+        noisy = row + size * torch.randn(50, 500, 7, generator=g)
+        information = bnuq.Prediction.from_samples(noisy, "categorical").mutual_information
+        assert (information >= 0).all()
+    p = noisy.double().softmax(2)
+    expected = reference.predictive_statistics(noisy.double())
+    expected = expected[2] - expected[3]
+    assert p.shape == (50, 500, 7) and (information > 0).float().mean() > 0.5
+    torch.testing.assert_close(information.double(), expected, rtol=0.05, atol=6e-6)
+
+
+def test_from_samples_is_predict(model):
+    for likelihood, noise in (("categorical", None), ("gaussian", 0.25)):
+        pred = predict(model, likelihood=likelihood, noise_var=noise, keep_samples=True)
+        again = bnuq.Prediction.from_samples(pred.samples, likelihood, noise)
+        equal(again, pred)
+        assert again.noise_var == noise and again.num_samples == 20
+
+
+@pytest.mark.parametrize(
+    "samples, likelihood, error, message",
+    [
+        (
+            torch.zeros(0, 3, 2),
+            "gaussian",
+            ValueError,
+            r"samples must have at least 1 replica, got \[0, 3, 2\]",
+        ),
+        (
+            torch.zeros(2, 3).long(),
+            "gaussian",
+            TypeError,
+            "samples must be a floating-point tensor",
+        ),
+        (torch.zeros(4, 3), "categorical", ValueError, r"the output must be logits \(N, K, \*\)"),
+        (
+            torch.zeros(4, 3),
+            "poisson",
+            ValueError,
+            "likelihood must be one of categorical, gaussian",
+        ),
+    ],
+)
+def test_from_samples_rejects(samples, likelihood, error, message):
+    with pytest.raises(error, match=f"Prediction.from_samples: {message}"):
+        bnuq.Prediction.from_samples(samples, likelihood)
