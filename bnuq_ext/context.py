@@ -144,7 +144,8 @@ class _Before:
         self.session = session
         setattr(self, OURS, True)
 
-    def __call__(self, model, args, kwargs):
+    def __call__(self, model, args, kwargs=None):
+        # Another thread may call in the middle of the registration, which is when kwargs are missing.
         if current_pass() is not self.session:
             return None
         inputs = self.session.begin({"args": args, "kwargs": kwargs})
