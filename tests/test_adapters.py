@@ -271,29 +271,19 @@ def test_adapter_that_fails_leaves_the_model_unchanged(register, adapt, error, t
     assert type(first) is nn.BatchNorm2d and type(norm) is Norm
 
 
+CLASS = "cls_or_qualified_name must be"
+
+
 @pytest.mark.parametrize(
     "arguments, error, text",
     [
-        (
-            (3, swap),
-            TypeError,
-            "register_adapter: cls_or_qualified_name must be a subclass of nn.Module or a string, got 3",
-        ),
-        (
-            (int, swap),
-            TypeError,
-            "register_adapter: cls_or_qualified_name must be a subclass of nn.Module or a string, got "
-            "<class 'int'>",
-        ),
-        (
-            ("Norm", swap),
-            ValueError,
-            'register_adapter: cls_or_qualified_name must be a name like "package.module.Class", got '
-            "'Norm'",
-        ),
-        ((Norm, "swap"), TypeError, "register_adapter: fn must be callable, got str"),
+        ((3, swap), TypeError, f"{CLASS} a subclass of nn.Module or a string, got 3"),
+        ((int, swap), TypeError, f"{CLASS} a subclass of nn.Module or a string, got {int}"),
+        (("Norm", swap), ValueError, f"{CLASS} a name like \"package.module.Class\", got 'Norm'"),
+        (("a.", swap), ValueError, f"{CLASS} a name like \"package.module.Class\", got 'a.'"),
+        ((Norm, "swap"), TypeError, "fn must be callable, got str"),
     ],
 )
 def test_register_rejects(register, arguments, error, text):
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+    with pytest.raises(error, match=f"^register_adapter: {re.escape(text)}$"):
         register(*arguments)

@@ -1,4 +1,6 @@
-"""Small networks with batch norm in every place where it turns up; each with an input."""
+"""Small networks with batch norm in every place where it turns up, and how to compare them."""
+
+import warnings
 
 import torch
 from torch import nn
@@ -75,3 +77,26 @@ def network(name):
             if tensor.is_floating_point():
                 tensor.uniform_(0.5, 1.5)
     return model, torch.randn(shape)
+
+
+def step(model, x):
+    """Output, gradients and buffers of one forward and backward."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y))
+    return [y, x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def classes(model):
+    return {name: type(m) for name, m in model.named_modules(remove_duplicate=False)}
+
+
+def quietly(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()

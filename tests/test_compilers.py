@@ -1,0 +1,93 @@
+"""Converted models under torch.compile, torch.fx, TorchScript and torch.export."""
+
+import pytest
+import torch
+from zoo import Residual, assert_same, network, quietly, step
+
+import bnuq_ext as bnuq
+from bnuq_ext.nn import Stochastic, named_stochastic_layers
+from bnuq_ext.replicas import Pass, running
+
+
+class PlusOne(Pass):
+    """Layers behave as usual, plus one."""
+
+    def normalise(self, layer, x, key, stream):
+        return layer.finish(layer.plain_forward(x) + 1)
+
+
+def in_pass(model, converted, x):
+    with running(PlusOne(named_stochastic_layers(converted))) as active:
+        return model(x), dict(active.calls)
+
+
+def test_compiled_whole_it_equals_eager():
+    model, x = network("residual")
+    converted = bnuq.convert(model).eval()
+    compiled = torch.compile(converted, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(x), model.eval()(x))
+
+
+def test_compiled_it_takes_part_in_a_pass():
+    model, x = network("residual")
+    converted = bnuq.convert(model).eval()
+    compiled = torch.compile(converted, backend="aot_eager")
+    with torch.no_grad():
+        plain = compiled(x)
+        for _ in range(3):
+            assert_same(in_pass(compiled, converted, x), in_pass(converted, converted, x))
+            assert in_pass(compiled, converted, x)[1] == {"stem.1": 1, "bn": 1}
+            assert not torch.allclose(in_pass(compiled, converted, x)[0], plain)
+            assert_same(compiled(x), plain)
+
+
+def test_compiled_whole_it_does_not_ignore_a_pass():
+    model, x = network("residual")
+    converted = bnuq.convert(model).eval()
+    compiled = torch.compile(converted, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(x)
+        expected = in_pass(converted, converted, x)
+        try:
+            actual = in_pass(compiled, converted, x)
+        except torch._dynamo.exc.Unsupported as error:
+            assert torch.__version__ < (2, 14) and "ContextVar" in str(error)
+        else:
+            assert_same(actual, expected)
+
+
+def test_compiled_first_then_converted_in_place_takes_part_in_a_pass():
+    model, x = network("residual")
+    model.eval().compile(backend="aot_eager")
+    with torch.no_grad():
+        plain = model(x)
+        bnuq.convert(model, inplace=True)
+        assert_same(model(x), plain)
+        actual, calls = in_pass(model, model, x)
+        assert calls == {"stem.1": 1, "bn": 1} and not torch.allclose(actual, plain)
+
+
+def test_compiled_model_that_was_converted_can_be_converted_again():
+    compiled = torch.compile(bnuq.convert(Residual()), backend="eager")
+    assert isinstance(bnuq.convert(compiled, inplace=True).bn, Stochastic)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_symbolic_trace_keeps_the_layers(training):
+    model, x = network("residual")
+    traced = torch.fx.symbolic_trace(bnuq.convert(model)).train(training)
+    assert list(named_stochastic_layers(traced)) == ["stem.1", "bn"]
+    assert_same(step(traced, x), step(model.train(training), x))
+
+
+def test_jit_trace_is_the_original():
+    model, x = network("residual")
+    traced = quietly(lambda: torch.jit.trace(bnuq.convert(model).eval(), x))
+    assert_same(traced(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_is_the_original(strict):
+    model, x = network("residual")
+    program = torch.export.export(bnuq.convert(model).eval(), (x,), strict=strict)
+    assert_same(program.module()(x), model.eval()(x))
