@@ -150,7 +150,7 @@ def sanitize_steps(env):
 
 def bench_steps():
     steps = []
-    for path in sorted((ROOT / "benchmarks").glob("test_*.py")):
+    for path in sorted((ROOT / "benchmarks").glob("bench_*.py")):
         raw = SCRATCH / "bench" / f"{path.stem}.json"
         command = [sys.executable, "-m", "pytest", path, "--benchmark-only"]
         command += ["-p", "no:cacheprovider", f"--benchmark-json={raw}"]

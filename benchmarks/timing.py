@@ -1,9 +1,26 @@
 """Interleaved timing: the cases take turns, and each one's median counts."""
 
+import os
 import statistics
 import time
 
 import torch
+
+FULL = os.environ.get("BNUQ_BENCH", "full") == "full"
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+class Times(dict):
+    """Median milliseconds of each case, by name; `samples` has those of every round."""
+
+    def __init__(self, samples: dict[str, list[float]]):
+        super().__init__({name: statistics.median(times) for name, times in samples.items()})
+        self.samples = samples
+
+    def ratios(self, name: str, ours: str) -> list[float]:
+        """What `name` takes over what `ours` takes, in each round."""
+        pairs = zip(self.samples[name], self.samples[ours], strict=True)
+        return [theirs / mine for theirs, mine in pairs]
 
 
 def _seconds(fn, calls: int, sync) -> float:
@@ -15,26 +32,38 @@ def _seconds(fn, calls: int, sync) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def compare(cases: dict, *, rounds: int = 11, sample_ms: float = 5.0, device="cpu") -> dict:
-    """Median milliseconds of each case, by name.
+def compare(
+    cases: dict,
+    *,
+    rounds: int = 11,
+    sample_ms: float = 5.0,
+    seconds: float = float("inf"),
+    device="cpu",
+) -> Times:
+    """Median milliseconds of each case.
 
     Args:
         cases: name to a function of no arguments. They take turns, `rounds` times each.
         sample_ms: a sample repeats the call until it takes about this long.
+        seconds: about how long all rounds may take; at least three are made.
     """
     sync = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
-    calls = {}
+    calls, round_seconds = {}, 0.0
     for name, fn in cases.items():
         fn()
-        calls[name] = max(1, round(sample_ms / 1e3 / max(_seconds(fn, 1, sync), 1e-7)))
+        once = max(_seconds(fn, 1, sync), 1e-7)
+        calls[name] = max(1, round(sample_ms / 1e3 / once))
+        round_seconds += calls[name] * once
     samples = {name: [] for name in cases}
-    for _ in range(rounds):
+    for _ in range(max(3, min(rounds, int(seconds / round_seconds)))):
         for name, fn in cases.items():
-            samples[name].append(_seconds(fn, calls[name], sync))
-    return {name: 1e3 * statistics.median(times) for name, times in samples.items()}
+            samples[name].append(1e3 * _seconds(fn, calls[name], sync))
+    return Times(samples)
 
 
-def record(benchmark, case: str, times: dict, ours: str = "ours", moved=None, copied=None):
+def record(
+    benchmark, case: str, times: Times, ours: str = "ours", moved=None, copied=None, **details
+):
     """Puts a comparison into the benchmark's record.
 
     Args:
@@ -42,13 +71,19 @@ def record(benchmark, case: str, times: dict, ours: str = "ours", moved=None, co
         ours: the name of our case; the others are yardsticks.
         moved: bytes that our case moves.
         copied: bytes that the yardstick "copy_" moves.
+        details: what else `report` prints: target, memory_mb, skipped.
     """
-    yardsticks = {name: ms for name, ms in times.items() if name != ours}
+    ratios = {name: times.ratios(name, ours) for name in times if name != ours}
     benchmark.extra_info.update(
         case=case,
         ours_ms=times[ours],
-        yardsticks=yardsticks,
-        ratio={name: ms / times[ours] for name, ms in yardsticks.items()},
+        rounds=len(times.samples[ours]),
+        yardsticks={name: times[name] for name in ratios},
+        ratio={name: statistics.median(values) for name, values in ratios.items()},
+        ratio_range={
+            name: statistics.quantiles(values, n=4)[::2] for name, values in ratios.items()
+        },
         gb_s=moved / times[ours] / 1e6 if moved else None,
         copy_gb_s=copied / times["copy_"] / 1e6 if copied else None,
+        **details,
     )

@@ -9,6 +9,7 @@ and does all the work that does not depend on x before it returns the function t
 
 from collections.abc import Callable
 from copy import deepcopy
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, fx, nn
@@ -183,12 +184,14 @@ def compiled_batched(model: nn.Module, tables: Tables, x: Tensor) -> Run:
 
 def torch_uncertainty(model: nn.Module, tables: Tables, x: Tensor) -> Run:
     """MCBatchNorm of torch-uncertainty, with our statistics in place of those that its `fit` collects."""
+    if find_spec("torch_uncertainty") is None:
+        raise Unavailable("not installed")
     try:
         from torch_uncertainty.post_processing import MCBatchNorm
     except Exception as error:  # an installed package can be broken in any way
-        raise Unavailable(f"torch-uncertainty: {type(error).__name__}: {error}") from error
+        raise Unavailable(f"does not load: {type(error).__name__}: {error}") from error
     if any(isinstance(m, nn.BatchNorm1d | nn.BatchNorm3d) for m in model.modules()):
-        raise Unavailable("torch-uncertainty converts BatchNorm2d only")
+        raise Unavailable("converts BatchNorm2d only")
     MCBatchNorm.mc_batch_norm_layers = []  # the class shares this list between its objects
     wrapper = MCBatchNorm(model, num_estimators=num_replicas(tables)).eval()
     for name, (mean, var) in tables.items():

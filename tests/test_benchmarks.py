@@ -115,7 +115,7 @@ def test_a_broken_torch_uncertainty_is_no_yardstick(tmp_path, monkeypatch, netwo
     (tmp_path / "torch_uncertainty" / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        yardsticks.Unavailable, match="torch-uncertainty: (Runtime|ModuleNotFound)Error"
+        yardsticks.Unavailable, match="does not load: (Runtime|ModuleNotFound)Error"
     ):
         yardsticks.torch_uncertainty(*network)
 

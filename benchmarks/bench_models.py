@@ -1,0 +1,180 @@
+"""Whole networks at T=20: `predict` beside what a user could write in plain PyTorch."""
+
+from contextlib import nullcontext
+from time import perf_counter
+
+import pytest
+import torch
+
+import bnuq_ext as bnuq
+
+from . import yardsticks
+from .memory import peak_extra_bytes
+from .models import MLP, resnet18, resnet50
+from .timing import DEVICES, FULL, compare, record
+
+# Inductor warns of what it does; a benchmark is no place to stop for it.
+pytestmark = pytest.mark.filterwarnings("default")
+
+T = 20
+NETWORKS = {
+    "MLP 784-4x256-10": (MLP, (784,)),
+    "ResNet-18 32x32": (resnet18, (3, 32, 32)),
+    "ResNet-50 224x224": (resnet50, (3, 224, 224)),
+}
+# {network: (rows on a CPU in the short form, in the full form, rows on a GPU)}
+ROWS = {
+    "MLP 784-4x256-10": ((16, 64), (16, 64, 256, 1024), (16, 256, 1024)),
+    "ResNet-18 32x32": ((8,), (8, 32), (32, 256)),
+    "ResNet-50 224x224": ((), (1, 2), (8, 32)),
+}
+# Least ratio to the loop on two CPU cores.
+TARGET = {("MLP 784-4x256-10", 16): 4.0, ("MLP 784-4x256-10", 64): 2.4}
+PLAIN = {
+    "loop": yardsticks.loop,
+    "vmap": lambda *args: yardsticks.vmapped(*args, chunk=5),
+    "folded weights": yardsticks.folded_into_convolutions,
+    "batched affine": yardsticks.batched,
+    "torch-uncertainty": yardsticks.torch_uncertainty,
+}
+COMPILED = {
+    "compiled loop": yardsticks.compiled_loop,
+    "compiled batched": yardsticks.compiled_batched,
+}
+
+
+def cases() -> list:
+    rows_of = {"cuda": lambda row: row[2], "cpu": lambda row: row[1] if FULL else row[0]}
+    return [
+        pytest.param(device, name, rows, id=f"{device}-{name}-{rows}")
+        for device in DEVICES
+        for name, row in ROWS.items()
+        for rows in rows_of[device](row)
+    ]
+
+
+def prepared(device: str, name: str):
+    """The plain network with running statistics of its own, and the converted one with a bank of T batches."""
+    build, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    plain = build().to(device)
+    # Statistics of smaller images than the timed ones: they only have to be plausible.
+    small = (3, 64, 64) if shape == (3, 224, 224) else shape
+    batches = torch.randn(T, 8, *small, device=device)
+    with torch.no_grad():
+        for batch in batches[:10]:
+            plain(batch)
+    plain.eval()
+    model = bnuq.convert(plain)
+    bank = bnuq.collect(model, list(batches), num_batches=T, progress=False)
+    return plain, model, bank
+
+
+def without_tf32(device: str):
+    if device == "cpu":
+        return nullcontext()
+    return torch.backends.cudnn.flags(allow_tf32=False)
+
+
+def checked(device, plain, model, bank, x, wanted) -> tuple[dict, dict]:
+    """The yardsticks whose outputs equal those of `predict` replica by replica, and why others are missing."""
+    with without_tf32(device):
+        ours = bnuq.predict(
+            model, x, likelihood="categorical", num_samples=T, seed=0, keep_samples=True
+        )
+        where = ours.snapshots.cpu()
+        tables = {
+            name: (bank.mean[name][where].to(device), bank.var[name][where].to(device))
+            for name in bank.names
+        }
+        runs, skipped = {}, {}
+        for name, make in wanted.items():
+            try:
+                runs[name] = make(plain, tables, x)
+            except yardsticks.Unavailable as reason:
+                skipped[name] = str(reason)
+                continue
+            assert_close = torch.testing.assert_close
+            assert_close(
+                ours.samples, runs[name](), rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        mean, variance, entropy, information = yardsticks.predictive(runs["loop"])()
+    for actual, expected in [
+        (ours.mean, mean),
+        (ours.variance, variance),
+        (ours.entropy, entropy),
+        (ours.mutual_information, information),
+    ]:
+        assert_close(actual, expected, rtol=1e-3, atol=1e-5)
+    return {name: yardsticks.predictive(run) for name, run in runs.items()}, skipped
+
+
+def wanted_yardsticks(device: str, name: str, rows: int) -> dict:
+    wanted = dict(PLAIN)
+    if not FULL and name.startswith("ResNet"):
+        # The short form has seconds for it: the two best only, and a package that is installed.
+        del wanted["vmap"], wanted["batched affine"]
+    # Each compilation takes 10 to 30 s on two cores.
+    if FULL and (
+        device == "cuda" or name.startswith("MLP") or (name, rows) == ("ResNet-18 32x32", 8)
+    ):
+        wanted |= COMPILED
+    if device == "cuda":
+        from .triton_affine import TritonAffine
+
+        wanted["Triton affine"] = lambda *args: yardsticks.batched(*args, affine=TritonAffine)
+    return wanted
+
+
+def label(device: str, name: str, rows: int) -> str:
+    return f"{name}, {rows} rows, T={T}" + (", CUDA" if device == "cuda" else "")
+
+
+def target(device: str, name: str, rows: int) -> dict[str, float]:
+    """Least ratios to the yardsticks: on a CPU predict is never slower than the loop."""
+    return {"loop": TARGET.get((name, rows), 1.0)} if device == "cpu" else {}
+
+
+@pytest.mark.parametrize("device,name,rows", cases())
+@torch.no_grad()
+def test_predict(benchmark, device, name, rows):
+    plain, model, bank = prepared(device, name)
+    x = torch.randn(rows, *NETWORKS[name][1], device=device)
+    runs, skipped = checked(device, plain, model, bank, x, wanted_yardsticks(device, name, rows))
+
+    def ours():
+        return bnuq.predict(model, x, likelihood="categorical", num_samples=T, seed=0)
+
+    # No more than about twelve minutes for all cases in the full form.
+    seconds = (30 if name.startswith("ResNet") else 8) if FULL else 4
+    times = compare({"ours": ours, **runs}, rounds=25, seconds=seconds, device=device)
+    benchmark.pedantic(ours, rounds=1)
+    details = {"skipped": skipped, "target": target(device, name, rows)}
+    record(benchmark, label(device, name, rows), times, **details)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "name,rows", [("MLP 784-4x256-10", 256)] + [("ResNet-18 32x32", 2)] * FULL, ids=str
+)
+@torch.no_grad()
+def test_memory(benchmark, device, name, rows):
+    _, model, _ = prepared(device, name)
+    x = torch.randn(rows, *NETWORKS[name][1], device=device)
+
+    def predict(num_samples):
+        return bnuq.predict(
+            model, x, likelihood="categorical", num_samples=num_samples, seed=0, chunk=10
+        )
+
+    predict(10)  # proves that the model folds
+    sizes = {f"T={n}": peak_extra_bytes(lambda n=n: predict(n), device) / 1e6 for n in (20, 200)}
+    start = perf_counter()
+    benchmark.pedantic(predict, (200,), rounds=1)
+    benchmark.extra_info.update(
+        case=label(device, name, rows).replace(f"T={T}", "T=200 by tens"),
+        ours_ms=1e3 * (perf_counter() - start),
+        memory_mb=sizes,
+        # The numbers of the snapshots grow with T: 8 bytes a replica.
+        target={"memory": 1.01},
+    )
