@@ -179,6 +179,22 @@ def test_no_kernel_uses_atomics(kernels):
         assert not [op for op, _ in kernel.code if op.startswith(("ATOM", "RED."))], name
 
 
+# ---- the grids -----------------------------------------------------------------------------------
+
+
+def test_grids_hold_for_every_size_up_to_64_bits(tmp_path):
+    """Launch limits, and nothing left out, for sizes beyond 2^32 that no test could run."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    hostrun = ROOT / "tests" / "hostrun"
+    sources = [ROOT / "tests/cpp/cuda_plans.cpp", hostrun / "fiber.cpp", hostrun / "block.cpp"]
+    command = [*compiler.split(), "-O1", "-std=c++17", "-Wall", "-Wno-unknown-pragmas"]
+    command += ["-DBNUQ_HOSTRUN", f"-I{hostrun}", f"-I{ROOT / 'csrc' / 'cuda'}", *sources]
+    subprocess.run([*command, "-o", tmp_path / "plans"], check=True)
+    done = subprocess.run([tmp_path / "plans"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert int(done.stdout) > 1500
+
+
 # ---- the library that the build made -------------------------------------------------------------
 
 PACKAGE = Path(bnuq_ext.__file__).parent

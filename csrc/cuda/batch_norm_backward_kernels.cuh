@@ -62,12 +62,12 @@ __global__ void __launch_bounds__(kThreads, 3) gradients_kernel(
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
   const Extents d = args.d;
-  const int64_t tile = blockIdx.x % p.tiles, chunk = blockIdx.x / p.tiles % p.chunks;
-  const int64_t t = blockIdx.x / p.tiles / p.chunks, length = d.C * d.S;
-  const Column<V> column(p, tile, d.C, d.S);
-  const int64_t end = column.active ? smaller(d.N, (chunk + 1) * p.rows_per_block) : 0;
+  const Place place(p);
+  const int64_t t = place.t, length = d.C * d.S;
+  const Column<V> column(p, place.tile, d.C, d.S);
+  const int64_t end = column.active ? smaller(d.N, (place.chunk + 1) * p.rows_per_block) : 0;
   const int64_t step = blockDim.y * length;
-  int64_t n = chunk * p.rows_per_block + threadIdx.y;
+  int64_t n = place.chunk * p.rows_per_block + threadIdx.y;
   int64_t at = (t * d.N + n) * length + column.element;
 
   Pack<scalar_t, V> grad_y[kGradUnroll], y[kGradUnroll];
@@ -110,9 +110,10 @@ __global__ void __launch_bounds__(kThreads, 2) shared_gradients_kernel(
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
   const Extents d = args.d;
-  const int64_t tile = blockIdx.x % p.tiles, chunk = blockIdx.x / p.tiles, length = d.C * d.S;
-  const Column<V> column(p, tile, d.C, d.S);
-  const int64_t n = chunk * p.rows_per_block + threadIdx.y, rows = d.N - n;
+  const Place place(p);
+  const int64_t length = d.C * d.S;
+  const Column<V> column(p, place.tile, d.C, d.S);
+  const int64_t n = place.chunk * p.rows_per_block + threadIdx.y, rows = d.N - n;
   const int64_t at = n * length + column.element, step = blockDim.y * length;
   int count = 0;  // rows of this thread
   if (column.active && rows > 0)
@@ -193,10 +194,10 @@ __global__ void __launch_bounds__(kThreads, 2) sums_kernel(
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
   const Extents d = args.d;
-  const int64_t tile = blockIdx.x % p.tiles, chunk = blockIdx.x / p.tiles % p.chunks;
-  const int64_t t = blockIdx.x / p.tiles / p.chunks, length = d.C * d.S;
-  const Column<V> column(p, tile, d.C, d.S);
-  const int64_t end = column.active ? smaller(d.N, (chunk + 1) * p.rows_per_block) : 0;
+  const Place place(p);
+  const int64_t t = place.t, length = d.C * d.S;
+  const Column<V> column(p, place.tile, d.C, d.S);
+  const int64_t end = column.active ? smaller(d.N, (place.chunk + 1) * p.rows_per_block) : 0;
   const int64_t step = blockDim.y * length, replica = shared ? 0 : t * d.N * length;
 
   fill_table(table, p, column, source, {nullptr, nullptr, args.par.eps, 0}, t, 1);
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 2) sums_kernel(
     mean[e] = column.active ? table[slot[e]] : acc_t(0);
     rstd[e] = column.active ? table[p.slots + slot[e]] : acc_t(0);
   }
-  int64_t n = chunk * p.rows_per_block + threadIdx.y, at = n * length + column.element;
+  int64_t n = place.chunk * p.rows_per_block + threadIdx.y, at = n * length + column.element;
   for (; n < end; n += kGradUnroll * int64_t(blockDim.y), at += kGradUnroll * step) {
     Pack<scalar_t, V> grad_y[kGradUnroll], y[kGradUnroll], x[kGradUnroll];
 #pragma unroll

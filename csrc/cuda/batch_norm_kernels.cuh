@@ -79,10 +79,10 @@ __global__ void __launch_bounds__(kThreads, 3)
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
   const Extents d = args.d;
-  const int64_t tile = blockIdx.x % p.tiles, chunk = blockIdx.x / p.tiles % p.chunks;
-  const int64_t t = blockIdx.x / p.tiles / p.chunks, length = p.length;
-  const Column<V> column(p, tile, d.C, d.S);
-  const int64_t first = chunk * p.rows_per_block;
+  const Place place(p);
+  const int64_t t = place.t, length = p.length;
+  const Column<V> column(p, place.tile, d.C, d.S);
+  const int64_t first = place.chunk * p.rows_per_block;
   const int64_t end = column.active ? smaller(p.rows, first + p.rows_per_block) : 0;
   const int64_t offset = t * p.rows * length + column.element, step = blockDim.y * length;
   int64_t n = first + threadIdx.y, at = offset + n * length;
@@ -122,9 +122,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
   const Extents d = args.d;
-  const int64_t tile = blockIdx.x % p.tiles, chunk = blockIdx.x / p.tiles, length = p.length;
-  const Column<V> column(p, tile, d.C, d.S);
-  const int64_t n = chunk * p.rows_per_block + threadIdx.y, rows = p.rows - n;
+  const Place place(p);
+  const int64_t length = p.length;
+  const Column<V> column(p, place.tile, d.C, d.S);
+  const int64_t n = place.chunk * p.rows_per_block + threadIdx.y, rows = p.rows - n;
   const int64_t at = n * length + column.element, step = blockDim.y * length;
   int count = 0;  // rows of this thread
   if (column.active && rows > 0)

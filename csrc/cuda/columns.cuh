@@ -82,6 +82,20 @@ inline ColumnsPlan plan_columns(
   return p;
 }
 
+// What a block does: a tile of the row, a chunk of the rows, a replica (shared x: all of them).
+struct Place {
+  int64_t tile, chunk, t;
+
+  BNUQ_DEVICE explicit Place(const ColumnsPlan& p) {
+    const unsigned tiles = unsigned(p.tiles),
+                   chunks = unsigned(p.chunks);  // below 2^31: of the grid
+    const unsigned rest = blockIdx.x / tiles;
+    tile = blockIdx.x - rest * tiles;
+    chunk = rest % chunks;
+    t = rest / chunks;
+  }
+};
+
 // The place of a thread in the row, and its channels.
 template <int V>
 struct Column {
@@ -101,20 +115,20 @@ struct Column {
     constexpr int64_t kCap = 1 << 24;
     left = int(smaller(kCap, (plane + 1) * S - first));
     period = int(smaller(kCap, S));
-    const int64_t last = smaller(p.length, first + int64_t(blockDim.x) * V) - 1;
     const bool round = p.merged > 1;
     first_channel = round ? 0 : plane;
     start = round ? int(plane % C) : 0;
-    channels = round ? int(C) : int(last / S - plane) + 1;
+    channels =
+        round ? int(C) : plane_of(int(smaller<int64_t>(blockDim.x * V, p.length - first)) - 1) + 1;
     wrap = round ? int(C) : int(kCap);
   }
 
   // Element `q` of the tile to its plane, counted from the tile's first.
-  BNUQ_DEVICE int plane(int q) const { return q < left ? 0 : 1 + (q - left) / period; }
+  BNUQ_DEVICE int plane_of(int q) const { return q < left ? 0 : 1 + (q - left) / period; }
 
   // The slots of the thread's V elements in the table.
   BNUQ_DEVICE void find_slots(int (&slot)[V]) const {
-    const int q = threadIdx.x * V, past = plane(q);
+    const int q = threadIdx.x * V, past = plane_of(q);
     int c = (start + past) % wrap, next = left + past * period;
 #pragma unroll
     for (int e = 0; e < V; ++e) {
