@@ -16,8 +16,9 @@ BNUQ_HD acc_t entropy_term(acc_t p, acc_t log_p) {
   return p == acc_t(0) ? acc_t(0) : -p * log_p;
 }
 
-// Takes in one replica more; `weight` is 1 / (replicas so far, this one included). The sum of squares
-// grows by a square: delta * (p - mean) can round to less than zero where it is contracted to an fma.
+// Takes in one replica more; `weight` is 1 / (replicas so far, this one included). The sum of
+// squares grows by a square: delta * (p - mean) can round to less than zero where it is contracted
+// to an fma.
 template <typename acc_t>
 BNUQ_HD void welford(acc_t p, acc_t weight, acc_t& mean, acc_t& m2) {
   const acc_t delta = p - mean;
