@@ -51,6 +51,15 @@ struct Mixture {
 };
 
 template <typename acc_t>
+Mixture<acc_t> mixture_of(double pi, double std1, double std2) {
+  // A component of weight 0 has log scale -inf; held finite so that no difference is NaN.
+  const double low = -1e30;
+  return {
+      acc_t(pi > 0 ? std::log(pi / std1) : low), acc_t(pi < 1 ? std::log((1 - pi) / std2) : low),
+      acc_t(1 / (std1 * std1)), acc_t(1 / (std2 * std2))};
+}
+
+template <typename acc_t>
 BNUQ_HD KlTerm<acc_t> mixture_kl_term(
     acc_t mu, const Posterior<acc_t>& q, acc_t eps, const Mixture<acc_t>& p) {
   const acc_t w = mu + q.sigma * eps, square = w * w;

@@ -75,6 +75,18 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       "bayes_rows_grad_weight(Tensor grad_y, Tensor x, Tensor seed, int stream)"
       " -> (Tensor grad_mu, Tensor grad_sigma)");
 
+  // The pieces of bayes_linear on CUDA: products with sigma * eps, whose weights stay in registers.
+  m.def("pack_sigma(Tensor rho, Tensor scale, Tensor like) -> Tensor");
+  m.def(
+      "bayes_forward(Tensor x, Tensor sigma, Tensor base, Tensor? bias, Tensor x_scale,"
+      " Tensor sigma_scale, Tensor seed, int stream, int num_samples) -> Tensor");
+  m.def(
+      "bayes_grad_x_(Tensor(a!) grad_x, Tensor grad_y, Tensor sigma, Tensor grad_scale,"
+      " Tensor sigma_scale, Tensor seed, int stream) -> ()");
+  m.def(
+      "bayes_grad_sigma(Tensor grad_y, Tensor x, Tensor grad_scale, Tensor x_scale, Tensor seed,"
+      " int stream) -> Tensor");
+
   m.def("gaussian_kl(Tensor mu, Tensor rho, float prior_std) -> Tensor");
   m.def(
       "gaussian_kl_backward(Tensor grad, Tensor mu, Tensor rho, float prior_std) -> (Tensor, "

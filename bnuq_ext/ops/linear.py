@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from . import linear_cpu as linear_cpu
+from . import linear_cuda as linear_cuda
 from .checks import check_device, check_floating, check_seed, check_shape, refuse
 
 

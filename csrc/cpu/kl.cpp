@@ -111,15 +111,6 @@ std::tuple<Tensor, Tensor> gaussian_kl_backward_cpu(
 // ------------------------------------------
 
 template <typename acc_t>
-Mixture<acc_t> mixture_of(double pi, double std1, double std2) {
-  // A component of weight 0 has log scale -inf; held finite so that no difference is NaN.
-  const double low = -1e30;
-  return {
-      acc_t(pi > 0 ? std::log(pi / std1) : low), acc_t(pi < 1 ? std::log((1 - pi) / std2) : low),
-      acc_t(1 / (std1 * std1)), acc_t(1 / (std2 * std2))};
-}
-
-template <typename acc_t>
 BNUQ_CLONES double mixture_row(
     const acc_t* mu, const acc_t* rho, const float* z, const Mixture<acc_t>& p, int64_t n) {
   acc_t sum = 0;

@@ -52,6 +52,19 @@ struct Predictive {
 void predictive(const Predictive& call);
 void predictive_backward(const Predictive& call);
 
+// Arguments as in the kernels of linear and kl; of a kernel's own, the others null.
+struct Bayes {
+  std::string kernel, dtype;  // dtype of the 16-bit operands, or of the weights
+  int64_t T, N, O, I, first;
+  bool shared, matrix;
+  double prior_std, pi, std1, std2;
+  uint32_t stream;
+  const int64_t* seed;
+  const void *x, *sigma, *base, *bias, *x_scale, *sigma_scale, *grad_scale, *mu, *rho, *grad;
+  void *out, *out2, *out3, *partial;
+};
+void bayes(const Bayes& call);
+
 // Calls run(scalar_t()) for the type of that name.
 template <typename Run>
 void by_dtype(const std::string& name, Run run) {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent.resolve()
 BUILD = HERE / "build"
-STEMS = ["philox", "batch_norm", "batch_norm_backward", "predictive", "probes"]
+STEMS = ["philox", "batch_norm", "batch_norm_backward", "predictive", "linear", "probes"]
 FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -DBNUQ_HOSTRUN"
 SANITIZE = "-fsanitize=address,undefined"
 KINDS = {  # of objects: what they are compiled with

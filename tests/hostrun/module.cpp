@@ -94,6 +94,23 @@ Predictive predictive_call(const py::kwargs& kwargs) {
   return c;
 }
 
+Bayes bayes_call(const py::kwargs& kwargs) {
+  Arguments a(py::kwargs(kwargs.attr("copy")()));
+  Bayes c;
+  a.take("kernel", c.kernel), a.take("dtype", c.dtype);
+  a.take("T", c.T), a.take("N", c.N), a.take("O", c.O), a.take("I", c.I);
+  a.take("first", c.first), a.take("shared", c.shared), a.take("matrix", c.matrix);
+  a.take("prior_std", c.prior_std), a.take("pi", c.pi), a.take("std1", c.std1);
+  a.take("std2", c.std2), a.take("stream", c.stream), a.take("seed", c.seed);
+  a.take("x", c.x), a.take("sigma", c.sigma), a.take("base", c.base), a.take("bias", c.bias);
+  a.take("x_scale", c.x_scale), a.take("sigma_scale", c.sigma_scale);
+  a.take("grad_scale", c.grad_scale), a.take("mu", c.mu), a.take("rho", c.rho);
+  a.take("grad", c.grad), a.take("out", c.out), a.take("out2", c.out2), a.take("out3", c.out3);
+  a.take("partial", c.partial);
+  a.finish();
+  return c;
+}
+
 void bind_probes(py::module_& m) {
   m.def(
       "probe",
@@ -146,6 +163,7 @@ void bind_kernels(py::module_& m) {
   m.def("batch_norm_backward", [](const py::kwargs& kw) {
     batch_norm_backward(batch_norm_call(kw));
   });
+  m.def("bayes", [](const py::kwargs& kw) { bayes(bayes_call(kw)); });
   m.def("predictive", [](const py::kwargs& kw) { predictive(predictive_call(kw)); });
   m.def("predictive_backward", [](const py::kwargs& kw) {
     predictive_backward(predictive_call(kw));

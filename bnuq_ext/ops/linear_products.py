@@ -1,0 +1,110 @@
+"""What bayes_linear has in common on CPU and CUDA: the bias, and products by torch.
+
+For many rows a replica, one replica's weights at a time go into a buffer of (O, I) that torch's matrix
+product reads. This is also the way of float64.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from .. import _library  # noqa: F401
+from .philox import TAGS
+
+_ops = torch.ops.bnuq
+
+
+class Noise(NamedTuple):
+    """Where the noise of a call comes from."""
+
+    seed: Tensor
+    stream: int
+    num_samples: int
+
+    def bias(self, features: int) -> Tensor:
+        shape = (self.num_samples, features)
+        return _ops.philox_normal(self.seed, self.stream, TAGS["bias"], shape)
+
+
+def spread(rho: Tensor) -> Tensor:
+    return softplus(rho, threshold=40.0)
+
+
+def replicas(x: Tensor) -> Tensor:
+    """(T, N, I) for an x of every replica, (1, N, I) for a shared one; in the accumulation dtype."""
+    x = x if x.dim() == 3 else x[None]
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
+
+
+def sample_bias(bias_mu: Tensor | None, bias_rho: Tensor | None, noise: Noise) -> Tensor | None:
+    """(T, O), or None without a bias."""
+    if bias_mu is None:
+        return None
+    eps = noise.bias(len(bias_mu)).to(bias_mu.dtype)
+    return torch.addcmul(bias_mu, spread(bias_rho), eps)
+
+
+def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """Gradients by bias_mu and bias_rho of grad_y (T, N, O)."""
+    by_replica = grad_y.sum(1)
+    eps = noise.bias(by_replica.shape[1]).to(grad_y.dtype)
+    return by_replica.sum(0), (by_replica * eps).sum(0) * torch.sigmoid(bias_rho)
+
+
+def forward(xs: Tensor, mu: Tensor, sigma: Tensor, bias: Tensor | None, noise: Noise) -> Tensor:
+    """(T, N, O) of xs (T or 1, N, I), bias (T, O)."""
+    y = xs.new_empty((noise.num_samples, xs.shape[1], mu.shape[0]))
+    weight = torch.empty_like(mu)[None]
+    for t in range(noise.num_samples):
+        _ops.sample_weights_(weight, mu, sigma, noise.seed, noise.stream, t)
+        x = xs[t % len(xs)]
+        if bias is None:
+            torch.mm(x, weight[0].t(), out=y[t])
+        else:
+            torch.addmm(bias[t], x, weight[0].t(), out=y[t])
+    return y
+
+
+def backward(
+    grad_y: Tensor,
+    xs: Tensor,
+    mu: Tensor,
+    sigma: Tensor,
+    noise: Noise,
+    need_x: bool,
+    need_weight: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients by xs (T or 1, N, I), mu and sigma; None for what is not needed."""
+    empty = mu.new_empty(0)
+    grad_x = torch.zeros_like(xs) if need_x else None
+    weight = torch.empty_like(mu)[None] if need_x else empty
+    if need_weight:
+        grad_mu, grad_sigma, grad_weight = (torch.zeros_like(mu) for _ in range(3))
+    for t in range(len(grad_y)):
+        k = t % len(xs)
+        if need_weight:
+            torch.mm(grad_y[t].t(), xs[k], out=grad_weight)
+            _ops.weight_backward_(
+                weight, grad_mu, grad_sigma, grad_weight, mu, sigma, noise.seed, noise.stream, t
+            )
+        elif need_x:
+            _ops.sample_weights_(weight, mu, sigma, noise.seed, noise.stream, t)
+        if need_x:
+            grad_x[k].addmm_(grad_y[t], weight[0])
+    return (grad_x, grad_mu, grad_sigma) if need_weight else (grad_x, None, None)
+
+
+def pack_grads(x, rho, grad_x, grad_mu, grad_sigma, bias_grads) -> tuple[Tensor, ...]:
+    """The results of bayes_linear_backward: in the shapes and dtypes of its inputs, empty for None."""
+    none = rho.new_empty(0)
+    if grad_x is not None:
+        grad_x = (grad_x if x.dim() == 3 else grad_x.sum(0)).to(x.dtype)
+    grad_rho = none if grad_sigma is None else grad_sigma * torch.sigmoid(rho)
+    return (
+        x.new_empty(0) if grad_x is None else grad_x,
+        none if grad_mu is None else grad_mu,
+        grad_rho,
+        *((none, none) if bias_grads is None else bias_grads),
+    )

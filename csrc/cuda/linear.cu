@@ -1,0 +1,186 @@
+#include "launch.h"
+
+#include "linear_kernels.cuh"
+#include "weights_kernels.cuh"
+
+namespace bnuq {
+namespace {
+
+// Rows of a 16-bit matrix, padded to whole tiles: 16-byte accesses need no edge.
+void check_padded(const Tensor& t) {
+  STD_TORCH_CHECK(
+      t.dim() == 3 && t.is_contiguous() && t.size(2) % kEdge == 0,
+      "bayes_linear: a 16-bit operand must be contiguous with rows of whole tiles");
+}
+
+void check_floats(const Tensor& t, int64_t numel) {
+  STD_TORCH_CHECK(
+      t.is_contiguous() && t.scalar_type() == ScalarType::Float && t.numel() == numel,
+      "bayes_linear: a tensor must be float32, contiguous and match in size");
+}
+
+const int64_t* seed_of(const Tensor& seed) {
+  STD_TORCH_CHECK(
+      seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
+      "bayes_linear: seed must be int64, contiguous, and have 2 entries");
+  return seed.const_data_ptr<int64_t>();
+}
+
+template <typename F>
+void dispatch_half(const Tensor& t, const F& body) {
+  if (t.scalar_type() == ScalarType::Half) return body(__half());
+  STD_TORCH_CHECK(
+      t.scalar_type() == ScalarType::BFloat16, "bayes_linear: an operand must have 16 bits");
+  body(__nv_bfloat16());
+}
+
+const uint4* fragments_of(const Tensor& sigma, int64_t O, int64_t I) {
+  const int64_t tiles = ceil_div<int64_t>(O, kEdge) * ceil_div<int64_t>(I, kEdge);
+  STD_TORCH_CHECK(
+      sigma.is_contiguous() && sigma.numel() == tiles * kEdge * kEdge,
+      "bayes_linear: sigma must be packed by pack_sigma");
+  return static_cast<const uint4*>(sigma.const_data_ptr());
+}
+
+// (tiles of O * tiles of I * 256) in the dtype of `like`: softplus(rho) / scale in fragment order.
+Tensor pack_sigma_cuda(Tensor rho, Tensor scale, Tensor like) {
+  check_on_device_of(rho, {scale, like});
+  const int64_t O = rho.size(0), I = rho.size(1);
+  check_floats(rho, O * I);
+  check_floats(scale, 1);
+  const DeviceGuard guard(rho.get_device_index());
+  const int64_t tiles = ceil_div<int64_t>(O, kEdge) * ceil_div<int64_t>(I, kEdge);
+  const Tensor out = torch::stable::new_empty(like, {tiles * kEdge * kEdge});
+  if (tiles == 0) return out;
+  dispatch_half(like, [&](auto zero) {
+    using half_t = decltype(zero);
+    run_pack_sigma<half_t>(
+        static_cast<uint4*>(out.mutable_data_ptr()), rho.const_data_ptr<float>(),
+        scale.const_data_ptr<float>(), O, I, current_stream(rho));
+  });
+  return out;
+}
+
+// y (T, N, O) = base (T or 1, N, O) + bias (T, O) + x (T or 1, N, padded I) @ noise^T.
+Tensor bayes_forward_cuda(
+    Tensor x, Tensor sigma, Tensor base, std::optional<Tensor> bias, Tensor x_scale,
+    Tensor sigma_scale, Tensor seed, int64_t stream, int64_t num_samples) {
+  check_on_device_of(x, {sigma, base, bias, x_scale, sigma_scale, seed});
+  check_padded(x);
+  const int64_t T = num_samples, N = x.size(1), O = base.size(2), I = x.size(2);
+  check_floats(base, x.size(0) * N * O);
+  if (bias) check_floats(*bias, T * O);
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor y = torch::stable::new_empty(base, {T, N, O});
+  if (y.numel() == 0) return y;
+  dispatch_half(x, [&](auto zero) {
+    using half_t = decltype(zero);
+    run_bayes_forward<half_t>(
+        {static_cast<const half_t*>(x.const_data_ptr()), fragments_of(sigma, O, I),
+         base.const_data_ptr<float>(), bias ? bias->const_data_ptr<float>() : nullptr,
+         x_scale.const_data_ptr<float>(), sigma_scale.const_data_ptr<float>(), seed_of(seed),
+         y.mutable_data_ptr<float>(), T, N, O, I, uint32_t(stream), x.size(0) == 1},
+        current_stream(x));
+  });
+  return y;
+}
+
+// grad_x (T or 1, N, I) += grad_y (T, N, padded O) @ noise.
+void bayes_grad_x_cuda(
+    Tensor grad_x, Tensor grad_y, Tensor sigma, Tensor grad_scale, Tensor sigma_scale, Tensor seed,
+    int64_t stream) {
+  check_on_device_of(grad_x, {grad_y, sigma, grad_scale, sigma_scale, seed});
+  check_padded(grad_y);
+  const int64_t T = grad_y.size(0), N = grad_y.size(1), O = grad_y.size(2), I = grad_x.size(2);
+  check_floats(grad_x, grad_x.size(0) * N * I);
+  const DeviceGuard guard(grad_x.get_device_index());
+  if (grad_x.numel() == 0 || T == 0) return;
+  dispatch_half(grad_y, [&](auto zero) {
+    using half_t = decltype(zero);
+    run_bayes_grad_x<half_t>(
+        {static_cast<const half_t*>(grad_y.const_data_ptr()), fragments_of(sigma, O, I),
+         grad_scale.const_data_ptr<float>(), sigma_scale.const_data_ptr<float>(), seed_of(seed),
+         grad_x.mutable_data_ptr<float>(), T, N, O, I, uint32_t(stream), grad_x.size(0) == 1},
+        current_stream(grad_x));
+  });
+}
+
+// (O, I) = sum over t of eps[t] * (grad_y[t] @ x[t]^T), both (T, *, padded N).
+Tensor bayes_grad_sigma_cuda(
+    Tensor grad_y, Tensor x, Tensor grad_scale, Tensor x_scale, Tensor seed, int64_t stream) {
+  check_on_device_of(grad_y, {x, grad_scale, x_scale, seed});
+  check_padded(grad_y);
+  check_padded(x);
+  const int64_t T = grad_y.size(0), O = grad_y.size(1), N = grad_y.size(2), I = x.size(1);
+  STD_TORCH_CHECK(x.size(2) == N, "bayes_linear: x and grad_y must have the same rows");
+  const DeviceGuard guard(grad_y.get_device_index());
+  const Tensor out = torch::stable::new_zeros(grad_scale, {O, I});
+  if (out.numel() == 0 || T == 0) return out;
+  dispatch_half(grad_y, [&](auto zero) {
+    using half_t = decltype(zero);
+    run_bayes_grad_sigma<half_t>(
+        {static_cast<const half_t*>(grad_y.const_data_ptr()),
+         static_cast<const half_t*>(x.const_data_ptr()), grad_scale.const_data_ptr<float>(),
+         x_scale.const_data_ptr<float>(), seed_of(seed), out.mutable_data_ptr<float>(), T, N, O, I,
+         uint32_t(stream), x.size(0) == 1},
+        current_stream(grad_y));
+  });
+  return out;
+}
+
+// ---- weights into memory, for a matrix product of torch's
+// -----------------------------------------
+
+void sample_weights_cuda(
+    Tensor weight, Tensor mu, Tensor sigma, Tensor seed, int64_t stream, int64_t first) {
+  check_on_device_of(weight, {mu, sigma, seed});
+  const int64_t R = weight.size(0), O = mu.size(0), I = mu.size(1);
+  STD_TORCH_CHECK(
+      weight.is_contiguous() && mu.is_contiguous() && sigma.is_contiguous() &&
+          weight.numel() == R * O * I && sigma.numel() == O * I,
+      "sample_weights_: tensors must be contiguous and match in size");
+  const DeviceGuard guard(weight.get_device_index());
+  if (weight.numel() == 0) return;
+  const auto run = [&](auto zero) {
+    using acc_t = decltype(zero);
+    run_sample_weights<acc_t>(
+        weight.mutable_data_ptr<acc_t>(), mu.const_data_ptr<acc_t>(), sigma.const_data_ptr<acc_t>(),
+        seed_of(seed), uint32_t(stream), first, R, O, I, current_stream(weight));
+  };
+  mu.scalar_type() == ScalarType::Double ? run(double()) : run(float());
+}
+
+void weight_backward_cuda(
+    Tensor weight, Tensor grad_mu, Tensor grad_sigma, Tensor grad_weight, Tensor mu, Tensor sigma,
+    Tensor seed, int64_t stream, int64_t first) {
+  check_on_device_of(mu, {grad_mu, grad_sigma, grad_weight, sigma, seed});
+  const int64_t O = mu.size(0), I = mu.size(1);
+  for (const Tensor& t : {grad_mu, grad_sigma, grad_weight, mu, sigma})
+    STD_TORCH_CHECK(
+        t.is_contiguous() && t.numel() == O * I,
+        "weight_backward_: tensors must be contiguous and match in size");
+  const DeviceGuard guard(mu.get_device_index());
+  if (mu.numel() == 0) return;
+  const auto run = [&](auto zero) {
+    using acc_t = decltype(zero);
+    run_weight_backward<acc_t>(
+        weight.numel() ? weight.mutable_data_ptr<acc_t>() : nullptr,
+        grad_mu.mutable_data_ptr<acc_t>(), grad_sigma.mutable_data_ptr<acc_t>(),
+        grad_weight.const_data_ptr<acc_t>(), mu.const_data_ptr<acc_t>(),
+        sigma.const_data_ptr<acc_t>(), seed_of(seed), uint32_t(stream), first, O, I,
+        current_stream(mu));
+  };
+  mu.scalar_type() == ScalarType::Double ? run(double()) : run(float());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bnuq, CUDA, m) {
+  m.impl("pack_sigma", TORCH_BOX(&pack_sigma_cuda));
+  m.impl("bayes_forward", TORCH_BOX(&bayes_forward_cuda));
+  m.impl("bayes_grad_x_", TORCH_BOX(&bayes_grad_x_cuda));
+  m.impl("bayes_grad_sigma", TORCH_BOX(&bayes_grad_sigma_cuda));
+  m.impl("sample_weights_", TORCH_BOX(&sample_weights_cuda));
+  m.impl("weight_backward_", TORCH_BOX(&weight_backward_cuda));
+}
+
+}  // namespace
+}  // namespace bnuq

@@ -1,0 +1,80 @@
+#include "../../csrc/cuda/linear_kernels.cuh"
+
+#include "../../csrc/cuda/kl_kernels.cuh"
+#include "bindings.h"
+
+namespace {
+
+using namespace bnuq;
+
+template <typename T>
+const T* in(const void* p) {
+  return static_cast<const T*>(p);
+}
+
+template <typename T>
+T* to(void* p) {
+  return static_cast<T*>(p);
+}
+
+template <typename half_t>
+void fused(const Bayes& c) {
+  const auto f = [](const void* p) { return in<float>(p); };
+  const auto h = [](const void* p) { return in<half_t>(p); };
+  const uint4* sigma = in<uint4>(c.sigma);
+  if (c.kernel == "pack_sigma") {
+    run_pack_sigma<half_t>(to<uint4>(c.out), f(c.rho), f(c.sigma_scale), c.O, c.I, nullptr);
+  } else if (c.kernel == "forward") {
+    run_bayes_forward<half_t>(
+        {h(c.x), sigma, f(c.base), f(c.bias), f(c.x_scale), f(c.sigma_scale), c.seed,
+         to<float>(c.out), c.T, c.N, c.O, c.I, c.stream, c.shared},
+        nullptr);
+  } else if (c.kernel == "grad_x") {
+    run_bayes_grad_x<half_t>(
+        {h(c.grad), sigma, f(c.grad_scale), f(c.sigma_scale), c.seed, to<float>(c.out), c.T, c.N,
+         c.O, c.I, c.stream, c.shared},
+        nullptr);
+  } else if (c.kernel == "grad_sigma") {
+    run_bayes_grad_sigma<half_t>(
+        {h(c.grad), h(c.x), f(c.grad_scale), f(c.x_scale), c.seed, to<float>(c.out), c.T, c.N, c.O,
+         c.I, c.stream, c.shared},
+        nullptr);
+  } else {
+    throw std::invalid_argument("hostrun: no such kernel: " + c.kernel);
+  }
+}
+
+template <typename acc_t>
+void in_memory(const Bayes& c) {
+  const acc_t *mu = in<acc_t>(c.mu), *rho = in<acc_t>(c.rho), *grad = in<acc_t>(c.grad);
+  acc_t *out = to<acc_t>(c.out), *out2 = to<acc_t>(c.out2), *out3 = to<acc_t>(c.out3);
+  const MixtureArgs<acc_t> mixture = {
+      mu, rho, c.seed, c.stream, c.T, c.O, c.I, c.matrix, mixture_of<acc_t>(c.pi, c.std1, c.std2)};
+  if (c.kernel == "sample_weights") {
+    run_sample_weights<acc_t>(
+        out, mu, in<acc_t>(c.sigma), c.seed, c.stream, c.first, c.T, c.O, c.I, nullptr);
+  } else if (c.kernel == "weight_backward") {
+    run_weight_backward<acc_t>(
+        out, out2, out3, grad, mu, in<acc_t>(c.sigma), c.seed, c.stream, c.first, c.O, c.I,
+        nullptr);
+  } else if (c.kernel == "gaussian_kl") {
+    run_gaussian_kl<acc_t>(out, to<double>(c.partial), mu, rho, c.prior_std, c.O * c.I, nullptr);
+  } else if (c.kernel == "gaussian_kl_backward") {
+    run_gaussian_kl_backward<acc_t>(out, out2, grad, mu, rho, c.prior_std, c.O * c.I, nullptr);
+  } else if (c.kernel == "mixture_kl") {
+    run_mixture_kl<acc_t>(out, to<double>(c.partial), mixture, nullptr);
+  } else if (c.kernel == "mixture_kl_backward") {
+    run_mixture_kl_backward<acc_t>(out, out2, grad, mixture, nullptr);
+  } else {
+    throw std::invalid_argument("hostrun: no such kernel: " + c.kernel);
+  }
+}
+
+}  // namespace
+
+void bayes(const Bayes& c) {
+  if (c.dtype == "float16") return fused<__half>(c);
+  if (c.dtype == "bfloat16") return fused<__nv_bfloat16>(c);
+  if (c.dtype == "float64") return in_memory<double>(c);
+  in_memory<float>(c);
+}

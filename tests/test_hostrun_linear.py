@@ -1,0 +1,259 @@
+"""The CUDA source of the Bayesian ops, run on the CPU: the fused products and what feeds them."""
+
+import numpy as np
+import pytest
+import torch
+from hostrun import build
+from hostrun.calls import Kernels, fresh, placed
+
+from bnuq_ext import ops, reference_bayes
+from bnuq_ext.ops import linear_cuda
+from bnuq_ext.ops.linear_products import Noise
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
+
+STREAM = 7
+HALF_STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+NOTHING = dict(
+    T=0, N=0, O=0, I=0, first=0, shared=False, matrix=False, prior_std=1.0, pi=0.5, std1=1.0, std2=0.1,
+    stream=STREAM,
+)  # fmt: skip
+
+
+def array(tensor):
+    """A tensor's numbers as the host run takes them: 16-bit floats by their bits, aligned."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach().contiguous()
+    tensor = tensor.view(torch.uint16) if tensor.element_size() == 2 else tensor
+    return placed(tensor.numpy())
+
+
+class Ops:
+    """The ops that `linear_cuda` calls, by the host run's kernels. `order` shuffles the threads."""
+
+    def __init__(self, order):
+        self.kernels = Kernels(build.load(), order)
+
+    def run(self, kernel, dtype, result, **arguments):
+        tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor) or v is None}
+        arguments |= {k: array(v) for k, v in tensors.items()}
+        name = str(dtype).removeprefix("torch.")
+        call = NOTHING | arguments | dict(kernel=kernel, dtype=name, out=result)
+        self.kernels.call("bayes", [result], **call)
+        return torch.from_numpy(result)
+
+    def pack_sigma(self, rho, scale, like):
+        O, I = rho.shape  # noqa: E741
+        tiles = -(-O // 16) * -(-I // 16)
+        out = fresh((tiles * 256,), np.uint16)
+        packed = self.run("pack_sigma", like.dtype, out, rho=rho, sigma_scale=scale, O=O, I=I)
+        return packed.view(like.dtype)
+
+    def bayes_forward(self, x, sigma, base, bias, x_scale, sigma_scale, seed, stream, num_samples):
+        N, O = base.shape[1:]  # noqa: E741
+        return self.run(
+            "forward", x.dtype, fresh((num_samples, N, O), np.float32), x=x, sigma=sigma, base=base,
+            bias=bias, x_scale=x_scale, sigma_scale=sigma_scale, seed=seed, stream=stream,
+            T=num_samples, N=N, O=O, I=x.shape[2], shared=len(x) == 1,
+        )  # fmt: skip
+
+    def bayes_grad_x_(self, grad_x, grad_y, sigma, grad_scale, sigma_scale, seed, stream):
+        out = fresh(tuple(grad_x.shape), np.float32)
+        out[...] = grad_x.numpy()
+        T, N, O = grad_y.shape  # noqa: E741
+        result = self.run(
+            "grad_x", grad_y.dtype, out, grad=grad_y, sigma=sigma, grad_scale=grad_scale,
+            sigma_scale=sigma_scale, seed=seed, stream=stream, T=T, N=N, O=O, I=grad_x.shape[2],
+            shared=len(grad_x) == 1,
+        )  # fmt: skip
+        grad_x.copy_(result)
+
+    def bayes_grad_sigma(self, grad_y, x, grad_scale, x_scale, seed, stream):
+        (T, O, N), I = grad_y.shape, x.shape[1]  # noqa: E741
+        return self.run(
+            "grad_sigma", grad_y.dtype, fresh((O, I), np.float32), grad=grad_y, x=x,
+            grad_scale=grad_scale, x_scale=x_scale, seed=seed, stream=stream, T=T, N=N, O=O, I=I,
+            shared=len(x) == 1,
+        )  # fmt: skip
+
+    def philox_normal(self, *args):
+        return torch.ops.bnuq.philox_normal(*args)
+
+
+@pytest.fixture(params=[0, 1], ids=lambda order: f"order{order}")
+def kernels(request, monkeypatch):
+    made = Ops(request.param)
+    monkeypatch.setattr(linear_cuda, "_ops", made)
+    return made
+
+
+def make(N, I, O, T, shared, dtype):  # noqa: E741
+    generator = torch.Generator().manual_seed(N * 1000 + I * 10 + O)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    x = (draw(N, I) if shared else draw(T, N, I)).to(dtype)
+    return x, 0.1 * draw(O, I), draw(O, I) - 3, draw(O), draw(O) - 3
+
+
+def noise64(seed, T, O, I):  # noqa: E741
+    eps = ops.philox_normal(seed, STREAM, (T, O, I)).double()
+    return eps, ops.philox_normal(seed, STREAM, (T, O), tag="bias").double()
+
+
+# One case for each form of the kernels: rows 1..8, ..32, ..64, more; edges inside and outside of tiles.
+CASES = [
+    (1, 1, 1, 1, True), (8, 20, 17, 5, False), (9, 784, 7, 2, True), (32, 65, 33, 4, False),
+    (33, 129, 16, 3, True), (64, 30, 40, 3, False), (65, 40, 129, 2, True), (140, 17, 20, 2, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("N,I,O,T,shared", CASES)
+def test_fused_products_match_the_reference(kernels, N, I, O, T, shared, half):  # noqa: E741
+    """Four roundings to 16 bits enter a product: a sum is off by about 2^-11 (2^-8) of the root of its sum of
+    squares. Six times that is allowed; one wrong weight is off by about the root over sqrt(I)."""
+    dtype = torch.float32 if half == torch.float16 else torch.bfloat16
+    x, *parameters = make(N, I, O, T, shared, dtype)
+    mu, rho, _, bias_rho = parameters
+    seed = ops.new_seed(5, 3)
+    inputs64 = [t.double().requires_grad_() for t in (x, *parameters)]
+    eps, bias_eps = noise64(seed, T, O, I)
+    expected = reference_bayes.bayes_linear(*inputs64, eps, bias_eps)
+    x2 = inputs64[0].detach().square().expand(T, N, I)
+    noise2 = (reference_bayes.softplus(rho.double()) * eps).square()
+
+    def check(actual, wanted, squares):
+        bound = 6 * HALF_STEP[half] * squares.sqrt() + 1e-5 * float(wanted.abs().max())
+        rounding = 2**-8 * wanted.abs() if actual.dtype == torch.bfloat16 else 0.0
+        assert ((actual.double() - wanted).abs() <= bound + rounding).all()
+
+    y = linear_cuda._forward(x, *parameters, seed, STREAM, T)
+    assert y.dtype == dtype
+    check(y, expected.detach(), torch.einsum("tni,toi->tno", x2, noise2))
+
+    grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grads = linear_cuda._backward(grad_y, x, mu, rho, bias_rho, seed, STREAM, T, True, True, True)
+    wanted = torch.autograd.grad(expected, inputs64, grad_y.double())
+    grad2 = grad_y.double().square()
+    by_x = torch.einsum("tno,toi->tni", grad2, noise2)
+    check(grads[0], wanted[0], by_x.sum(0) if shared else by_x)
+    by_sigma = torch.einsum("tno,tni,toi->oi", grad2, x2, eps.square())
+    check(grads[2], wanted[2], by_sigma * torch.sigmoid(rho.double()).square())
+    for k in (1, 3, 4):  # no 16-bit operand here
+        check(grads[k], wanted[k], torch.zeros_like(wanted[k]))
+
+
+def test_weights_are_the_noise_of_the_cpu(kernels):
+    """x = one row of the identity reads single weights: wrong places would be off by about sigma."""
+    O, I, T = 33, 40, 3  # noqa: E741
+    x = torch.eye(I)
+    rho = torch.zeros(O, I)
+    seed = ops.new_seed(-9, 2**33)
+    y = linear_cuda._forward(x, torch.zeros(O, I), rho, None, None, seed, STREAM, T)
+    eps = ops.philox_normal(seed, STREAM, (T, O, I))
+    sigma = float(reference_bayes.softplus(torch.zeros(()).double()))
+    torch.testing.assert_close(y, sigma * eps.transpose(1, 2), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e6, 0.0])
+def test_operands_are_scaled_to_float16s_range(kernels, scale):
+    """Gradients of 1e-12 would vanish in float16, inputs of 1e6 overflow."""
+    x, *parameters = make(16, 24, 8, 2, True, torch.float32)
+    x = x * scale
+    seed = ops.new_seed(0)
+    y = linear_cuda._forward(x, *parameters, seed, STREAM, 2)
+    expected = reference_bayes.bayes_linear(
+        x.double(), *(p.double() for p in parameters), *noise64(seed, 2, 8, 24)
+    )
+    torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=1e-2 * scale + 1e-6)
+    grads = linear_cuda._backward(
+        scale * torch.ones_like(y), x, *parameters[:2], None, seed, STREAM, 2, True, True, False
+    )
+    inputs64 = [t.double().requires_grad_() for t in (x, *parameters)]
+    wanted = torch.autograd.grad(
+        reference_bayes.bayes_linear(*inputs64, *noise64(seed, 2, 8, 24)),
+        inputs64,
+        scale * torch.ones_like(y).double(),
+    )
+    for actual, expected in zip(grads[:3], wanted[:3], strict=True):
+        bound = 5e-3 * float(expected.abs().max())
+        torch.testing.assert_close(actual.double(), expected, rtol=5e-3, atol=bound)
+
+
+def test_thread_order_does_not_matter():
+    x, *parameters = make(40, 70, 20, 3, False, torch.float32)
+    operand, scale = linear_cuda.half_operand(x, torch.float16)
+    seed, results = ops.new_seed(1), []
+    for order in (0, 1, 2):
+        made = Ops(order)
+        packed = made.pack_sigma(parameters[1], torch.ones(()), operand[:0])
+        base = torch.zeros(3, 40, 20)
+        y = made.bayes_forward(operand, packed, base, None, scale, torch.ones(()), seed, STREAM, 3)
+        grad, grad_scale = linear_cuda.half_operand(y.transpose(1, 2), torch.float16)
+        xt, x_scale = linear_cuda.half_operand(x.transpose(1, 2), torch.float16)
+        results.append([y, made.bayes_grad_sigma(grad, xt, grad_scale, x_scale, seed, STREAM)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("O,I", [(1, 1), (17, 33), (32, 48)])
+def test_weights_in_memory_match_the_cpu(kernels, O, I, dtype):  # noqa: E741
+    T = 2
+    _, mu, rho, *_ = make(1, I, O, T, True, torch.float32)
+    mu, sigma = mu.to(dtype), torch.nn.functional.softplus(rho).to(dtype)
+    noise = Noise(ops.new_seed(3, 8), STREAM, T)
+    storage = np.float64 if dtype == torch.float64 else np.float32
+    common = dict(mu=mu, sigma=sigma, seed=noise.seed, first=1, T=T, O=O, I=I)
+    actual = kernels.run("sample_weights", dtype, fresh((T, O, I), storage), **common)
+    expected = mu.new_empty(T, O, I)
+    torch.ops.bnuq.sample_weights_(expected, mu, sigma, noise.seed, STREAM, 1)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+
+    grad = torch.randn(O, I, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sums = [np.zeros((O, I), storage) for _ in range(2)]
+    weight = kernels.run(
+        "weight_backward",
+        dtype,
+        fresh((O, I), storage),
+        grad=grad,
+        out2=sums[0],
+        out3=sums[1],
+        **common,
+    )
+    wanted = [mu.new_zeros(O, I) for _ in range(3)]
+    torch.ops.bnuq.weight_backward_(*wanted, grad, mu, sigma, noise.seed, STREAM, 1)
+    for a, e in zip([weight, *map(torch.from_numpy, sums)], wanted, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (4100,), (17, 33), (64, 80)], ids=str)
+def test_divergences_match_the_cpu(kernels, shape, dtype):
+    generator = torch.Generator().manual_seed(4)
+    mu = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+    rho = (2 * torch.randn(shape, generator=generator) - 3).to(dtype).requires_grad_()
+    storage, seed, T = (np.float64 if dtype == torch.float64 else np.float32), ops.new_seed(6), 3
+    grad = torch.full((), 1.5, dtype=dtype)
+    mixture = dict(pi=0.3, std1=1.0, std2=0.05)
+    O, I = shape if len(shape) == 2 else (1, shape[0])  # noqa: E741
+    common = dict(mu=mu, rho=rho, seed=seed, grad=grad, T=T, O=O, I=I, matrix=len(shape) == 2)
+    common |= mixture | dict(prior_std=0.7)
+    for name, expected in (
+        ("gaussian_kl", ops.gaussian_kl(mu, rho, 0.7)),
+        ("mixture_kl", ops.mixture_kl(mu, rho, seed, STREAM, T, **mixture)),
+    ):
+        partial = np.full(1024, np.nan)
+        actual = kernels.run(name, dtype, fresh((), storage), partial=partial, **common)
+        torch.testing.assert_close(actual, expected.detach(), rtol=1e-5, atol=1e-5)
+        grads = [fresh(shape, storage) for _ in range(2)]
+        for array_ in grads:
+            array_[...] = 0
+        kernels.run(name + "_backward", dtype, grads[0], out2=grads[1], **common)
+        wanted = torch.autograd.grad(1.5 * expected, (mu, rho))
+        for a, e in zip(grads, wanted, strict=True):
+            scale = float(e.abs().max())
+            torch.testing.assert_close(torch.from_numpy(a), e, rtol=1e-4, atol=1e-5 * scale)
