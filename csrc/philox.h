@@ -38,19 +38,26 @@ struct Key {
   uint32_t k0, k1;
 };
 
+constexpr int kPhiloxRounds = 10;
+
+BNUQ_HD void philox_round(uint32_t (&c)[4], uint32_t k0, uint32_t k1) {
+  const uint64_t p0 = uint64_t(0xD2511F53u) * c[0], p1 = uint64_t(0xCD9E8D57u) * c[2];
+  c[0] = uint32_t(p1 >> 32) ^ c[1] ^ k0;
+  c[2] = uint32_t(p0 >> 32) ^ c[3] ^ k1;
+  c[1] = uint32_t(p1);
+  c[3] = uint32_t(p0);
+}
+
 // Philox4x32-10 of Salmon et al. (2011), "Parallel random numbers: as easy as 1, 2, 3".
 BNUQ_HD Words4 philox(Key key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  uint32_t c[4] = {c0, c1, c2, c3};
   BNUQ_UNROLL
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = uint64_t(0xD2511F53u) * c0, p1 = uint64_t(0xCD9E8D57u) * c2;
-    c0 = uint32_t(p1 >> 32) ^ c1 ^ key.k0;
-    c2 = uint32_t(p0 >> 32) ^ c3 ^ key.k1;
-    c1 = uint32_t(p1);
-    c3 = uint32_t(p0);
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    philox_round(c, key.k0, key.k1);
     key.k0 += 0x9E3779B9u;
     key.k1 += 0xBB67AE85u;
   }
-  return {{c0, c1, c2, c3}};
+  return {{c[0], c[1], c[2], c[3]}};
 }
 
 BNUQ_HD Key subkey(int64_t key, uint32_t stream, uint32_t tag) {

@@ -45,10 +45,37 @@ BNUQ_DEVICE uint32_t staged_pair(const half_t* shared, int row, int column) {
   return *reinterpret_cast<const uint32_t*>(shared + row * kPitch + column);
 }
 
+// The keys of all rounds, held in registers: made anew they are two additions a round.
+struct RoundKeys {
+  uint32_t k[2 * kPhiloxRounds];
+
+  BNUQ_DEVICE explicit RoundKeys(Key key) {
+#pragma unroll
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      k[2 * round] = key.k0 + uint32_t(round) * 0x9E3779B9u;
+      k[2 * round + 1] = key.k1 + uint32_t(round) * 0xBB67AE85u;
+    }
+#ifdef __CUDA_ARCH__
+#pragma unroll
+    for (int i = 0; i < 2 * kPhiloxRounds; ++i) asm volatile("" : "+r"(k[i]));
+#endif
+  }
+
+  BNUQ_DEVICE Words4 words(uint64_t index, uint64_t replica) const {
+    uint32_t c[4] = {
+        uint32_t(index), uint32_t(index >> 32), uint32_t(replica), uint32_t(replica >> 32)};
+#pragma unroll
+    for (int round = 0; round < kPhiloxRounds; ++round)
+      philox_round(c, k[2 * round], k[2 * round + 1]);
+    return {{c[0], c[1], c[2], c[3]}};
+  }
+};
+
 // eps of one lane as an A fragment.
 template <typename half_t>
-BNUQ_DEVICE void noise_fragment(uint32_t (&a)[4], Key sub, uint64_t index, uint64_t replica) {
-  const Words4 words = philox_at(sub, index, replica);
+BNUQ_DEVICE void noise_fragment(
+    uint32_t (&a)[4], const RoundKeys& keys, uint64_t index, uint64_t replica) {
+  const Words4 words = keys.words(index, replica);
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     float z0, z1;
@@ -60,8 +87,8 @@ BNUQ_DEVICE void noise_fragment(uint32_t (&a)[4], Key sub, uint64_t index, uint6
 // sigma * eps of one lane as an A fragment.
 template <typename half_t>
 BNUQ_DEVICE void weight_fragment(
-    uint32_t (&a)[4], const uint4& sigma, Key sub, uint64_t index, uint64_t replica) {
-  noise_fragment<half_t>(a, sub, index, replica);
+    uint32_t (&a)[4], const uint4& sigma, const RoundKeys& keys, uint64_t index, uint64_t replica) {
+  noise_fragment<half_t>(a, keys, index, replica);
   a[0] = mul2<half_t>(a[0], sigma.x);
   a[1] = mul2<half_t>(a[1], sigma.y);
   a[2] = mul2<half_t>(a[2], sigma.z);
@@ -98,7 +125,7 @@ __global__ void __launch_bounds__(kLinearThreads) pack_sigma_kernel(
 // -----------------------------------------
 
 template <typename half_t>
-struct ForwardArgs {
+struct BayesForwardArgs {
   const half_t* x;     // (T or 1, N, padded I)
   const uint4* sigma;  // (tiles of O, tiles of I, 32)
   const float* base;   // (T or 1, N, O)
@@ -111,24 +138,35 @@ struct ForwardArgs {
   bool shared;
 };
 
+// The B fragments of 8 kBlocks staged rows at columns k, k + 1, k + 8 and k + 9.
+template <typename half_t, int kBlocks>
+BNUQ_DEVICE void load_columns(uint32_t (&x)[kBlocks][2], const half_t* shared, int g, int k) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    x[b][0] = staged_pair(shared, b * 8 + g, k);
+    x[b][1] = staged_pair(shared, b * 8 + g, k + 8);
+  }
+}
+
 // A warp owns 16 outputs, 8 kBlocks rows and kReplicas replicas; a block 8 such, of the same rows
 // and replicas, which share x in shared memory.
-template <typename half_t, int kBlocks, int kReplicas>
-__global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(ForwardArgs<half_t> p) {
+template <typename half_t, int kBlocks, int kReplicas, bool kShared>
+__global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(BayesForwardArgs<half_t> p) {
   BNUQ_DYNAMIC_SHARED(half_t, shared_x);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4,
             pair = lane % 4 * 2;
   const int64_t tiles_o = ceil_div<int64_t>(p.O, kEdge), tiles_i = p.I / kEdge;
   const int64_t tile_o = int64_t(blockIdx.x) * kLinearWarps + warp;
   const int64_t row = int64_t(blockIdx.y) * kBlocks * 8, t0 = int64_t(blockIdx.z) * kReplicas;
-  const int copies = p.shared ? 1 : kReplicas;
-  const Key sub = subkey(p.seed[0], p.stream, kTagWeight);
+  constexpr int copies = kShared ? 1 : kReplicas;
+  const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
+  const int64_t first = p.seed[1] + t0;
   float acc[kReplicas][kBlocks][4] = {};
 
   for (int64_t column = 0; column < p.I; column += kStage) {
     __syncthreads();
     for (int r = 0; r < copies; ++r) {
-      const int64_t t = p.shared ? 0 : smaller<int64_t>(t0 + r, p.T - 1);
+      const int64_t t = kShared ? 0 : smaller<int64_t>(t0 + r, p.T - 1);
       const Rows<half_t> rows = {p.x + t * p.N * p.I, p.N, p.I};
       stage_rows(shared_x + r * kBlocks * 8 * kPitch, rows, row, kBlocks * 8, column);
     }
@@ -140,17 +178,15 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(ForwardAr
       const uint4 sigma = p.sigma[(tile_o * tiles_i + tile_i) * kWarp + lane];
       const uint64_t index = weight_index(tile_o, tile_i, lane);
       const int k = step * kEdge + pair;
+      uint32_t x[kBlocks][2];
+      if (kShared) load_columns<half_t, kBlocks>(x, shared_x, g, k);
 #pragma unroll
       for (int r = 0; r < kReplicas; ++r) {
         uint32_t a[4];
-        weight_fragment<half_t>(a, sigma, sub, index, uint64_t(p.seed[1] + t0 + r));
-        const half_t* x = shared_x + (p.shared ? 0 : r) * kBlocks * 8 * kPitch;
+        weight_fragment<half_t>(a, sigma, keys, index, uint64_t(first + r));
+        if (!kShared) load_columns<half_t, kBlocks>(x, shared_x + r * kBlocks * 8 * kPitch, g, k);
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          const uint32_t fragment[2] = {
-              staged_pair(x, b * 8 + g, k), staged_pair(x, b * 8 + g, k + 8)};
-          mma<half_t>(acc[r][b], a, fragment);
-        }
+        for (int b = 0; b < kBlocks; ++b) mma<half_t>(acc[r][b], a, x[b]);
       }
     }
   }
@@ -165,7 +201,7 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(ForwardAr
         const int64_t t = t0 + r, n = row + b * 8 + pair + e % 2,
                       o = tile_o * kEdge + g + e / 2 * 8;
         if (t >= p.T || n >= p.N || o >= p.O) continue;
-        const float base = p.base[((p.shared ? 0 : t) * p.N + n) * p.O + o];
+        const float base = p.base[((kShared ? 0 : t) * p.N + n) * p.O + o];
         const float bias = p.bias ? p.bias[t * p.O + o] : 0.0f;
         p.y[(t * p.N + n) * p.O + o] = base + bias + scale * acc[r][b][e];
       }
@@ -175,7 +211,7 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(ForwardAr
 // ---------------------
 
 template <typename half_t>
-struct GradXArgs {
+struct BayesGradXArgs {
   const half_t* grad_y;  // (T, N, padded O)
   const uint4* sigma;
   const float *grad_scale, *sigma_scale;
@@ -190,7 +226,7 @@ struct GradXArgs {
 // grad_y. The fragment of the weights is transposed, 8 x 8 at a time, into that of the second
 // operand.
 template <typename half_t, int kTiles>
-__global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(GradXArgs<half_t> p) {
+__global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(BayesGradXArgs<half_t> p) {
   BNUQ_DYNAMIC_SHARED(half_t, shared_grad);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4,
             pair = lane % 4 * 2;
@@ -198,7 +234,7 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(GradXArgs<
   const int64_t tile_i = int64_t(blockIdx.x) * kLinearWarps + warp;
   const int64_t row = int64_t(blockIdx.y) * kTiles * kEdge;
   const int64_t first = p.shared ? 0 : blockIdx.z, last = p.shared ? p.T : first + 1;
-  const Key sub = subkey(p.seed[0], p.stream, kTagWeight);
+  const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
   float acc[kTiles][2][4] = {};
 
   for (int64_t t = first; t < last; ++t) {
@@ -214,7 +250,7 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(GradXArgs<
         const uint4 sigma = p.sigma[(tile_o * tiles_i + tile_i) * kWarp + lane];
         uint32_t w[4];
         weight_fragment<half_t>(
-            w, sigma, sub, weight_index(tile_o, tile_i, lane), uint64_t(p.seed[1] + t));
+            w, sigma, keys, weight_index(tile_o, tile_i, lane), uint64_t(p.seed[1] + t));
         const uint32_t low[2] = {transpose8(w[0]), transpose8(w[1])};
         const uint32_t high[2] = {transpose8(w[2]), transpose8(w[3])};
         const int k = step * kEdge + pair;
@@ -248,7 +284,7 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(GradXArgs<
 // ----------------------------------------
 
 template <typename half_t>
-struct GradSigmaArgs {
+struct BayesGradSigmaArgs {
   const half_t* grad_y;  // (T, O, padded N)
   const half_t* x;       // (T or 1, I, padded N)
   const float *grad_scale, *x_scale;
@@ -265,7 +301,8 @@ constexpr int kGradRowsO = kGradWarpsO * kEdge, kGradRowsI = kGradWarpsI * kGrad
 // A warp owns a tile of 16 x 32 weights and all replicas; a block 64 x 64. The sums of an mma lie
 // in the lanes that hold the noise of the same weights.
 template <typename half_t>
-__global__ void __launch_bounds__(kLinearThreads) bayes_grad_sigma_kernel(GradSigmaArgs<half_t> p) {
+__global__ void __launch_bounds__(kLinearThreads)
+    bayes_grad_sigma_kernel(BayesGradSigmaArgs<half_t> p) {
   BNUQ_DYNAMIC_SHARED(half_t, shared_grad);
   half_t* shared_x = shared_grad + kGradRowsO * kPitch;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4,
@@ -344,19 +381,20 @@ void run_pack_sigma(
 }
 
 template <typename half_t, int kBlocks, int kReplicas>
-void launch_forward(const ForwardArgs<half_t>& p, cudaStream_t stream) {
+void launch_forward(const BayesForwardArgs<half_t>& p, cudaStream_t stream) {
   const dim3 grid(
       unsigned(ceil_div<int64_t>(p.O, kEdge * kLinearWarps)),
       unsigned(ceil_div<int64_t>(p.N, kBlocks * 8)), unsigned(ceil_div<int64_t>(p.T, kReplicas)));
   const int shared = (p.shared ? 1 : kReplicas) * kBlocks * 8 * kPitch * int(sizeof(half_t));
-  const auto kernel = bayes_forward_kernel<half_t, kBlocks, kReplicas>;
+  const auto kernel = p.shared ? bayes_forward_kernel<half_t, kBlocks, kReplicas, true>
+                               : bayes_forward_kernel<half_t, kBlocks, kReplicas, false>;
   BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), shared, stream, p);
 }
 
 // The noise is made again for every 8 kBlocks rows, so a warp's rows cover N as far as registers
 // go: 64 sums a lane.
 template <typename half_t>
-void run_bayes_forward(const ForwardArgs<half_t>& p, cudaStream_t stream) {
+void run_bayes_forward(const BayesForwardArgs<half_t>& p, cudaStream_t stream) {
   if (p.N <= 8) return launch_forward<half_t, 1, 4>(p, stream);
   if (p.N <= 32) return launch_forward<half_t, 4, 4>(p, stream);
   if (p.N <= 64) return launch_forward<half_t, 8, 2>(p, stream);
@@ -364,7 +402,7 @@ void run_bayes_forward(const ForwardArgs<half_t>& p, cudaStream_t stream) {
 }
 
 template <typename half_t, int kTiles>
-void launch_grad_x(const GradXArgs<half_t>& p, cudaStream_t stream) {
+void launch_grad_x(const BayesGradXArgs<half_t>& p, cudaStream_t stream) {
   const dim3 grid(
       unsigned(ceil_div<int64_t>(p.I, kEdge * kLinearWarps)),
       unsigned(ceil_div<int64_t>(p.N, kTiles * kEdge)), unsigned(p.shared ? 1 : p.T));
@@ -374,14 +412,14 @@ void launch_grad_x(const GradXArgs<half_t>& p, cudaStream_t stream) {
 }
 
 template <typename half_t>
-void run_bayes_grad_x(const GradXArgs<half_t>& p, cudaStream_t stream) {
+void run_bayes_grad_x(const BayesGradXArgs<half_t>& p, cudaStream_t stream) {
   if (p.N <= 16) return launch_grad_x<half_t, 1>(p, stream);
   if (p.N <= 32) return launch_grad_x<half_t, 2>(p, stream);
   launch_grad_x<half_t, 8>(p, stream);
 }
 
 template <typename half_t>
-void run_bayes_grad_sigma(const GradSigmaArgs<half_t>& p, cudaStream_t stream) {
+void run_bayes_grad_sigma(const BayesGradSigmaArgs<half_t>& p, cudaStream_t stream) {
   const dim3 grid(
       unsigned(ceil_div<int64_t>(p.O, kGradRowsO)), unsigned(ceil_div<int64_t>(p.I, kGradRowsI)));
   const int shared = (kGradRowsO + kGradRowsI) * kPitch * int(sizeof(half_t));
