@@ -61,27 +61,24 @@ def release():
     return re.search(r"release (\d+\.\d+)", text)[1]
 
 
+def compile_cubin(source, arch, cubin):
+    """(path of the cubin, log of the compiler)."""
+    command = [NVCC, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"]
+    command += ["-Werror", "all-warnings", "--expt-relaxed-constexpr"]
+    command += [f"-I{ROOT / 'csrc' / 'cuda'}", source, "-o", cubin]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return cubin, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
     """{arch: (path of the cubin, log of the compiler)}."""
     folder = tmp_path_factory.mktemp("cuda")
-
-    def compile_for(arch):
-        cubin = folder / f"{arch}.cubin"
-        command = [NVCC, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"]
-        command += ["-Werror", "all-warnings", "--expt-relaxed-constexpr"]
-        command += [
-            f"-I{ROOT / 'csrc' / 'cuda'}",
-            ROOT / "tests" / "cuda_instances.cu",
-            "-o",
-            cubin,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return cubin, done.stdout + done.stderr
-
+    source = ROOT / "tests" / "cuda_instances.cu"
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(ARCHS, pool.map(compile_for, ARCHS), strict=True))
+        made = pool.map(lambda arch: compile_cubin(source, arch, folder / f"{arch}.cubin"), ARCHS)
+        return dict(zip(ARCHS, made, strict=True))
 
 
 @pytest.fixture(scope="session")

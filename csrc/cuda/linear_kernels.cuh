@@ -301,7 +301,7 @@ constexpr int kGradRowsO = kGradWarpsO * kEdge, kGradRowsI = kGradWarpsI * kGrad
 // A warp owns a tile of 16 x 32 weights and all replicas; a block 64 x 64. The sums of an mma lie
 // in the lanes that hold the noise of the same weights.
 template <typename half_t>
-__global__ void __launch_bounds__(kLinearThreads)
+__global__ void __launch_bounds__(kLinearThreads, 2)
     bayes_grad_sigma_kernel(BayesGradSigmaArgs<half_t> p) {
   BNUQ_DYNAMIC_SHARED(half_t, shared_grad);
   half_t* shared_x = shared_grad + kGradRowsO * kPitch;

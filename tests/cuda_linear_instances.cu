@@ -1,0 +1,32 @@
+// The kernels of the Bayesian ops, without torch: what test_cuda_linear.py compiles and disassembles.
+#include "kl_kernels.cuh"
+#include "linear_kernels.cuh"
+
+namespace bnuq {
+
+template <typename half_t>
+void use_fused() {
+  run_pack_sigma<half_t>(nullptr, nullptr, nullptr, 1, 1, nullptr);
+  run_bayes_forward<half_t>({}, nullptr);
+  run_bayes_grad_x<half_t>({}, nullptr);
+  run_bayes_grad_sigma<half_t>({}, nullptr);
+}
+
+template <typename acc_t>
+void use_in_memory() {
+  acc_t* p = nullptr;
+  const cudaStream_t stream = nullptr;
+  run_sample_weights<acc_t>(p, p, p, nullptr, 0, 0, 1, 1, 1, stream);
+  run_weight_backward<acc_t>(p, p, p, p, p, p, nullptr, 0, 0, 1, 1, stream);
+  run_gaussian_kl<acc_t>(p, nullptr, p, p, 1.0, 1, stream);
+  run_gaussian_kl_backward<acc_t>(p, p, p, p, p, 1.0, 1, stream);
+  run_mixture_kl<acc_t>(p, nullptr, {}, stream);
+  run_mixture_kl_backward<acc_t>(p, p, p, {}, stream);
+}
+
+template void use_fused<__half>();
+template void use_fused<__nv_bfloat16>();
+template void use_in_memory<float>();
+template void use_in_memory<double>();
+
+}  // namespace bnuq
