@@ -1,51 +1,183 @@
+"""Values of batch_norm_bank and batch_norm_fitted against the float64 reference."""
+
 import pytest
 import torch
+from batch_norm_cases import FIRST, KEY, OPS, call, expect, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bnuq_ext import ops, reference
 
-SHAPES = [(4, 3), (4, 7, 5), (2, 5, 4, 4), (2, 4, 3, 3, 3)]
+LAYOUTS = [
+    ((4, 3), False),
+    ((1, 600), False),
+    ((4, 7, 5), False),
+    ((2, 5, 4, 4), False),
+    ((2, 5, 4, 4), True),
+    ((2, 4, 3, 3, 3), False),
+    ((2, 4, 3, 3, 3), True),
+    ((1, 2, 130, 140), False),  # a plane longer than the kernels' blocks
+]
 
 
-def make(shape, device, dtype, num_samples, shared, channels_last=False):
-    """x, residual of `shape` rows a replica; mean, var, weight, bias."""
-    generator = torch.Generator().manual_seed(0)
-    rows = shape[0] if shared else num_samples * shape[0]
-    x, residual = torch.randn(2, rows, *shape[1:], generator=generator).to(device, dtype)
-    if channels_last:
-        memory_format = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-        x, residual = (v.contiguous(memory_format=memory_format) for v in (x, residual))
-    mean, var = torch.rand(2, 3, shape[1], generator=generator) + 0.25
-    weight, bias = torch.randn(2, shape[1], generator=generator)
-    acc = torch.float64 if dtype == torch.float64 else torch.float32
-    return x, residual, *(v.to(device, acc) for v in (mean, var, weight, bias))
-
-
-def expect(seed, x, residual, mean, var, weight, bias, num_samples, **options):
-    snapshot = reference.snapshot_indices(int(seed[0]), int(seed[1]), len(mean), num_samples)
-    x, residual, mean, var, weight, bias = (
-        None if v is None else v.double().cpu() for v in (x, residual, mean, var, weight, bias)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shared", [False, True], ids=["folded", "shared"])
+@pytest.mark.parametrize("shape, channels_last", LAYOUTS, ids=str)
+def test_matches_reference(op, shape, channels_last, shared, device, dtype, assert_close):
+    tensors = make(
+        op, shape, 5, shared=shared, channels_last=channels_last, dtype=dtype, device=device
     )
-    return reference.batch_norm(
-        x, mean[snapshot], var[snapshot], weight, bias, residual=residual, **options
-    )
+    for activation in ("none", "relu", "leaky_relu"):
+        options = {"activation": activation, "slope": 0.2, "shared": shared, "eps": 1e-3}
+        y = call(op, tensors, 5, **options)
+        assert_close(y, expect(op, tensors, 5, **options), scale=5)
+        assert y.dtype == dtype
+        assert y.stride() == torch.empty_like(y, memory_format=_format(tensors["x"])).stride()
+
+
+def _format(x):
+    return torch.contiguous_format if x.is_contiguous() else torch.preserve_format
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("absent", ["weight", "bias", "residual"])
+def test_optional_arguments(op, absent, device, assert_close):
+    tensors = make(op, (3, 4, 5), 6, device=device)
+    del tensors[absent]
+    assert_close(call(op, tensors, 6), expect(op, tensors, 6))
+
+
+def test_snapshot_overrides_the_seed(device, assert_close):
+    t = make("bank", (2, 3, 4), 4, device=device)
+    snapshot = torch.tensor([2, 2, 0, 1], device=device)
+    y = ops.batch_norm_bank(t["x"], t["mean"], t["var"], snapshot=snapshot)
+    x, mean, var = (t[name].cpu() for name in ("x", "mean", "var"))
+    assert_close(y, reference.batch_norm(x, mean[snapshot.cpu()], var[snapshot.cpu()]))
+
+
+def test_seed_draws_the_same_snapshots_as_the_op_of_that_name(device):
+    t = make("bank", (2, 3), 9, device=device)
+    seed = ops.new_seed(KEY, FIRST, device)
+    snapshot = ops.snapshot_indices(seed, 3, 9)
+    drawn = ops.batch_norm_bank(t["x"], t["mean"], t["var"], seed, num_samples=9)
+    assert torch.equal(drawn, ops.batch_norm_bank(t["x"], t["mean"], t["var"], snapshot=snapshot))
+
+
+@pytest.mark.parametrize("training_dtype", [torch.float32, torch.bfloat16])
+def test_is_torchs_batch_norm(training_dtype, device):
+    t = make("bank", (4, 8, 6, 6), 1, dtype=training_dtype, device=device)
+    x, mean, var = t["x"], t["mean"][:1], t["var"][:1]
+    y = ops.batch_norm_bank(x, mean, var, snapshot=torch.zeros(1, dtype=torch.long, device=device),
+                            weight=t["weight"], bias=t["bias"])  # fmt: skip
+    expected = torch.nn.functional.batch_norm(x, mean[0], var[0], t["weight"], t["bias"])
+    torch.testing.assert_close(y, expected)
+
+
+def test_parameters_of_other_dtypes(device, assert_close):
+    t = make("bank", (4, 3), 2, dtype=torch.float32, device=device)
+    low = {n: v if n in ("x", "residual") else v.half() for n, v in t.items()}
+    assert_close(call("bank", low, 2), expect("bank", low, 2), scale=5)
+    wide = {n: v if n in ("x", "residual") else v.double() for n, v in t.items()}
+    assert_close(call("bank", wide, 2), expect("bank", wide, 2), scale=5)
+
+
+@pytest.mark.parametrize("op", ["normal", "lognormal"])
+def test_chunks_of_replicas_give_the_same_bits(op, device):
+    t = make(op, (3, 17), 10, shared=True, dtype=torch.float32, device=device)
+
+    def run(first, count):
+        seed = ops.new_seed(KEY, first, device)
+        return ops.batch_norm_fitted(t["x"], t["params"], seed, 1, count, op, shared=True)
+
+    assert torch.equal(torch.cat([run(0, 1), run(1, 6), run(7, 3)]), run(0, 10))
+
+
+def test_normal_spread_is_held_above_an_eighth(device):
+    """Spread 1 with std 10 falls below zero in half of the draws."""
+    C, T = 1000, 8
+    params = torch.tensor([[0.0], [0.0], [1.0], [10.0]], device=device).repeat(1, C)
+    x = torch.ones(1, C, device=device)
+    y = ops.batch_norm_fitted(x, params, ops.new_seed(0, 0, device), 0, T, "normal", eps=0.0,
+                              shared=True)  # fmt: skip
+    at_bound = (y == 8).sum().item()
+    assert y.max() == 8
+    assert abs(at_bound / (T * C) - 0.4652) < 5 * (0.25 / (T * C)) ** 0.5  # P(1 + 10 z < 1/8)
+
+
+@pytest.mark.parametrize("op", ["bank", "normal"])
+def test_channel_without_variance_is_constant(op, device):
+    t = make(op, (3, 4), 5, dtype=torch.float32, device=device)
+    if op == "bank":
+        t["var"].zero_()
+        t["mean"].copy_(torch.full_like(t["mean"], 0.5))
+    else:
+        t["params"][1:].zero_()
+        t["params"][0].fill_(0.5)
+    t["x"].fill_(0.5)
+    del t["residual"]
+    y = call(op, t, 5)
+    assert torch.equal(y, t["bias"].expand_as(y))
 
 
 @pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
-@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("shared", [False, True], ids=["folded", "shared"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matches_reference(shape, shared, channels_last, activation, device, dtype, assert_close):
-    if channels_last and len(shape) < 4:
-        pytest.skip("no such layout")
-    x, residual, *rest = make(shape, device, dtype, 5, shared, channels_last)
-    mean, var, weight, bias = rest
-    seed = ops.new_seed(7, 2, device)
-    y = ops.batch_norm_bank(
-        x, mean, var, seed, num_samples=5, weight=weight, bias=bias, residual=residual,
-        activation=activation, shared=shared,
+def test_nan_and_infinity_pass_as_in_torch(activation, device, dtype):
+    x = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1.0]], device=device, dtype=dtype)
+    zero, one = torch.zeros(1, 4, device=device), torch.ones(1, 4, device=device)
+    snapshot = torch.zeros(1, dtype=torch.long, device=device)
+    y = ops.batch_norm_bank(x, zero, one, snapshot=snapshot, eps=0.0, activation=activation)
+    torch.testing.assert_close(y, reference.activate(x, activation), equal_nan=True)
+
+
+def test_every_half_survives(device):
+    """x = mean 0 + 1 * x: all 65536 bit patterns through the conversions and back."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    snapshot = torch.zeros(1, dtype=torch.long, device=device)
+    zero, one = torch.zeros(1, 4, device=device), torch.ones(1, 4, device=device)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = bits.view(dtype).view(-1, 4).to(device)
+        for values in (x, x.view(4, 4, -1)):
+            y = ops.batch_norm_bank(values, zero, one, snapshot=snapshot, eps=0.0)
+            torch.testing.assert_close(y, values, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rounds_to_nearest_even(device):
+    """Sums of two values of a type, rounded as torch rounds them; ties, subnormals and overflow."""
+    generator = torch.Generator().manual_seed(0)
+    snapshot = torch.zeros(1, dtype=torch.long, device=device)
+    zero, one = torch.zeros(1, 64, device=device), torch.ones(1, 64, device=device)
+    for dtype in (torch.float16, torch.bfloat16):
+        bits = torch.randint(-(2**15), 2**15, (2, 1000, 64), generator=generator)
+        x, residual = bits.to(torch.int16).view(dtype).to(device)
+        y = ops.batch_norm_bank(x, zero, one, snapshot=snapshot, eps=0.0, residual=residual)
+        expected = (x.float() + residual.float()).to(dtype)
+        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@st.composite
+def problems(draw):
+    dim = draw(st.integers(2, 5))
+    shape = [draw(st.integers(0, 5)), draw(st.integers(0, 40))]
+    shape += [draw(st.integers(0, 9)) for _ in range(dim - 2)]
+    options = {
+        "shared": draw(st.booleans()),
+        "activation": draw(st.sampled_from(["none", "relu", "leaky_relu"])),
+        "eps": draw(st.sampled_from([1e-5, 1e-2, 1.0])),
+    }
+    absent = draw(st.sets(st.sampled_from(["weight", "bias", "residual"])))
+    return (
+        draw(st.sampled_from(OPS)), tuple(shape), draw(st.integers(1, 7)),
+        draw(st.booleans()) and dim > 3, options, absent,
     )  # fmt: skip
-    expected = expect(seed, x, residual, *rest, 5, activation=activation, shared=shared)
-    assert_close(y, expected)
-    assert y.dtype == dtype
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()] if channels_last else None
-    assert y.is_contiguous(memory_format=layout or torch.contiguous_format)
+
+
+@settings(max_examples=300)
+@given(problem=problems(), dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_any_shape(problem, dtype):
+    op, shape, T, channels_last, options, absent = problem
+    tensors = make(op, shape, T, shared=options["shared"], channels_last=channels_last, dtype=dtype)
+    for name in absent:
+        del tensors[name]
+    y = call(op, tensors, T, **options)
+    tolerance = {torch.float32: 1e-4, torch.float64: 1e-11, torch.bfloat16: 8e-2}[dtype]
+    expected = expect(op, tensors, T, **options)
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
