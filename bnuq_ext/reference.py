@@ -66,7 +66,7 @@ def predictive_statistics(logits):
     """Mean (N, K, *), variance (N, K, *), entropy (N, *), expected entropy (N, *) of (T, N, K, *)."""
     p = logits.softmax(2)
     mean = p.mean(0)
-    return mean, p.var(0, correction=0), _entropy(mean, 1), _entropy(p, 2).mean(0)
+    return mean, (p - mean).square().mean(0), _entropy(mean, 1), _entropy(p, 2).mean(0)
 
 
 def _entropy(p, dim):

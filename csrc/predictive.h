@@ -16,9 +16,27 @@ BNUQ_HD acc_t entropy_term(acc_t p, acc_t log_p) {
   return p == acc_t(0) ? acc_t(0) : -p * log_p;
 }
 
+// a * b as a rounded number, which nvcc does not fuse into a sum. (g++ may: a product on the CPU
+// goes through memory.)
+BNUQ_HD float rounded_product(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+BNUQ_HD double rounded_product(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
 // Takes in one replica more; `weight` is 1 / (replicas so far, this one included). The sum of
-// squares grows by a square: delta * (p - mean) can round to less than zero where it is contracted
-// to an fma.
+// squares grows by a square, so it is never negative; for it to stay 0 while all replicas agree, p
+// must be a rounded number (see above).
 template <typename acc_t>
 BNUQ_HD void welford(acc_t p, acc_t weight, acc_t& mean, acc_t& m2) {
   const acc_t delta = p - mean;

@@ -9,6 +9,7 @@ channel, sums[0] = sum g and sums[1] = sum g * (x - mean) * rstd. From them
 import torch
 
 from .batch_norm_checks import acc_dtype, result_format
+from .checks import refuse_second_derivatives
 from .philox import philox_normal
 
 
@@ -184,3 +185,5 @@ torch.library.register_autograd("bnuq::batch_norm_bank", _backward_bank, setup_c
 torch.library.register_autograd(
     "bnuq::batch_norm_fitted", _backward_fitted, setup_context=_setup_fitted
 )
+refuse_second_derivatives("batch_norm_bank")
+refuse_second_derivatives("batch_norm_fitted")

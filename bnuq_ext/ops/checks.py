@@ -56,3 +56,12 @@ def check_integer(op: str, name: str, value, least: int) -> int:
 def check_stream(op: str, stream: int) -> None:
     if not 0 <= stream < 2**32:
         refuse(op, "stream", "lie in [0, 2^32)", stream)
+
+
+def refuse_second_derivatives(op: str) -> None:
+    """Makes a gradient through `<op>_backward` an error; without a rule torch only warns."""
+
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"{op}: second derivatives are not available")
+
+    torch.library.register_autograd(f"bnuq::{op}_backward", backward)

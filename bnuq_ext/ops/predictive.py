@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _library  # noqa: F401
 from .batch_norm_checks import DTYPES, acc_dtype
-from .checks import check_device, check_shape, check_tensor, refuse
+from .checks import check_device, check_shape, check_tensor, refuse, refuse_second_derivatives
 
 
 class PredictiveStatistics(NamedTuple):
@@ -119,3 +119,4 @@ def _backward(ctx, *grads):
 torch.library.register_autograd(
     "bnuq::predictive_statistics", _backward, setup_context=_setup_context
 )
+refuse_second_derivatives("predictive_statistics")

@@ -108,10 +108,9 @@ BNUQ_CLONES void add_replica(
   }
   for (int64_t k = 0; k < K; ++k)
 #pragma omp simd
-    for (int64_t l = 0; l < kLanes; ++l) {
-      const int64_t i = k * kLanes + l;
-      welford(p[i] * sum[l], weight, mean[i], m2[i]);
-    }
+    for (int64_t l = 0; l < kLanes; ++l) p[k * kLanes + l] *= sum[l];
+#pragma omp simd
+  for (int64_t i = 0; i < K * kLanes; ++i) welford(p[i], weight, mean[i], m2[i]);
 }
 
 template <typename scalar_t, typename acc_t>
@@ -200,6 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> predictive_statistics_cpu(Tensor logi
   shape.erase(shape.begin() + 1);
   const Tensor entropy = st::new_zeros(logits, shape, acc);
   const Tensor expected_entropy = st::new_zeros(logits, shape, acc);
+  if (logits.numel() == 0) return {mean, variance, entropy, expected_entropy};
   accumulate_into(mean, variance, expected_entropy, logits, 0);
   dispatch(acc, [&](auto zero) {
     using acc_t = typename AccType<decltype(zero)>::type;

@@ -53,9 +53,9 @@ Gradients backward(
 
   const int64_t rows = shared ? grad_y.size(0) / T : grad_y.size(0);
   const ScalarType acc = acc_of(grad_y.scalar_type());
-  const Tensor none = st::new_empty(grad_y, {0});
-  const Tensor grad_x = needs.x ? empty_rows(grad_y, rows, format) : none;
-  const Tensor grad_residual = needs.residual ? empty_rows(grad_y, rows, format) : none;
+  const auto none = [&] { return st::new_empty(grad_y, {0}); };  // results must not alias
+  const Tensor grad_x = needs.x ? empty_rows(grad_y, rows, format) : none();
+  const Tensor grad_residual = needs.residual ? empty_rows(grad_y, rows, format) : none();
   if (e.numel() == 0)
     return {
         grad_x, grad_residual,

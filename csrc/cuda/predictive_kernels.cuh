@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(block_limit(kGroup), 1)
 #pragma unroll
     for (int r = 0; r < kSlots<acc_t>; ++r) {
       if (r >= at.count) break;
-      const acc_t p = e[r] * s.inverse_sum;
+      const acc_t p = rounded_product(e[r], s.inverse_sum);
       weighted += entropy_term(p, shifted[r]);
       welford(p, weight, mean[r], m2[r]);
     }
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kMaxGroup) wide_statistics_kernel(StatisticsAr
     const acc_t inverse = acc_t(1) / total, weight = acc_t(1) / acc_t(args.count + t + 1);
     const bool fresh = args.count + t == 0;
     for (int64_t k = team.rank; k < d.K; k += team.size) {
-      const acc_t shifted = to_acc(from[k * d.S]) - largest, p = exp(shifted) * inverse;
+      const acc_t shifted = to_acc(from[k * d.S]) - largest,
+                  p = rounded_product(exp(shifted), inverse);
       weighted += entropy_term(p, shifted);
       acc_t mean = fresh ? acc_t(0) : args.mean[first + k * d.S];
       acc_t m2 = fresh ? acc_t(0) : args.m2[first + k * d.S];

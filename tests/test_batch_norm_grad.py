@@ -1,0 +1,140 @@
+"""Gradients of batch_norm_bank and batch_norm_fitted."""
+
+import pytest
+import torch
+from batch_norm_cases import OPS, call, expect, make
+
+from bnuq_ext import ops
+
+SHAPES = [((3, 4), False), ((2, 3, 5), False), ((2, 3, 2, 4), False), ((2, 3, 2, 4), True)]
+
+
+def leaves(tensors, dtype=None):
+    return {n: v.detach().clone().to(dtype or v.dtype).requires_grad_() for n, v in tensors.items()}
+
+
+def away_from_the_kink(op, tensors, T, **options):
+    """Moves the residual so that nothing is within 0.05 of zero before the activation."""
+    shared = options["shared"]
+    z = expect(op, tensors, T, activation="none", shared=shared)
+    z = z.view(T, -1, *z.shape[1:]) if shared else z[None]
+    near = (z.abs() < 0.05).any(0)
+    tensors["residual"] = tensors["residual"] + 0.2 * near.to(tensors["residual"])
+    z = expect(op, tensors, T, activation="none", shared=shared)
+    return z.abs().min() > 0.01
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shared", [False, True], ids=["folded", "shared"])
+@pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
+@pytest.mark.parametrize("shape, channels_last", SHAPES, ids=str)
+def test_gradcheck(op, shape, channels_last, activation, shared, device):
+    """Every input: x, residual, mean and var or params, weight, bias."""
+    options = {"activation": activation, "shared": shared, "eps": 1e-2}
+    T = 2 if shared else 4
+    tensors = make(op, shape, T, shared=shared, channels_last=channels_last, device=device)
+    for _ in range(20):
+        if activation == "none" or away_from_the_kink(op, tensors, T, **options):
+            break
+    else:
+        pytest.fail("no case without a kink")
+    names, values = zip(*leaves(tensors).items(), strict=True)
+
+    def function(*args):
+        return call(op, dict(zip(names, args, strict=True)), T, **options)
+
+    assert torch.autograd.gradcheck(function, values, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shared", [False, True], ids=["folded", "shared"])
+@pytest.mark.parametrize("shape, channels_last", [((70, 130), False), ((3, 5, 13, 11), False),
+                                                  ((3, 5, 13, 11), True)], ids=str)  # fmt: skip
+def test_matches_reference(op, shape, channels_last, shared, device, dtype):
+    """Against autograd of the float64 reference; a gradient is a sum of up to 400 terms."""
+    T, options = 4, {"shared": shared, "activation": "leaky_relu", "slope": 0.3}
+    tensors = make(
+        op, shape, T, shared=shared, channels_last=channels_last, dtype=dtype, device=device
+    )
+    actual, exact = leaves(tensors), leaves(tensors, torch.float64)
+    y, expected = call(op, actual, T, **options), expect(op, exact, T, **options)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
+    y.backward(grad)
+    expected.backward(grad.double().cpu())
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 3e-2)
+    for name in tensors:
+        a, e = actual[name].grad.double().cpu(), exact[name].grad.cpu()
+        scale = max(1.0, e.abs().max().item())
+        torch.testing.assert_close(a / scale, e / scale, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_only_the_gradients_asked_for(op, device):
+    full = leaves(make(op, (3, 4, 5), 4, device=device))
+    call(op, full, 4, activation="relu").sum().backward()
+    for name in full:
+        alone = {n: v.detach() for n, v in full.items()}
+        alone[name].requires_grad_()
+        call(op, alone, 4, activation="relu").sum().backward()
+        torch.testing.assert_close(alone[name].grad, full[name].grad)
+        assert all(v.grad is None for n, v in alone.items() if n != name)
+
+
+def test_backward_returns_nothing_that_is_not_needed(device):
+    t = make("bank", (2, 3, 4), 2, device=device)
+    grad_y, seed = torch.ones_like(t["x"]), ops.new_seed(0, 0, device)
+    grad_x, grad_residual, sums = torch.ops.bnuq.batch_norm_bank_backward(
+        grad_y, None, None, t["mean"], t["var"], seed, None, 2, None, 1e-5, 1.0, False,
+        True, False, False,
+    )  # fmt: skip
+    assert grad_x.shape == t["x"].shape and grad_residual.numel() == 0 and sums.numel() == 0
+
+
+def test_unused_snapshots_have_no_gradient(device):
+    t = leaves(make("bank", (2, 3, 4), 2, device=device))
+    snapshot = torch.tensor([2, 2], device=device)
+    y = ops.batch_norm_bank(t["x"], t["mean"], t["var"], snapshot=snapshot)
+    y.square().sum().backward()
+    for name in ("mean", "var"):
+        assert torch.count_nonzero(t[name].grad[:2]) == 0
+        assert torch.count_nonzero(t[name].grad[2]) > 0
+
+
+def test_gradients_are_deterministic(device):
+    """Any number of threads, any repetition: the same bits."""
+    tensors = make("bank", (37, 65, 7), 5, dtype=torch.float32, device=device)
+
+    def gradients():
+        t = leaves(tensors)
+        call("bank", t, 5, activation="relu").square().sum().backward()
+        return [v.grad for v in t.values()]
+
+    expected, threads = gradients(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(16)
+        for a, e in zip(gradients(), expected, strict=True):
+            assert torch.equal(a, e)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_expanded_gradient(device):
+    """sum() hands back a gradient with stride 0."""
+    t = leaves(make("normal", (2, 3, 2, 2), 3, channels_last=True, device=device))
+    call("normal", t, 3).sum().backward()
+    exact = leaves(t)
+    expect("normal", exact, 3).sum().backward()
+    for name in t:
+        torch.testing.assert_close(t[name].grad, exact[name].grad)
+    assert t["x"].grad.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_second_derivatives_are_refused(op, device):
+    t = leaves(make(op, (2, 3), 2, device=device))
+    y = call(op, t, 2)
+    (grad,) = torch.autograd.grad(y.square().sum(), t["x"], create_graph=True)
+    name = "batch_norm_bank" if op == "bank" else "batch_norm_fitted"
+    with pytest.raises(NotImplementedError) as caught:
+        grad.square().sum().backward()
+    assert str(caught.value) == f"{name}: second derivatives are not available"

@@ -1,0 +1,157 @@
+"""Strides, views, aliases, empty inputs, threads."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from batch_norm_cases import OPS, call, contiguous_as, make
+
+from bnuq_ext import ops
+
+VIEWS = {
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "every_second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "flipped_twice": lambda x: x.flip(-1).flip(-1),
+    "negative_step": lambda x: x.flip(0)[torch.arange(len(x) - 1, -1, -1)],
+    "offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
+    "permuted": lambda x: x.movedim(1, 2).contiguous().movedim(2, 1),
+    "expanded": lambda x: x[:1, :1, :1].expand_as(x),
+    "narrowed": lambda x: torch.cat([x, x], 2).narrow(2, x.shape[2], x.shape[2]),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("shape", [(4, 5, 6), (2, 3, 4, 5)], ids=str)
+def test_views_equal_contiguous(op, name, shape, device, dtype):
+    tensors = make(op, shape, 2, dtype=dtype, device=device)
+    view = VIEWS[name](tensors["x"])
+    plain = {**tensors, "x": view.contiguous()}
+    for x, residual in ((view, "residual"), (plain["x"], None)):
+        given = {**tensors, "x": x}
+        if residual is None:
+            given["residual"] = VIEWS[name](tensors["residual"])
+            plain["residual"] = given["residual"].contiguous()
+        y = call(op, given, 2, activation="relu")
+        assert torch.equal(y, call(op, plain, 2, activation="relu"))
+        assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_views_of_parameters(op, device):
+    tensors = make(op, (3, 4), 2, device=device)
+    views = {
+        name: v if name in ("x", "residual") else v.repeat_interleave(2, -1)[..., ::2]
+        for name, v in tensors.items()
+    }
+    assert torch.equal(call(op, views, 2), call(op, tensors, 2))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 4, 4), (2, 3, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("residual_last", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_channels_last_is_kept(shape, residual_last, shared, device, dtype):
+    tensors = make("bank", shape, 3, shared=shared, dtype=dtype, device=device)
+    last = {
+        **tensors,
+        "x": contiguous_as(tensors["x"], True),
+        "residual": contiguous_as(tensors["residual"], residual_last),
+    }
+    y = call("bank", last, 3, shared=shared)
+    assert torch.equal(y, call("bank", tensors, 3, shared=shared))
+    assert y.stride() == contiguous_as(y, True).stride()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shared", [False, True], ids=["folded", "shared"])
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+def test_out(op, shared, channels_last, device, dtype):
+    tensors = make(
+        op, (2, 3, 4, 4), 3, shared=shared, channels_last=channels_last, dtype=dtype, device=device
+    )
+    expected = call(op, tensors, 3, shared=shared)
+    out = torch.full_like(expected, float("nan"))
+    assert call(op, tensors, 3, shared=shared, out=out) is out
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("alias", ["x", "residual"])
+def test_out_may_be_an_input(alias, device, dtype):
+    tensors = make("bank", (40, 30, 20), 3, dtype=dtype, device=device)
+    expected = call("bank", tensors, 3, activation="relu")
+    call("bank", tensors, 3, activation="relu", out=tensors[alias])
+    assert torch.equal(tensors[alias], expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_inputs_are_not_changed(op, device):
+    tensors = make(op, (3, 4, 5), 2, device=device)
+    copies = {name: value.clone() for name, value in tensors.items()}
+    for value in tensors.values():
+        value.requires_grad_()
+    call(op, tensors, 2, activation="relu").sum().backward()
+    for name, value in tensors.items():
+        assert torch.equal(value.detach(), copies[name]) and value._version == 0
+
+
+def test_arguments_may_be_one_tensor(device):
+    """Statistics that alias each other, weight that is the bias, residual that is x."""
+    t = make("bank", (3, 4), 2, device=device)
+    one = {"x": t["x"], "residual": t["x"], "mean": t["var"], "var": t["var"],
+           "weight": t["bias"], "bias": t["bias"]}  # fmt: skip
+    apart = {name: value.clone() for name, value in one.items()}
+    assert torch.equal(call("bank", one, 2), call("bank", apart, 2))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shared", [False, True], ids=["folded", "shared"])
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 3, 4), (2, 3, 0), (2, 3, 0, 5), (0, 0)], ids=str)  # fmt: skip
+def test_empty(op, shape, shared, device, dtype):
+    tensors = make(op, shape, 3, shared=shared, dtype=dtype, device=device)
+    for value in tensors.values():
+        value.requires_grad_()
+    y = call(op, tensors, 3, shared=shared, activation="relu")
+    assert y.shape == (3 * shape[0], *shape[1:]) and y.dtype == dtype
+    y.sum().backward()
+    for value in tensors.values():
+        assert value.grad is not None and torch.count_nonzero(value.grad) == 0
+
+
+def test_threads_meet_no_state(device):
+    """16 Python threads, each with its own seed, against the calls one after another."""
+    t = make("normal", (8, 16, 9), 4, dtype=torch.float32, device=device)
+
+    def run(key):
+        seed = ops.new_seed(key, 0, device)
+        return ops.batch_norm_fitted(t["x"], t["params"], seed, 0, 4, "normal")
+
+    expected = [run(key) for key in range(64)]
+    with ThreadPoolExecutor(16) as pool:
+        for actual, e in zip(pool.map(run, range(64)), expected, strict=True):
+            assert torch.equal(actual, e)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_number_of_threads_does_not_matter(op):
+    t = make(op, (64, 33, 40), 4, dtype=torch.float32)
+    expected, threads = call(op, t, 4), torch.get_num_threads()
+    try:
+        for count in (1, 16):
+            torch.set_num_threads(count)
+            assert torch.equal(call(op, t, 4), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_more_than_2_to_the_31_elements(device):
+    rows, C, T = 1 << 11, 1 << 10, (1 << 10) + 1
+    if device.type == "cpu" and "BNUQ_LARGE" not in os.environ:
+        pytest.skip("4.3 GB of fresh memory, 10 s and more: set BNUQ_LARGE=1")
+    x = torch.ones(rows, C, dtype=torch.bfloat16, device=device)
+    mean = torch.arange(8.0, device=device)[:, None].repeat(1, C)
+    snapshot = torch.arange(T, device=device) % 8
+    y = ops.batch_norm_bank(x, mean, torch.ones_like(mean), snapshot=snapshot, eps=0.0, shared=True)
+    assert y.numel() > 2**31
+    ends = y.view(T, rows, C)[:, [0, -1]][:, :, [0, -1]].cpu()
+    assert torch.equal(ends, (1 - snapshot.cpu()).bfloat16()[:, None, None].expand_as(ends))
