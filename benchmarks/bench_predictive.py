@@ -1,0 +1,75 @@
+"""predictive_statistics and philox_normal against PyTorch."""
+
+import pytest
+import torch
+
+from bnuq_ext import ops, reference
+
+from .timing import DEVICES, FULL, compare, record
+
+# (T, N, K, *)
+SHAPES = [(100, 1000, 10)]
+if FULL:
+    SHAPES += [(1, 64, 10), (10, 64, 10), (20, 16, 10), (20, 256, 1000), (100, 64, 1000)]
+    SHAPES += [(20, 4, 21, 65, 63), (10, 33, 7)]
+DTYPES = [torch.float32, torch.bfloat16] if FULL else [torch.float32]
+
+
+def eager(logits):
+    log_p = logits.log_softmax(2)
+    p = log_p.exp()
+    mean = p.mean(0)
+    entropy = -torch.xlogy(mean, mean).sum(1)
+    return mean, p.var(0, correction=0), entropy, -(p * log_p).sum(2).mean(0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@torch.no_grad()
+def test_predictive_statistics(shape, dtype, device, benchmark):
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(shape, generator=generator)).to(device, dtype)
+    actual = ops.predictive_statistics(logits)
+    expected = reference.predictive_statistics(logits.double())
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-5)
+
+    copy = logits.clone()
+    cases = {
+        "ours": lambda: ops.predictive_statistics(logits),
+        "eager": lambda: eager(logits.float()),  # the results are float32
+        "copy_": lambda: copy.copy_(logits),
+    }
+    times = compare(cases, seconds=2, device=device)
+    record(
+        benchmark,
+        f"predictive_statistics {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}",
+        times,
+        moved=logits.nbytes,
+        copied=2 * logits.nbytes,
+        target={"eager": 3.0} if shape[0] > 1 else {},
+        device=device,
+    )
+    benchmark.pedantic(cases["ours"], rounds=3)
+
+
+@pytest.mark.skipif(not FULL, reason="not in the short form")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(20, 256), (16, 1 << 18), (4, 1024, 1024)], ids=str)
+def test_philox_normal(shape, device, benchmark):
+    seed = ops.new_seed(3, 0, device)
+    draw = reference.vector_normals if len(shape) == 2 else reference.weight_normals
+    small = (1, *(min(n, 40) for n in shape[1:]))
+    tag = "mean" if len(shape) == 2 else "weight"
+    actual = ops.philox_normal(seed, 1, small).double().cpu()
+    torch.testing.assert_close(actual, draw(3, 0, 1, tag, small), rtol=0, atol=1e-5)
+
+    cases = {
+        "ours": lambda: ops.philox_normal(seed, 1, shape),
+        "randn": lambda: torch.randn(shape, device=device),
+    }
+    times = compare(cases, seconds=2, device=device)
+    name = f"philox_normal {'x'.join(map(str, shape))}"
+    record(benchmark, name, times, moved=4 * torch.Size(shape).numel(), device=device)
+    benchmark.pedantic(cases["ours"], rounds=3)
