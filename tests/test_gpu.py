@@ -229,7 +229,8 @@ def model():
     layers += [nn.Conv2d(16, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()]
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
     converted = bnuq.convert(nn.Sequential(*layers).eval())
-    bnuq.collect(converted, [torch.randn(32, 3, 16, 16) for _ in range(12)], progress=False)
+    batches = [torch.randn(32, 3, 16, 16) for _ in range(12)]
+    bnuq.collect(converted, batches, num_batches=len(batches), progress=False)
     return converted
 
 
