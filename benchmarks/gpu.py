@@ -83,8 +83,12 @@ def judge_tests(junit):
     def judge(outcome):
         result = judge_exit(outcome)
         absent = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", outcome.output)
-        # Status 2 is a collection that broke off: nothing of the file has run.
-        if outcome.code == 2 and absent and not absent[1].startswith(("bnuq_ext", "benchmarks")):
+        # Status 2 is a collection that broke off, 4 a conftest.py: nothing of the file has run.
+        if (
+            outcome.code in (2, 4)
+            and absent
+            and not absent[1].startswith(("bnuq_ext", "benchmarks"))
+        ):
             return {"status": "skipped", "reason": f"needs {absent[1]}, which is not installed"}
         if outcome.code == 5:
             return {"status": "skipped", "reason": "no test collected"}
@@ -122,13 +126,22 @@ def judge_planted(outcome):
 # ---- the steps of each stage -------------------------------------------------------------------
 
 
-def test_steps():
-    steps = []
-    for path in sorted((ROOT / "tests").glob("test_*.py"), key=lambda p: p.name != "test_gpu.py"):
+def jobs_for(env):
+    """How many test files run at a time."""
+    return max(1, min(4, env["cpu_cores"] // 4))
+
+
+def test_steps(env):
+    steps, threads = [], str(max(1, env["cpu_cores"] // jobs_for(env)))
+    paths = (ROOT / "tests").glob("test_*.py")
+    for path in sorted(paths, key=lambda p: (p.name != "test_gpu.py", p.name)):
         junit = SCRATCH / "junit" / f"{path.stem}.xml"
         command = [sys.executable, "-m", "pytest", path, "-p", "no:cacheprovider"]
         command += [f"--junitxml={junit}"]
-        steps.append(Step(path.name, command, judge_tests(junit), alone=path.name == "test_gpu.py"))
+        # Each version of torch and Python deprecates something else.
+        command += ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
+        alone, judge = path.name == "test_gpu.py", judge_tests(junit)
+        steps.append(Step(path.name, command, judge, env={"OMP_NUM_THREADS": threads}, alone=alone))
     return steps
 
 
@@ -161,7 +174,7 @@ def bench_steps():
 
 def steps_of(stage, env):
     if stage == "test":
-        return test_steps()
+        return test_steps(env)
     return sanitize_steps(env) if stage == "sanitize" else bench_steps()
 
 
@@ -230,8 +243,7 @@ def run_stage(stage, steps, folder, env, builder, seconds=STAGE_SECONDS):
     print(f"{stage}: {len(steps)} steps", flush=True)
     result["build"] = builder(clock, env)
     if result["build"]["status"] == "passed":
-        jobs = max(1, min(4, env["cpu_cores"] // 4))
-        run_steps(steps, result["steps"], clock, save, jobs)
+        run_steps(steps, result["steps"], clock, save, jobs_for(env))
         result["finished"] = all(step.name in result["steps"] for step in steps)
     save()
     return result

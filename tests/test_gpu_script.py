@@ -1,6 +1,7 @@
 """benchmarks/gpu.py without a GPU: limits, resuming, verdicts and the report, on made-up commands."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -162,6 +163,11 @@ def test_steps_of_each_stage():
     files = {p.name for p in (gpu.ROOT / "tests").glob("test_*.py")}
     assert {s.name for s in tests} == files and len(tests) == len(files)
     assert [s.name for s in tests if s.alone] == ["test_gpu.py"] and tests[0].alone
+    assert all(s.env == {"OMP_NUM_THREADS": "4"} for s in tests)
+    benches = gpu.steps_of("bench", ENV)
+    assert {s.name for s in benches} == {
+        p.name for p in (gpu.ROOT / "benchmarks").glob("bench_*.py")
+    }
     sanitize = gpu.steps_of("sanitize", ENV)
     assert [s.name for s in sanitize[1:]] == [
         name for tool in gpu.SANITIZERS for name in (f"{tool}: planted error", tool)
@@ -236,6 +242,38 @@ def outcome(status, code, output):
 def test_verdict_on_a_sanitizer(given, status, planted):
     assert gpu.judge_sanitizer(given)["status"] == status
     assert gpu.judge_planted(given)["status"] == planted
+
+
+def test_a_conftest_that_does_not_start(tmp_path):
+    (tmp_path / "conftest.py").write_text("import no_such_package")
+    result = run_tests(tmp_path, "def test_it(): pass")
+    assert result == {
+        "status": "skipped",
+        "reason": "needs no_such_package, which is not installed",
+    }
+
+
+FAKE_TOOL = """#!/bin/sh
+case "$*" in
+  *sanitize_case.py) echo "========= ERROR SUMMARY: 0 errors" ;;
+  *synccheck) echo "========= Error: Device not supported"; exit 1 ;;
+  *) echo "========= ERROR SUMMARY: 1 error"; exit 86 ;;
+esac
+"""
+
+
+def test_sanitize_stage_with_a_made_up_tool(tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(FAKE_TOOL)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    steps = gpu.steps_of("sanitize", ENV)[1:]
+    result = gpu.run_stage("sanitize", steps, tmp_path, ENV, passing_build)
+    assert result["finished"] and gpu.exit_status([result]) == 0
+    verdicts = {name: step["status"] for name, step in result["steps"].items()}
+    expected = dict.fromkeys(verdicts, "passed") | {"synccheck: planted error": "refused"}
+    assert verdicts == expected
+    assert result["steps"]["memcheck"]["summary"] == "ERROR SUMMARY: 0 errors"
 
 
 def test_a_refused_tool_is_not_a_failure(tmp_path):

@@ -15,6 +15,8 @@ SHAPES = [
     (5, 6, 1),
     (1, 1, 1),
     (3, 5, 49),  # a row of odd length: single numbers
+    (8, 5, 49),  # several of them merged into an aligned one
+    (8, 3, 97),  # merged, several tiles
     (3, 4, 49),  # vectors across the border of two channels
     (2, 8, 8),
     (2, 3, 512),  # planes
