@@ -25,8 +25,10 @@ STAGES = ["test", "sanitize", "bench"]
 STAGE_SECONDS = 510
 SCRATCH = ROOT / ".gpu-build"
 SANITIZERS = ["memcheck", "racecheck", "initcheck", "synccheck"]
+NOTHING_COLLECTED = 5  # pytest's exit status
 FOUND_ERRORS = 86  # the exit status that compute-sanitizer is told to use
 REFUSALS = ["Device not supported", "not supported on this", "Failed to initialize", "error 999"]
+SLOW_BENCHMARKS = ["bench_models.py"]
 EXIT_UNFINISHED = 3
 LEAST_SECONDS = 5  # with less left of the stage a step is not begun
 
@@ -62,6 +64,8 @@ def tail(outcome, lines=25):
 
 def judge_exit(outcome: Outcome):
     result = {"status": outcome.status, "seconds": outcome.seconds}
+    if outcome.code == NOTHING_COLLECTED:
+        return result | {"status": "skipped", "reason": "no test collected"}
     return result if outcome.status == "passed" else result | {"output": tail(outcome)}
 
 
@@ -90,8 +94,6 @@ def judge_tests(junit):
             and not absent[1].startswith(("bnuq_ext", "benchmarks"))
         ):
             return {"status": "skipped", "reason": f"needs {absent[1]}, which is not installed"}
-        if outcome.code == 5:
-            return {"status": "skipped", "reason": "no test collected"}
         if outcome.code in (0, 1) and junit.exists():
             result |= junit_counts(junit)
         return result
@@ -161,21 +163,33 @@ def sanitize_steps(env):
     return steps
 
 
-def bench_steps():
-    steps = []
+def cases_of(path, device):
+    """The node ids of one file's cases on a device; the file itself where they cannot be listed."""
+    command = [sys.executable, "-m", "pytest", path, "--collect-only", "-q", "-o", "addopts="]
+    listed = run([*command, "-k", device, "-p", "no:cacheprovider"], 120)
+    cases = [line for line in listed.output.splitlines() if "::" in line]
+    return cases if listed.code == 0 and cases else [path]
+
+
+def bench_steps(env):
+    """A file a step; where one case takes minutes, a case a step. On a GPU only its own cases."""
+    device, form = ("cuda", "full") if env["gpu"] else ("cpu", "short")
+    form, steps = os.environ.get("BNUQ_BENCH", form), []
     for path in sorted((ROOT / "benchmarks").glob("bench_*.py")):
-        raw = SCRATCH / "bench" / f"{path.stem}.json"
-        command = [sys.executable, "-m", "pytest", path, "--benchmark-only"]
-        command += ["-p", "no:cacheprovider", f"--benchmark-json={raw}"]
-        env = {"BNUQ_BENCH": os.environ.get("BNUQ_BENCH", "full")}
-        steps.append(Step(path.name, command, judge_exit, 400, env))
+        targets = cases_of(path, device) if path.name in SLOW_BENCHMARKS else [path]
+        for i, target in enumerate(targets):
+            raw = SCRATCH / "bench" / f"{path.stem}-{i}.json"
+            command = [sys.executable, "-m", "pytest", target, "--benchmark-only", "-k", device]
+            command += ["-p", "no:cacheprovider", f"--benchmark-json={raw}"]
+            name = path.name if target == path else str(target).removeprefix("benchmarks/")
+            steps.append(Step(name, command, judge_exit, 400, {"BNUQ_BENCH": form}))
     return steps
 
 
 def steps_of(stage, env):
     if stage == "test":
         return test_steps(env)
-    return sanitize_steps(env) if stage == "sanitize" else bench_steps()
+    return sanitize_steps(env) if stage == "sanitize" else bench_steps(env)
 
 
 # ---- running -----------------------------------------------------------------------------------

@@ -164,10 +164,6 @@ def test_steps_of_each_stage():
     assert {s.name for s in tests} == files and len(tests) == len(files)
     assert [s.name for s in tests if s.alone] == ["test_gpu.py"] and tests[0].alone
     assert all(s.env == {"OMP_NUM_THREADS": "4"} for s in tests)
-    benches = gpu.steps_of("bench", ENV)
-    assert {s.name for s in benches} == {
-        p.name for p in (gpu.ROOT / "benchmarks").glob("bench_*.py")
-    }
     sanitize = gpu.steps_of("sanitize", ENV)
     assert [s.name for s in sanitize[1:]] == [
         name for tool in gpu.SANITIZERS for name in (f"{tool}: planted error", tool)
@@ -175,6 +171,22 @@ def test_steps_of_each_stage():
     assert "sm_90" in sanitize[0].command
     assert all(s.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for s in sanitize[2::2])
     assert all(s.limit < gpu.STAGE_SECONDS < 540 for s in tests + sanitize)
+
+
+def test_bench_steps_are_files_or_cases(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    case = "import pytest\n@pytest.mark.parametrize('device', ['cpu', 'cuda'])\n"
+    for name in ("bench_ops.py", "bench_models.py"):
+        (tmp_path / "benchmarks" / name).write_text(case + "def test_it(device): pass\n")
+    for module in (gpu, gpu_process):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.delenv("BNUQ_BENCH", raising=False)
+    steps = gpu.steps_of("bench", ENV)
+    assert [s.name for s in steps] == ["bench_models.py::test_it[cuda]", "bench_ops.py"]
+    assert steps[0].env == {"BNUQ_BENCH": "full"} and "cuda" in steps[1].command
+    steps = gpu.steps_of("bench", ENV | {"gpu": None})
+    assert [s.name for s in steps] == ["bench_models.py::test_it[cpu]", "bench_ops.py"]
+    assert steps[0].env == {"BNUQ_BENCH": "short"}
 
 
 # ---- verdicts ----------------------------------------------------------------------------------
