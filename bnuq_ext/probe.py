@@ -67,7 +67,7 @@ def _flipped(row: list[Tensor]):
 
 def _ramped(row: list[Tensor]):
     for last in (0.5, 1):
-        yield [t + _ramp(t, 0.1, last) if t.is_floating_point() else t for t in row]
+        yield [t + _ramp(t, last / 5, last) if t.is_floating_point() else t for t in row]
 
 
 def _ramp(t: Tensor, first: float, last: float) -> Tensor:

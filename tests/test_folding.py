@@ -26,6 +26,10 @@ from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext import known
+from bnuq_ext.folding import Folding, Forward
+from bnuq_ext.probe import probe_draws, probe_inputs
+from bnuq_ext.replicas import DoesNotFold, ReplicaPass, running
+from bnuq_ext.samplers import make_sampler
 
 
 def prepared(cls, x, num_batches=8):
@@ -284,3 +288,80 @@ def test_plans_hold_neither_the_model_nor_what_output_fn_holds():
     del model
     gc.collect()
     assert gone() is None
+
+
+def draw_of(model, num_samples):
+    bank = model.norm_a.bank
+    return make_sampler("test", "bank", bank, None, torch.device("cpu")).draw(0, 0, num_samples)
+
+
+def test_a_pass_holds_each_call_to_what_the_trial_saw():
+    model = prepared(Gated, ROWS)
+    layers, draw = {"norm_a": model.norm_a}, draw_of(model, 3)
+
+    def call(rows, shared, seen):
+        active = ReplicaPass(layers, draw, {"norm_a": rows}, dict(shared))
+        with running(active):
+            out = model.norm_a(ROWS[:seen])
+        return out.shape[0], active.shared
+
+    assert call(4, {}, 4) == (12, {"norm_a": True})
+    assert call(4, {}, 12) == (12, {"norm_a": False})
+    for rows, shared, seen in ((4, {"norm_a": False}, 4), (4, {"norm_a": True}, 12), (4, {}, 8)):
+        with pytest.raises(DoesNotFold, match=f"norm_a saw {seen} rows"):
+            call(rows, shared, seen)
+    with (
+        pytest.raises(DoesNotFold, match="norm_a saw 4 rows instead of None"),
+        running(ReplicaPass(layers, draw, {})),
+    ):
+        model.norm_a(ROWS[:4])
+
+
+@pytest.mark.parametrize("sampler", ["bank", "normal", "lognormal"])
+def test_the_replicas_of_a_trial_differ_in_every_statistic(sampler):
+    model = prepared(Gated, ROWS)
+    drawn = make_sampler("test", sampler, model.norm_a.bank, None, torch.device("cpu")).draw(
+        0, 0, 1
+    )
+    one, other, both = probe_draws(drawn)
+    assert (one.num_samples, other.num_samples, both.num_samples) == (1, 1, 2)
+    assert [d.snapshot.tolist() for d in (one, other, both)] == [[0], [1], [0, 1]]
+    for key, (mean, var) in both.tables.items():
+        assert ((mean[1] - mean[0]).abs() > 0.4 * var[0].sqrt()).all()
+        assert (var[1] > 1.4 * var[0]).all()
+        if sampler == "bank":
+            row = drawn.snapshot[0]
+            assert torch.equal(mean[0], model.norm_a.bank.mean[key][row])
+
+
+@pytest.mark.parametrize("rows, values", [(2, 1), (1, 6), (5, 6)])
+def test_probe_inputs_are_three_different_rows(rows, values):
+    for x in (
+        torch.randn(rows, values),
+        torch.zeros(rows, values),
+        torch.ones(rows, values).half(),
+    ):
+        probe = probe_inputs(x)
+        assert (
+            probe.shape == (3, values) and probe.dtype == x.dtype and len(probe.unique(dim=0)) == 3
+        )
+    x, y = torch.randn(5, 2), torch.arange(10).view(5, 2)
+    first, (second, third, number) = probe_inputs((x, (y, torch.ones(7), 3)))
+    assert (
+        torch.equal(first, x[:3]) and torch.equal(second, y[:3]) and len(third) == 7 and number == 3
+    )
+
+
+def test_another_output_than_the_plans_does_not_fold():
+    model = prepared(Gated, ROWS)
+    samples(model, ROWS[:6])
+    modules = list(model.modules())
+    record = known.know(model, modules)
+    plan = next(iter(record.plans.values()))
+    layers = {"norm_a": model.norm_a, "norm_b": model.norm_b}
+    sampler = make_sampler("test", "bank", model.norm_a.bank, None, torch.device("cpu"))
+    folder = Folding(Forward(model, layers, sampler, 0, None, record), modules, 0)
+    assert folder.run(plan, ROWS[:6], 0, 6).shape == (6, 6, K)
+    for shape in ((6, K + 1), (3, K)):
+        with pytest.raises(DoesNotFold, match="6 replicas have outputs"):
+            folder.run(plan._replace(shape=shape), ROWS[:6], 0, 6)

@@ -120,6 +120,8 @@ def test_the_first_run_warns_of_batch_norm_that_is_not_covered():
     ):
         predict(model, torch.randn(3, 4))
     predict(model, torch.randn(5, 4))
+    bnuq.collect(model, list(torch.randn(10, 16, 4)), 10, progress=False)
+    predict(model, torch.randn(5, 4))
 
 
 def test_layers_left_out_on_purpose_are_no_reason_to_warn():
