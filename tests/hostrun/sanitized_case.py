@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from hostrun import build  # noqa: E402
+from hostrun import build, sanitized_bayes  # noqa: E402
 from hostrun.calls import STORAGE, Kernels, acc_of  # noqa: E402
 
 BATCH_NORM = [
@@ -76,6 +76,7 @@ def main():
                 run_batch_norm(kernels, random, dtype, shape, shared)
         for shape in LOGITS:
             run_predictive(kernels, random, dtype, shape)
+    sanitized_bayes.run_all(kernels, random_bits, random)
     print("every kernel ran")
 
 

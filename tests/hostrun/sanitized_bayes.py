@@ -1,0 +1,75 @@
+"""The Bayesian kernels on awkward shapes, for sanitized_case.py."""
+
+import numpy as np
+
+from .calls import STORAGE, fresh, placed
+
+SHAPES = [(1, 1, 1), (9, 17, 33), (33, 40, 20), (65, 40, 20)]  # N, O, I
+REST = {"first": 0, "matrix": False, "prior_std": 1.0, "pi": 0.5, "std1": 1.0, "std2": 0.1}
+
+
+def zeros(shape, dtype):
+    array = fresh(shape, dtype)
+    array[...] = 0
+    return array
+
+
+def run(kernels, name, dtype, results, **arguments):
+    """`results` are the arrays that the kernel writes, by name."""
+    arguments = {k: placed(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+    call = REST | {"T": 2, "N": 0, "shared": False, "stream": 7, "seed": np.array([1, 2])}
+    call |= arguments | results | {"kernel": name, "dtype": dtype}
+    kernels.call("bayes", list(results.values()), **call)
+
+
+def run_products(kernels, random_bits, random, dtype, shape, shared):
+    """The products with weights made in registers; an operand's rows are padded to 16."""
+    (N, O, I), T, one = shape, 2, np.ones((), np.float32)  # noqa: E741
+    N16, O16, I16 = (-(-size // 16) * 16 for size in shape)
+    first = 1 if shared else T
+    sizes = {"N": N, "O": O, "I": I, "shared": shared}
+    common = {"x_scale": one, "sigma_scale": one, "grad_scale": one}
+    rho, sigma = random.random((O, I)).astype(np.float32), fresh((O16 * I16,), np.uint16)
+    run(kernels, "pack_sigma", dtype, {"out": sigma}, rho=rho, sigma_scale=one, O=O, I=I)
+
+    given = (
+        common
+        | sizes
+        | {"I": I16, "sigma": sigma, "x": random_bits(random, (first, N, I16), dtype)}
+    )
+    given |= {"base": np.zeros((T, N, O), np.float32), "bias": np.zeros((T, O), np.float32)}
+    run(kernels, "forward", dtype, {"out": fresh((T, N, O), np.float32)}, **given)
+
+    given = (
+        common | sizes | {"O": O16, "sigma": sigma, "grad": random_bits(random, (T, N, O16), dtype)}
+    )
+    run(kernels, "grad_x", dtype, {"out": zeros((first, N, I), np.float32)}, **given)
+
+    given = common | sizes | {"N": N16, "grad": random_bits(random, (T, O, N16), dtype)}
+    given["x"] = random_bits(random, (first, I, N16), dtype)
+    run(kernels, "grad_sigma", dtype, {"out": fresh((O, I), np.float32)}, **given)
+
+
+def run_weights(kernels, random, dtype, shape):
+    """Weights in memory, and the divergences."""
+    _, O, I = shape  # noqa: E741
+    acc = STORAGE[dtype]
+    mu, rho, grad = random.random((3, O, I)).astype(acc)
+    sizes = {"O": O, "I": I, "mu": mu, "sigma": rho, "rho": rho, "matrix": True}
+    run(kernels, "sample_weights", dtype, {"out": fresh((2, O, I), acc)}, **sizes)
+    results = {name: zeros((O, I), acc) for name in ("out", "out2", "out3")}
+    run(kernels, "weight_backward", dtype, results, grad=grad, **sizes)
+    for name in ("gaussian_kl", "mixture_kl"):
+        results = {"out": fresh((), acc), "partial": fresh((1024,), np.float64)}
+        run(kernels, name, dtype, results, **sizes)
+        results = {name: zeros((O, I), acc) for name in ("out", "out2")}
+        run(kernels, f"{name}_backward", dtype, results, grad=np.ones((), acc), **sizes)
+
+
+def run_all(kernels, random_bits, random):
+    for kernels.order, shape in enumerate(SHAPES):
+        for dtype in ("float16", "bfloat16"):
+            for shared in (True, False):
+                run_products(kernels, random_bits, random, dtype, shape, shared)
+        for dtype in ("float32", "float64"):
+            run_weights(kernels, random, dtype, shape)
