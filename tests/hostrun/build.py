@@ -19,7 +19,7 @@ SANITIZE = "-fsanitize=address,undefined"
 KINDS = {  # of objects: what they are compiled with
     "plain": "",
     "ucontext": "-DHOSTRUN_UCONTEXT",
-    "sanitized": f"{SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1",
+    "sanitized": f"-O0 {SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1",
 }
 VARIANTS = {  # of the module: its objects
     "plain": {"plain": ["module", "block", "fiber", *STEMS]},
