@@ -102,7 +102,9 @@ def predict(
     with torch.no_grad(), evaluating(model):
         stream = Stream(forward, modules, replicas, likelihood, device)
         result = stream.run(x) if single else stream.run_all(x)
-    snapshots = drawn.draw(key, first_replica, num_samples).snapshot if sampler == "bank" else None
+    snapshots = None
+    if sampler == "bank":
+        snapshots = drawn.draw(key, first_replica, num_samples).snapshot.clone()
     return Prediction(likelihood, num_samples, noise_var=noise_var, snapshots=snapshots, **result)
 
 

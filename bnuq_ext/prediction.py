@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, log
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .nn import accumulation_dtype
@@ -28,7 +29,8 @@ class Prediction:
         noise_var: variance of the observation noise as given to `predict`; gaussian only.
         entropy: (N, *) entropy of the mean probabilities, in nats; categorical only.
         mutual_information: (N, *) between class and replica, in nats: entropy minus the mean of the
-            replicas' entropies. Not negative, and 0 where it is below the rounding of that difference.
+            replicas' entropies. Not negative, and 0 where it is below the rounding of that difference,
+            eps (4 + sqrt(T)) (1 + ln K): 4e-6 in float32 for 32 replicas and ten classes.
         samples: (T, N, ...) raw outputs of the replicas, where kept.
         snapshots: (T,) int64, row of the bank that each replica used; sampler "bank" only.
         targets: what the loader gave beside the inputs: one tensor, or a list of one entry a batch.
@@ -111,11 +113,11 @@ class CategoricalMoments:
         self.count += len(logits)
 
     def summary(self) -> dict[str, Tensor]:
-        entropy = -torch.xlogy(self.mean, self.mean).sum(1)
-        information = entropy - self.entropy_sum / self.count
-        # T entropies were added in order, and both terms round.
-        noise = torch.finfo(entropy.dtype).eps * (4 + self.count**0.5) * (1 + entropy)
-        information = torch.where(information < noise, 0, information)
+        entropy = torch.special.entr(self.mean).sum(1)
+        # T entropies of at most ln K were added one after another, and both terms round.
+        eps, most = torch.finfo(entropy.dtype).eps, 1 + log(self.mean.shape[1] or 1)
+        noise = eps * (4 + self.count**0.5) * most
+        information = F.threshold(entropy - self.entropy_sum / self.count, noise, 0.0)
         return {
             "mean": self.mean,
             "variance": self.m2 / self.count,

@@ -67,11 +67,17 @@ class BankSampler:
     def __init__(self, bank: Bank, device: torch.device):
         self.num_snapshots, self.device = len(bank), device
         self.tables = {key: Statistics(*pair) for key, pair in bank.on(device).items()}
+        self._last = (None, None)
 
     def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
-        seed = new_seed(key, first_replica, self.device)
-        snapshot = snapshot_indices(seed, self.num_snapshots, num_samples)
-        return Draw(num_samples, seed, snapshot, self.tables)
+        asked = (key, first_replica, num_samples)
+        known, draw = self._last
+        if known != asked:
+            seed = new_seed(key, first_replica, self.device)
+            snapshot = snapshot_indices(seed, self.num_snapshots, num_samples)
+            draw = Draw(num_samples, seed, snapshot, self.tables)
+            self._last = (asked, draw)
+        return draw
 
 
 class BatchSampler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -54,11 +55,35 @@ class Stream:
         self.most = replicas.count  # in a chunk; less once memory did not suffice
         self.folding = Folding(forward, modules, replicas.first)
 
-    def run(self, inputs, bar: tqdm | None = None) -> dict[str, Tensor]:
+    def run(self, inputs) -> dict[str, Tensor]:
         """What `Prediction` holds for one input."""
-        if bar is None:
-            with self._bar(self.replicas.count) as bar:
-                return self.run(inputs, bar)
+        with self._bar(self.replicas.count) as bar:
+            return self._run(inputs, bar)
+
+    def run_all(self, loader: Iterable) -> dict[str, Tensor | list | None]:
+        """What `Prediction` holds for the batches of a loader together."""
+        results, targets = [], []
+        with self._bar() as bar:
+            for batch in loader:
+                inputs, target = _split(batch)
+                results.append(self._run(move(inputs, self.device), bar))
+                targets.append(target)
+        if not results:
+            refuse("predict", "x", "yield at least 1 batch", "none")
+        joined = {
+            name: None
+            if value is None
+            else torch.cat([r[name] for r in results], 1 if name == "samples" else 0)
+            for name, value in results[0].items()
+        }
+        return joined | {"targets": _join(targets)}
+
+    def _bar(self, total: int | None = None):
+        if not self.replicas.progress:
+            return nullcontext()
+        return tqdm(desc="predict", unit="replica", total=total)
+
+    def _run(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
         moments, samples, done = make_moments("predict", self.likelihood), None, 0
         plan = self._plan(inputs)
         while done < self.replicas.count:
@@ -83,29 +108,9 @@ class Stream:
                 free_memory(self.device)
             elif outputs is not None:
                 done += size
-                bar.update(size)
+                if bar is not None:
+                    bar.update(size)
         return moments.summary() | {"samples": samples}
-
-    def run_all(self, loader: Iterable) -> dict[str, Tensor | list | None]:
-        """What `Prediction` holds for the batches of a loader together."""
-        results, targets = [], []
-        with self._bar() as bar:
-            for batch in loader:
-                inputs, target = _split(batch)
-                results.append(self.run(move(inputs, self.device), bar))
-                targets.append(target)
-        if not results:
-            refuse("predict", "x", "yield at least 1 batch", "none")
-        joined = {
-            name: None
-            if value is None
-            else torch.cat([r[name] for r in results], 1 if name == "samples" else 0)
-            for name, value in results[0].items()
-        }
-        return joined | {"targets": _join(targets)}
-
-    def _bar(self, total: int | None = None) -> tqdm:
-        return tqdm(desc="predict", unit="replica", total=total, disable=not self.replicas.progress)
 
     def _plan(self, inputs) -> Plan:
         strategy, chunk = self.replicas.strategy, self.replicas.chunk
