@@ -1,6 +1,7 @@
 """Every CUDA kernel once on small, awkward shapes: what compute-sanitizer runs.
 
-Inputs are made on the CPU and copied, so that hardly a kernel but ours runs under the tool.
+Inputs are made on the CPU and copied, so that hardly a kernel but ours runs under the tool. Another
+device than "cuda" may be named, to try the script itself.
 """
 
 import itertools
@@ -14,12 +15,13 @@ from bnuq_ext import ops  # noqa: E402
 
 T, N, C, B = 3, 2, 5, 4
 SHAPES = [(C,), (C, 7, 7), (C, 4, 4), (C, 1, 1)]
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def made(*shape, dtype=torch.float32, positive=False):
     values = torch.rand(shape, dtype=torch.float64) + 0.5 if positive else torch.randn(shape)
-    return values.to(dtype).cuda()
+    return values.to(dtype).to(DEVICE)
 
 
 def laid_out(x, channels_last):
@@ -38,7 +40,7 @@ def batch_norm_cases():
 
 
 def run_batch_norm():
-    seed = torch.tensor([7, 3]).cuda()
+    seed = torch.tensor([7, 3]).to(DEVICE)
     for x, residual, options in batch_norm_cases():
         acc = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean, var = made(B, C, dtype=acc), made(B, C, dtype=acc, positive=True)
@@ -61,20 +63,40 @@ def run_predictive():
         logits = made(*shape, dtype=dtype).requires_grad_()
         sum(part.sum() for part in ops.predictive_statistics(logits)).backward()
         acc = torch.float64 if dtype == torch.float64 else torch.float32
-        mean, m2 = (torch.zeros(shape[1:], dtype=acc).cuda() for _ in range(2))
-        entropy = torch.zeros(shape[1:2] + shape[3:], dtype=acc).cuda()
+        mean, m2 = (torch.zeros(shape[1:], dtype=acc).to(DEVICE) for _ in range(2))
+        entropy = torch.zeros(shape[1:2] + shape[3:], dtype=acc).to(DEVICE)
         ops.predictive_accumulate_(mean, m2, entropy, logits.detach(), 0)
+
+
+def run_bayes():
+    seed = torch.tensor([7, 3]).to(DEVICE)
+    for dtype, (rows, outputs, inputs) in itertools.product(
+        DTYPES, [(1, 1, 1), (9, 17, 33), (33, 40, 20), (300, 16, 24)]
+    ):
+        for leading in ((), (T,)):
+            x = made(*leading, rows, inputs, dtype=dtype).requires_grad_()
+            acc = torch.float64 if dtype == torch.float64 else torch.float32
+            weights = [made(outputs, inputs, dtype=acc).requires_grad_() for _ in range(2)]
+            biases = [made(outputs, dtype=acc).requires_grad_() for _ in range(2)]
+            y = ops.bayes_linear(x, *weights, *biases, seed=seed, stream=1, num_samples=T)
+            y.backward(torch.ones(y.shape).to(y))
+    for dtype in (torch.float32, torch.float64):
+        mu, rho = (made(17, 33, dtype=dtype).requires_grad_() for _ in range(2))
+        ops.gaussian_kl(mu, rho, 0.7).backward()
+        ops.mixture_kl(mu, rho, seed, 1, T).backward()
 
 
 def main():
     torch.manual_seed(0)
-    seed = torch.tensor([7, 3]).cuda()
+    seed = torch.tensor([7, 3]).to(DEVICE)
     for shape in [(2, 33), (2, 17, 19), (1, 1, 1)]:
         ops.philox_normal(seed, 1, shape)
     ops.snapshot_indices(seed, 5, 12)
     run_batch_norm()
     run_predictive()
-    torch.cuda.synchronize()
+    run_bayes()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     print("every kernel ran")
 
 

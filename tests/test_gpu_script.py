@@ -353,3 +353,9 @@ def test_the_script_starts_by_itself(tmp_path):
     command = [sys.executable, gpu.ROOT / "benchmarks" / "gpu.py", "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "--rehearse" in done.stdout
+
+
+def test_the_sanitized_case_runs():
+    script = gpu.ROOT / "benchmarks" / "sanitize_case.py"
+    done = run([sys.executable, script, "cpu"], 120)
+    assert done.status == "passed" and done.output == "every kernel ran\n"
