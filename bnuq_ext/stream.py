@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .chunks import chunk_of, free_memory, is_out_of_memory, out_of_memory
+from .chunks import chunk_of, free_memory, is_out_of_memory, keep_freed_pages, out_of_memory
 from .folding import Folding, Forward, Plan
 from .inputs import model_input, move, num_rows
 from .ops.checks import refuse
@@ -54,6 +54,8 @@ class Stream:
         self.likelihood, self.device = likelihood, device
         self.most = replicas.count  # in a chunk; less once memory did not suffice
         self.folding = Folding(forward, modules, replicas.first)
+        if device.type == "cpu":
+            keep_freed_pages()
 
     def run(self, inputs) -> dict[str, Tensor]:
         """What `Prediction` holds for one input."""

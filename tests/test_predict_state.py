@@ -32,6 +32,13 @@ def test_leaves_flags_buffers_gradients_and_generators(model):
     equal(predict(model.eval(), keep_samples=True), eval_pred)
 
 
+def test_snapshots_of_a_prediction_are_its_own(model):
+    expected = predict(model)
+    predict(model).snapshots.zero_()
+    equal(predict(model), expected)
+    assert torch.equal(predict(model).snapshots, expected.snapshots)
+
+
 def test_leaves_flags_after_an_exception(model):
     model.train()
     with pytest.raises(RuntimeError):

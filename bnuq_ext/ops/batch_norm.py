@@ -18,6 +18,14 @@ from .batch_norm_checks import (
 FAMILIES = {"normal": 0, "lognormal": 1}
 
 
+def _call(op, *args) -> Tensor:
+    """The op; where no gradient is asked for its kernel directly, past 8 us of autograd in Python."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
 def batch_norm_bank(
     x: Tensor,
     mean: Tensor,
@@ -73,7 +81,7 @@ def batch_norm_bank(
     args = (x, mean, var, seed, snapshot, num_samples, weight, bias, residual)
     args += (eps, negative_slope, shared)
     if out is None:
-        return torch.ops.bnuq.batch_norm_bank.default(*args)
+        return _call(torch.ops.bnuq.batch_norm_bank.default, *args)
     check_out(
         op, out, x, num_samples, residual, shared, wants_grad(*args[:3], weight, bias, residual)
     )
@@ -127,7 +135,7 @@ def batch_norm_fitted(
     args = (x, params, seed, stream, FAMILIES[family], num_samples, weight, bias, residual)
     args += (eps, negative_slope, shared)
     if out is None:
-        return torch.ops.bnuq.batch_norm_fitted.default(*args)
+        return _call(torch.ops.bnuq.batch_norm_fitted.default, *args)
     check_out(
         op, out, x, num_samples, residual, shared, wants_grad(x, params, weight, bias, residual)
     )
