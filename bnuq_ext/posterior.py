@@ -1,0 +1,155 @@
+"""From weights to distributions and back: to_bayesian, prune, posterior_summary."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .bayes import BayesLinear, bayes_layers
+from .ops.checks import refuse
+from .ops.linear_products import spread
+from .priors import GaussianPrior, check_prior
+
+RANKINGS = ("snr", "magnitude")
+
+
+def to_bayesian(
+    model: nn.Module,
+    filter_fn: Callable[[str, nn.Linear], bool] | None = None,
+    rho_init: float = -5.0,
+    prior=GaussianPrior(1.0),  # noqa: B008 - immutable
+) -> nn.Module:
+    """A copy of a trained model whose linear layers have a Gaussian around each of their weights.
+
+    In eval() it returns what the model returned, until it is trained.
+
+    Args:
+        model: holds `torch.nn.Linear` layers (that very class).
+        filter_fn: (name, layer) -> whether to turn the layer; None turns all.
+        rho_init: spread of every weight and bias before the softplus; -5 is a standard deviation of 0.0067.
+        prior: see `BayesLinear`.
+
+    Raises:
+        ValueError, TypeError: no linear layer is left to turn, or one has parameters of 16 bits.
+    """
+    op = "to_bayesian"
+    if not isinstance(model, nn.Module):
+        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
+    if filter_fn is not None and not callable(filter_fn):
+        refuse(op, "filter_fn", "be callable", type(filter_fn).__name__, TypeError)
+    check_prior(op, prior)
+    chosen = {
+        id(layer): name
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear and (filter_fn is None or filter_fn(name, layer))
+    }
+    if not chosen:
+        refuse(op, "model", "contain a torch.nn.Linear that filter_fn accepts", "none")
+    memo: dict = {}
+    model = copy.deepcopy(model, memo)
+    made = {id(memo[key]): _around(memo[key], rho_init, prior) for key in chosen}
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if id(child) in made:
+                module._modules[name] = made[id(child)]
+    return made.get(id(model), model)
+
+
+def _around(linear: nn.Linear, rho_init: float, prior) -> BayesLinear:
+    layer = BayesLinear(
+        linear.in_features,
+        linear.out_features,
+        linear.bias is not None,
+        prior=prior,
+        rho_init=rho_init,
+        device=linear.weight.device,
+        dtype=linear.weight.dtype,
+    )
+    layer.weight_mu = linear.weight
+    if linear.bias is not None:
+        layer.bias_mu = linear.bias
+    return layer.train(linear.training)
+
+
+class PosteriorSummary(NamedTuple):
+    """All weights of a model's Bayesian layers, without biases, layer after layer.
+
+    Attributes:
+        snr: (W,) |mu| / sigma, the signal-to-noise ratio.
+        magnitude: (W,) |mu|.
+        std: (W,) sigma.
+        layers: the slice of each layer by its name.
+    """
+
+    snr: Tensor
+    magnitude: Tensor
+    std: Tensor
+    layers: dict[str, slice]
+
+
+def posterior_summary(model: nn.Module) -> PosteriorSummary:
+    """Signal-to-noise ratio, magnitude and spread of every weight, pruned or not, on the CPU.
+
+    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 5.1.
+
+    Raises:
+        ValueError: the model has no Bayesian layer.
+    """
+    layers = _require_layers("posterior_summary", model)
+    with torch.no_grad():
+        magnitude = torch.cat([m.weight_mu.abs().flatten().cpu() for m in layers.values()])
+        std = torch.cat([spread(m.weight_rho).flatten().cpu() for m in layers.values()])
+    places, start = {}, 0
+    for name, layer in layers.items():
+        places[name] = slice(start, start + layer.weight_mu.numel())
+        start = places[name].stop
+    return PosteriorSummary(magnitude / std, magnitude, std, places)
+
+
+def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
+    """Sets the least of all weights to exactly 0 in every sample, in place; biases stay.
+
+    The threshold is the quantile over the weights of all Bayesian layers together. Means and spreads are kept,
+    so that another call, with fraction 0 for instance, starts from all weights again.
+
+    Args:
+        model: holds `BayesLinear` layers.
+        fraction: of the weights, in [0, 1].
+        by: "snr" ranks by |mu| / sigma, "magnitude" by |mu|.
+
+    Returns:
+        The fraction that is pruned: that asked for, to the nearest weight.
+
+    Raises:
+        ValueError: no Bayesian layer, or an argument out of range; the model is as before.
+
+    Source: Blundell et al. (2015), section 5.1; Graves, Practical Variational Inference (2011).
+    """
+    if not 0 <= fraction <= 1:
+        refuse("prune", "fraction", "lie in [0, 1]", fraction)
+    if by not in RANKINGS:
+        refuse("prune", "by", f"be one of {', '.join(RANKINGS)}", repr(by))
+    layers = _require_layers("prune", model)
+    summary = posterior_summary(model)
+    scores = getattr(summary, by)
+    count = round(fraction * len(scores))
+    keep = torch.ones(len(scores), dtype=torch.bool)
+    # By rank, not by threshold: equal scores are pruned up to the fraction too.
+    keep[scores.argsort(stable=True)[:count]] = False
+    for name, layer in layers.items():
+        mask = keep[summary.layers[name]].view_as(layer.weight_mu).to(layer.weight_mu.device)
+        layer.weight_mask = mask if count else None
+    return count / len(scores) if len(scores) else 0.0
+
+
+def _require_layers(op: str, model) -> dict[str, BayesLinear]:
+    if not isinstance(model, nn.Module):
+        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
+    layers = bayes_layers(model)
+    if not layers:
+        refuse(op, "model", "contain a BayesLinear", "none")
+    return layers
