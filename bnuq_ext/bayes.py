@@ -11,12 +11,13 @@ from torch.nn import functional
 from .ops import bayes_linear, new_seed, philox_normal
 from .ops.checks import refuse
 from .priors import GaussianPrior, check_prior
-from .replicas import current_pass
+from .replicas import Replicated, current_pass
+from .samplers import Draw
 
 ESTIMATORS = ("exact", "local")
 
 
-class BayesLinear(nn.Module):
+class BayesLinear(Replicated, nn.Module):
     """A linear layer with an independent Gaussian over every weight and bias.
 
         y[t] = x[t] @ (weight_mu + sigma * eps[t])^T + bias[t],   sigma = softplus(weight_rho)
@@ -118,6 +119,10 @@ class BayesLinear(nn.Module):
             return functional.linear(x, self.posterior()[0].to(x.dtype), _to(self.bias_mu, x.dtype))
         return self.sample(x, new_seed(device=x.device), 0, 1, shared=True)
 
+    def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
+        """The rows of the draw's replicas, folded; see `Replicated`."""
+        return self.sample(x, draw.seed, stream, draw.num_samples, shared)
+
     def sample(
         self, x: Tensor, seed: Tensor, stream: int, num_samples: int, shared: bool
     ) -> Tensor:
@@ -182,6 +187,20 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def bayes_layers(model: nn.Module) -> dict[str, BayesLinear]:
-    """The Bayesian layers of a model by qualified name, each once."""
+def bayes_layers(
+    model: nn.Module, modules: list[nn.Module] | None = None
+) -> dict[str, BayesLinear]:
+    """The Bayesian layers of a model by qualified name, each once; `modules` are its, if known."""
+    if modules is not None and not any(isinstance(m, BayesLinear) for m in modules):
+        return {}
     return {name: m for name, m in model.named_modules() if isinstance(m, BayesLinear)}
+
+
+def require_bayes_layers(op: str, model) -> dict[str, BayesLinear]:
+    """The Bayesian layers of what must be a model with some; raises in the name of `op`."""
+    if not isinstance(model, nn.Module):
+        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
+    layers = bayes_layers(model)
+    if not layers:
+        refuse(op, "model", "contain a BayesLinear", "none")
+    return layers

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .bayes import bayes_layers
 from .fingerprint import OURS
 from .folding import Folding, Forward, Plan
 from .inputs import num_rows, tensors
@@ -15,7 +16,7 @@ from .known import know
 from .nn import Stochastic
 from .ops import new_seed
 from .ops.checks import check_integer, refuse
-from .predict import check_model, device_of
+from .predict import check_model, device_of, layers_by_bank
 from .probe import expand
 from .replicas import DoesNotFold, Pass, ReplicaPass, current_pass, running
 from .restore import evaluating
@@ -63,7 +64,7 @@ def replicas(
         refuse(op, "the body of another pass", "be left first", type(current_pass()).__name__)
     known, device = know(model, modules), device_of(modules)
     drawn = known.sampler(op, model, sampler, batch_size, device)
-    layers = {m.bank_name: m for m in modules if isinstance(m, Stochastic)}
+    layers = layers_by_bank(modules) | bayes_layers(model, modules)
     key = seed if seed is not None else int(new_seed(None, device=device)[0])
     forward = Forward(model, layers, drawn, key, _flat, known, op, _call)
     session = _Session(forward, first_replica, num_samples)

@@ -138,7 +138,8 @@ class Folding:
 
     def _place(self, inputs, from_dim: int = 0) -> tuple:
         autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
-        return _signature(inputs, from_dim), _identity(self.forward.output_fn), *autocast
+        how = _identity(self.forward.output_fn), tuple(self.forward.layers), *autocast
+        return _signature(inputs, from_dim), *how
 
     def _remember(self, memory: dict, place, value, lasting: bool) -> None:
         if len(memory) >= _MOST:

@@ -13,7 +13,9 @@ from torch import nn
 from .bank import find_bank
 from .doctor import count_uncovered
 from .fingerprint import fingerprint
-from .samplers import Sampler, make_sampler
+from .nn import named_stochastic_layers
+from .ops.checks import refuse
+from .samplers import Sampler, WeightSampler, make_sampler
 
 _LOCK = threading.Lock()
 _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
@@ -44,17 +46,22 @@ class Known:
         """The sampler of the model's bank; see `make_sampler`."""
         place = (name, batch_size, device)
         if place not in self.samplers:
-            bank = find_bank(model, op)
-            self.samplers[place] = make_sampler(op, name, bank, batch_size, device)
+            if named_stochastic_layers(model):
+                bank = find_bank(model, op)
+                self.samplers[place] = make_sampler(op, name, bank, batch_size, device)
+            elif name != "bank":
+                refuse(op, "model", f'contain stochastic batch norm for sampler "{name}"', "none")
+            else:
+                self.samplers[place] = WeightSampler(device)
         return self.samplers[place]
 
     @contextmanager
     def examining(self, op: str, model: nn.Module):
         """Around a forward; around the first one of a model it warns of batch norm that is not covered."""
-        if self.examined:
+        examined, self.examined = self.examined, True
+        if examined or not named_stochastic_layers(model):
             yield
             return
-        self.examined = True
         with count_uncovered(model) as counter:
             yield
         if counter.uncovered:

@@ -4,11 +4,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from .ops import batch_norm_bank, batch_norm_fitted
 from .ops.checks import refuse
-from .replicas import current_pass
+from .replicas import Replicated, current_pass
+from .samplers import Draw, Fitted
 
 
-class Stochastic:
+class Stochastic(Replicated):
     """Mixin of a batch-norm layer whose statistics can be sampled; stands before the torch class.
 
     Outside a pass it is the class that it is mixed into, in train() and in eval(). `bank` and
@@ -18,6 +20,7 @@ class Stochastic:
     overrides what differs there.
     """
 
+    needs_bank = True
     bank = None  # Bank, shared by all layers of a model
     bank_name = None  # the layer's key in the bank
 
@@ -33,6 +36,20 @@ class Stochastic:
     def plain_forward(self, x: Tensor) -> Tensor:
         """What the original class does."""
         return super().forward(x)
+
+    def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
+        """The rows of the draw's replicas, folded; see `Replicated`."""
+        statistics = draw.tables[key]
+        weight, bias, eps = self.affine_parameters()
+        parameters = {"weight": weight, "bias": bias, "eps": eps, "shared": shared}
+        if isinstance(statistics, Fitted):
+            params, family = statistics
+            y = batch_norm_fitted(
+                x, params, draw.seed, stream, draw.num_samples, family, **parameters
+            )
+        else:
+            y = batch_norm_bank(x, *statistics, snapshot=draw.snapshot, **parameters)
+        return self.finish(y)
 
     def check_input(self, x: Tensor) -> None:
         """Raises as the original class does for an x with the wrong number of dimensions."""

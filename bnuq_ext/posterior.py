@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .bayes import BayesLinear, bayes_layers
+from .bayes import BayesLinear, require_bayes_layers
 from .ops.checks import refuse
 from .ops.linear_products import spread
 from .priors import GaussianPrior, check_prior
@@ -99,7 +99,7 @@ def posterior_summary(model: nn.Module) -> PosteriorSummary:
     Raises:
         ValueError: the model has no Bayesian layer.
     """
-    layers = _require_layers("posterior_summary", model)
+    layers = require_bayes_layers("posterior_summary", model)
     with torch.no_grad():
         magnitude = torch.cat([m.weight_mu.abs().flatten().cpu() for m in layers.values()])
         std = torch.cat([spread(m.weight_rho).flatten().cpu() for m in layers.values()])
@@ -133,7 +133,7 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
         refuse("prune", "fraction", "lie in [0, 1]", fraction)
     if by not in RANKINGS:
         refuse("prune", "by", f"be one of {', '.join(RANKINGS)}", repr(by))
-    layers = _require_layers("prune", model)
+    layers = require_bayes_layers("prune", model)
     summary = posterior_summary(model)
     scores = getattr(summary, by)
     count = round(fraction * len(scores))
@@ -144,12 +144,3 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
         mask = keep[summary.layers[name]].view_as(layer.weight_mu).to(layer.weight_mu.device)
         layer.weight_mask = mask if count else None
     return count / len(scores) if len(scores) else 0.0
-
-
-def _require_layers(op: str, model) -> dict[str, BayesLinear]:
-    if not isinstance(model, nn.Module):
-        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
-    layers = bayes_layers(model)
-    if not layers:
-        refuse(op, "model", "contain a BayesLinear", "none")
-    return layers

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .bank import stochastic_layers
 from .batches import find_source
+from .bayes import bayes_layers
 from .chunks import check_chunk
 from .collect import gather
 from .folding import Forward
@@ -19,6 +20,7 @@ from .nn import Stochastic, named_stochastic_layers
 from .ops import new_seed
 from .ops.checks import check_integer, refuse
 from .prediction import Prediction, check_likelihood
+from .replicas import Replicated
 from .restore import evaluating
 from .samplers import Sampler, check_key, check_sampler, make_sampler
 from .stream import STRATEGIES, Replicas, Stream
@@ -94,8 +96,9 @@ def predict(
         layers = named_stochastic_layers(model)
         drawn = _batch_sampler(model, loader, first_replica + num_samples, device)
     else:
-        layers = {m.bank_name: m for m in modules if isinstance(m, Stochastic)}
+        layers = layers_by_bank(modules)
         drawn = known.sampler("predict", model, sampler, batch_size, device)
+    layers |= bayes_layers(model, modules)
     key = seed if seed is not None else int(new_seed(None, device=device)[0])
     forward = Forward(model, layers, drawn, key, output_fn, known)
     replicas = Replicas(first_replica, num_samples, strategy, chunk, keep_samples, progress)
@@ -114,9 +117,14 @@ def check_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
         refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
     model = getattr(model, "_orig_mod", model)
     modules = list(model.modules())
-    if not any(isinstance(module, Stochastic) for module in modules):
+    if not any(isinstance(module, Replicated) for module in modules):
         stochastic_layers(op, model)  # raises
     return model, modules
+
+
+def layers_by_bank(modules: list[nn.Module]) -> dict[str, nn.Module]:
+    """The stochastic batch-norm layers by the names that their bank has."""
+    return {m.bank_name: m for m in modules if isinstance(m, Stochastic)}
 
 
 def device_of(modules: list[nn.Module]) -> torch.device:

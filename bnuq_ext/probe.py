@@ -86,9 +86,13 @@ def probe_draws(draw: Draw) -> tuple[Draw, Draw, Draw]:
     the trial does not depend on how different the snapshots of the bank are.
     """
     tables = {key: _spread_out(draw, statistics) for key, statistics in draw.tables.items()}
-    device = draw.seed.device
-    both = torch.arange(2, device=device)
-    return tuple(Draw(len(rows), draw.seed, rows, tables) for rows in (both[:1], both[1:], both))
+    both = torch.arange(2, device=draw.seed.device)
+    following = draw.seed + both  # key, next replica
+    return (
+        Draw(1, draw.seed, both[:1], tables),
+        Draw(1, following, both[1:], tables),
+        Draw(2, draw.seed, both, tables),
+    )
 
 
 def _spread_out(draw: Draw, statistics: Statistics | Fitted) -> Statistics:

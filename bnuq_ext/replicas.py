@@ -14,9 +14,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from .ops import batch_norm_bank, batch_norm_fitted
 from .ops.checks import refuse
-from .samplers import Draw, Fitted
+from .samplers import Draw
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("bnuq_ext_pass", default=None)
 _RUNNING: list[Pass] = []  # of all threads
@@ -43,6 +42,17 @@ def running(active: Pass):
         _CURRENT.reset(token)
 
 
+class Replicated:
+    """Mixin of a layer that a pass can run as T replicas; goes before the class it extends.
+
+    A layer has `plain_forward(x)`, what it does outside every pass, and `replicate(x, draw, key, stream,
+    shared)`, its rows for all replicas of a draw: x is (N, *) if shared, else (T*N, *), replica-major; the
+    result is (T*N, *).
+    """
+
+    needs_bank = False  # whether a draw must have statistics for each of its calls
+
+
 class Pass:
     """One forward of a model with its stochastic layers doing something else than usual.
 
@@ -63,8 +73,11 @@ class Pass:
         call = self.calls[name]
         self.calls[name] += 1
         key = name if call == 0 else f"{name}#{call}"
-        # A layer has 65,536 calls before its streams reach the next layer's.
-        return self.normalise(layer, x, key, (self.streams[name] << 16) + call)
+        return self.normalise(layer, x, key, self.stream_of(name) + call)
+
+    def stream_of(self, name: str) -> int:
+        """The stream of a layer's first call; 65,536 calls later comes the next layer's."""
+        return self.streams[name] << 16
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         raise NotImplementedError
@@ -108,30 +121,10 @@ class ReplicaPass(Pass):
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         draw = self.draw
-        statistics = draw.tables.get(key)
-        if statistics is None:
+        if layer.needs_bank and key not in draw.tables:
             self._refuse(key, "an additional call")
         shared = self._is_shared(key, x) if draw.num_samples > 1 else self._record(key, x)
-        weight, bias, eps = layer.affine_parameters()
-        if isinstance(statistics, Fitted):
-            params, family = statistics
-            y = batch_norm_fitted(
-                x, params, draw.seed, stream, draw.num_samples, family,
-                weight=weight, bias=bias, eps=eps, shared=shared,
-            )  # fmt: skip
-        else:
-            mean, var = statistics
-            y = batch_norm_bank(
-                x,
-                mean,
-                var,
-                snapshot=draw.snapshot,
-                weight=weight,
-                bias=bias,
-                eps=eps,
-                shared=shared,
-            )
-        return layer.finish(y)
+        return layer.replicate(x, draw, key, stream, shared)
 
     def _record(self, key: str, x: Tensor) -> bool:
         self.rows[key] = x.shape[0]
@@ -152,7 +145,7 @@ class ReplicaPass(Pass):
     def check_calls(self) -> None:
         """Raises unless the forward made the calls of the bank, at least one, and those of T = 1."""
         made = sum(self.calls.values())
-        if made != len(self.draw.tables):
+        if made != len(self.draw.tables):  # equal in a model without other layers
             self._check_against_bank()
         if made != len(self.rows):
             raise DoesNotFold(

@@ -80,6 +80,16 @@ class BankSampler:
         return draw
 
 
+class WeightSampler:
+    """Of a model without stochastic batch norm: the layers draw their weights from key and replica."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
+        return Draw(num_samples, new_seed(key, first_replica, self.device), None, {})
+
+
 class BatchSampler:
     """`batch`: fresh mini-batches (MCBN, Algorithm 1 of Teye et al. 2018); replica t uses the t-th."""
 

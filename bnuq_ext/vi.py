@@ -1,0 +1,225 @@
+"""Variational inference: the divergence from the prior and the loss of Bayes by Backprop."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .bayes import BayesLinear, require_bayes_layers
+from .folding import Folding, Forward, Plan
+from .inputs import call, num_rows
+from .known import know
+from .ops import new_seed
+from .ops.checks import check_integer, refuse
+from .predict import device_of
+from .probe import expand
+from .replicas import ReplicaPass, current_pass, running
+from .restore import evaluating
+from .samplers import Draw, WeightSampler, check_key
+
+SCHEMES = ("uniform", "geometric")
+LIKELIHOODS = ("categorical", "gaussian")
+REDUCTIONS = ("mean", "sum")
+
+
+def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
+    """The share of the divergence that batch i of an epoch carries; the shares sum to 1.
+
+        uniform: 1 / M,   geometric: 2^-(i+1) / (1 - 2^-M)
+
+    The second is Blundell's 2^(M-i) / (2^M - 1) with i counted from 1: the prior counts most at first, the data
+    later. Written so, it is finite for every M.
+
+    Args:
+        i: number of the batch, from 0, below `num_batches`.
+        num_batches: M; at least 1.
+        scheme: "uniform" or "geometric".
+
+    Raises:
+        ValueError: i outside [0, M), M below 1, or an unknown scheme.
+
+    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 3.4.
+    """
+    num_batches = check_integer("kl_weight", "num_batches", num_batches, 1)
+    if not 0 <= check_integer("kl_weight", "i", i, -(2**63)) < num_batches:
+        refuse("kl_weight", "i", f"lie in [0, {num_batches})", i)
+    if scheme not in SCHEMES:
+        refuse("kl_weight", "scheme", f"be one of {', '.join(SCHEMES)}", repr(scheme))
+    if scheme == "uniform":
+        return 1 / num_batches
+    return 2.0 ** -(i + 1) / (1 - 2.0**-num_batches)
+
+
+def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = None) -> Tensor:
+    """Divergence of the weights' posterior from their prior: the sum over all weights, in nats.
+
+    Closed for a `GaussianPrior`. For a `ScaleMixturePrior` a Monte Carlo mean; inside `replicas` over the very
+    weights of its forwards.
+
+    Args:
+        model: holds `BayesLinear` layers.
+        num_samples: T of the Monte Carlo mean; inside `replicas` its T.
+        seed: key of the noise; None draws it from torch's generator; inside `replicas` its key.
+
+    Returns:
+        (), differentiable.
+
+    Raises:
+        ValueError, TypeError: no Bayesian layer, or an argument out of range.
+    """
+    op = "kl_divergence"
+    layers = require_bayes_layers(op, model)
+    num_samples = check_integer(op, "num_samples", num_samples, 1)
+    check_key(op, seed)
+    active = current_pass()
+    if active is not None and all(id(layer) in active.names for layer in layers.values()):
+        streams = {n: active.stream_of(active.names[id(m)]) for n, m in layers.items()}
+        return _divergence(layers, active.draw, streams)
+    device = next(iter(layers.values())).weight_mu.device
+    draw = Draw(num_samples, new_seed(seed, 0, device), None, {})
+    return _divergence(layers, draw, {name: k << 16 for k, name in enumerate(layers)})
+
+
+def _divergence(layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, int]) -> Tensor:
+    terms = [
+        layer.kl_divergence(draw.seed, streams[name], draw.num_samples)
+        for name, layer in layers.items()
+    ]
+    return torch.stack([t.to(terms[0].device, terms[0].dtype) for t in terms]).sum()
+
+
+class Elbo(NamedTuple):
+    """The terms of `elbo_loss`, each () and differentiable."""
+
+    loss: Tensor
+    nll: Tensor
+    kl: Tensor
+
+
+def elbo_loss(
+    model: nn.Module,
+    x,
+    y: Tensor,
+    *,
+    num_samples: int = 1,
+    likelihood: str = "categorical",
+    batch_weight: float | None = None,
+    dataset_size: int | None = None,
+    noise_std: float = 1.0,
+    reduction: str = "mean",
+    seed: int | None = None,
+) -> Elbo:
+    """The negative evidence lower bound of a batch, over T samples of the weights.
+
+        sum:  nll = -mean over t of sum over rows of log p(y | x, w_t),  loss = nll + batch_weight * kl
+        mean: nll and loss divided by the number of rows; kl is the whole divergence either way
+
+    The samples go through the model together where it has proved to give the same as one after another; batch
+    norm in train() takes them one after another. Backward draws the same weights again.
+
+    Args:
+        model: holds `BayesLinear` layers; in train() or eval() as you set it.
+        x: a tensor, a tuple of arguments or a dict of keyword arguments.
+        y: (N, *) labels for "categorical", with logits (N, K, *); of the outputs' shape for "gaussian".
+        num_samples: T; at least 1.
+        likelihood: "categorical", or "gaussian" with means as outputs.
+        batch_weight: of the divergence, see `kl_weight`; by default rows / `dataset_size`.
+        dataset_size: rows of the training data.
+        noise_std: standard deviation of gaussian noise; positive.
+        reduction: "mean" or "sum" over the rows.
+        seed: key of the weights' noise; None draws it from torch's generator.
+
+    Raises:
+        ValueError, TypeError: no Bayesian layer, neither batch_weight nor dataset_size, or an argument out
+            of range.
+
+    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), equations 2 and 8.
+    """
+    op = "elbo_loss"
+    layers = require_bayes_layers(op, model)
+    rows = num_rows(op, x)
+    num_samples = check_integer(op, "num_samples", num_samples, 1)
+    weight = _batch_weight(rows, batch_weight, dataset_size)
+    _check_loss(likelihood, noise_std, reduction)
+    check_key(op, seed)
+    modules = list(model.modules())
+    device = device_of(modules)
+    key = seed if seed is not None else int(new_seed(None, device=device)[0])
+    forward = Forward(model, layers, WeightSampler(device), key, None, know(model, modules), op)
+    outputs, draw, streams = _outputs(forward, modules, x, num_samples)
+    nll = _nll(outputs, y, likelihood, noise_std)
+    kl = _divergence(layers, draw, streams)
+    scale = max(rows, 1) if reduction == "mean" else 1
+    return Elbo((nll + weight * kl) / scale, nll / scale, kl)
+
+
+def _outputs(forward: Forward, modules: list[nn.Module], x, num_samples: int):
+    """Outputs (T, N, ...), the draw, and the layers' streams."""
+    draw = forward.draw(0, num_samples)
+    plan = _plan(forward, modules, x, num_samples)
+    if plan is None:
+        runs = [forward.run(x, forward.draw(t, 1)) for t in range(num_samples)]
+        outputs, active = torch.stack([output for output, _ in runs]), runs[0][1]
+    else:
+        active = ReplicaPass(forward.layers, draw, plan.rows, plan.shared, forward.op)
+        inputs = x if plan.way == "folded" else expand(x, num_samples)
+        with running(active):
+            outputs = call(forward.model, inputs).unflatten(0, (num_samples, -1))
+        active.check_calls()
+    return outputs, draw, {name: active.stream_of(name) for name in forward.layers}
+
+
+def _plan(forward: Forward, modules: list[nn.Module], x, num_samples: int) -> Plan | None:
+    """How the samples go through the model together; None for one after another."""
+    coupled = any(isinstance(module, _BatchNorm) and module.training for module in modules)
+    if num_samples == 1 or coupled or num_rows(forward.op, x) == 0:
+        return None
+    with torch.no_grad(), evaluating(forward.model):
+        known = know(forward.model, modules)
+        folding = Folding(forward._replace(known=known), modules, 0)
+        plan = folding.plan(x)
+        while plan.way != "loop" and num_samples not in plan.checked:
+            try:
+                folding.run(plan, x, 0, num_samples)
+            except Exception as error:
+                plan = folding.give_up(plan, x, error)
+    return None if plan.way == "loop" else plan
+
+
+def _nll(outputs: Tensor, y: Tensor, likelihood: str, noise_std: float) -> Tensor:
+    """-log p(y), summed over rows and averaged over the T samples of outputs (T, N, ...)."""
+    num_samples = len(outputs)
+    if likelihood == "categorical":
+        expected = (outputs.shape[1], *outputs.shape[3:])
+        if outputs.dim() < 3 or tuple(y.shape) != expected:
+            refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
+        labels = y.expand(num_samples, *y.shape).flatten(0, 1)
+        total = functional.cross_entropy(outputs.flatten(0, 1), labels, reduction="sum")
+        return total / num_samples
+    if y.shape != outputs.shape[1:]:
+        refuse("elbo_loss", "y", f"have shape {list(outputs.shape[1:])}", list(y.shape))
+    residuals = torch.distributions.Normal(outputs, noise_std, validate_args=False)
+    return -residuals.log_prob(y).sum() / num_samples
+
+
+def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | None) -> float:
+    if batch_weight is not None:
+        return batch_weight
+    if dataset_size is None:
+        refuse("elbo_loss", "batch_weight", "be given, or dataset_size", None)
+    if check_integer("elbo_loss", "dataset_size", dataset_size, 1) < rows:
+        refuse("elbo_loss", "dataset_size", f"be at least the batch's {rows} rows", dataset_size)
+    return rows / dataset_size
+
+
+def _check_loss(likelihood: str, noise_std: float, reduction: str) -> None:
+    if likelihood not in LIKELIHOODS:
+        refuse("elbo_loss", "likelihood", f"be one of {', '.join(LIKELIHOODS)}", repr(likelihood))
+    if reduction not in REDUCTIONS:
+        refuse("elbo_loss", "reduction", f"be one of {', '.join(REDUCTIONS)}", repr(reduction))
+    if not noise_std > 0:
+        refuse("elbo_loss", "noise_std", "be positive", noise_std)
