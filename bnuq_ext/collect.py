@@ -104,7 +104,7 @@ def gather(
             for number_of_pass, batch in shown:
                 record.add(model, batch, number_of_pass)
         bank = record.bank(source)
-    return bank, list(record.remarks(source, num_batches, bank))
+    return bank, list(record.remarks(source, bank))
 
 
 class CollectPass(Pass):
@@ -222,7 +222,7 @@ class _Record:
             return 1.0
         return sum(math.comb(n, 2) for n in self.passes.values()) / math.comb(snapshots, 2)
 
-    def remarks(self, source: Source, num_batches: int, bank: Bank) -> Iterator[str]:
+    def remarks(self, source: Source, bank: Bank) -> Iterator[str]:
         """What the user should know of the bank."""
         if self.small:
             yield (
@@ -231,10 +231,7 @@ class _Record:
             )
         if self.nonfinite:
             yield f"{self.op}: {self.nonfinite} of {self.seen} batches were left out: NaN or infinity"
-        if self.seen < num_batches:
-            yield f"{self.op}: the data ended after {self.seen} of {num_batches} batches"
-        whole = source.dataset_size is not None or self.seen < num_batches
-        if whole and 10 * bank.batch_size > bank.dataset_size:
+        if source.dataset_size is not None and 10 * bank.batch_size > bank.dataset_size:
             yield (
                 f"{self.op}: the batches have {bank.batch_size} rows, more than a tenth of the data's "
                 f"{bank.dataset_size}: the larger they are the less their statistics vary, and "

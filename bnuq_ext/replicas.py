@@ -38,8 +38,8 @@ def running(active: Pass):
     try:
         yield active
     finally:
-        _RUNNING.remove(active)
         _CURRENT.reset(token)
+        _RUNNING.remove(active)
 
 
 class Replicated:
