@@ -22,7 +22,7 @@ from .ops.checks import check_integer, refuse
 from .prediction import Prediction, check_likelihood
 from .replicas import Replicated
 from .restore import evaluating
-from .samplers import Sampler, check_key, check_sampler, make_sampler
+from .samplers import BankSampler, Sampler, check_key, check_sampler, make_sampler
 from .stream import STRATEGIES, Replicas, Stream
 
 
@@ -106,7 +106,7 @@ def predict(
         stream = Stream(forward, modules, replicas, likelihood, device)
         result = stream.run(x) if single else stream.run_all(x)
     snapshots = None
-    if sampler == "bank":
+    if isinstance(drawn, BankSampler):
         snapshots = drawn.draw(key, first_replica, num_samples).snapshot.clone()
     return Prediction(likelihood, num_samples, noise_var=noise_var, snapshots=snapshots, **result)
 

@@ -43,6 +43,7 @@ def names(tmp_path, monkeypatch):
         "original": original,
         "layers": {n: m for n, m in original.named_modules() if isinstance(m, nn.BatchNorm1d)},
         "regressor": network(1),
+        "plain_network": network(10),
         "dataset": dataset,
         "loader": DataLoader(dataset, batch_size=16, shuffle=True),
         "test_loader": DataLoader(dataset, batch_size=100),
@@ -56,7 +57,7 @@ def run(block, names):
 
 
 def test_code_runs_in_order(names, capsys):
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     run(BLOCKS[0], names)
     pred = names["pred"]
     run(BLOCKS[1], names)
@@ -74,6 +75,10 @@ def test_code_runs_in_order(names, capsys):
     assert type(names["model"][1]) is nn.BatchNorm1d
     run(BLOCKS[5], names)
     assert issubclass(names["Classifier"], lightning_stand_in.LightningModule)
+    run(BLOCKS[6], names)
+    assert names["pred"].mutual_information.max() > 1e-6
+    masks = [m.weight_mask for m in names["net"] if isinstance(m, bnuq_ext.BayesLinear)]
+    assert sum(int((~mask).sum()) for mask in masks) == round(0.75 * len(names["summary"].snr))
 
 
 def test_lightning_block_is_the_example():
