@@ -63,33 +63,43 @@ BNUQ_CLONES void forward_rows(
 
 template <typename scalar_t, typename acc_t>
 void forward_range(scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
-  if (range.S == 1 && residual)
-    forward_rows<scalar_t, acc_t, true>(y, x, residual, range);
-  else if (range.S == 1)
-    forward_rows<scalar_t, acc_t, false>(y, x, residual, range);
-  else if (residual)
-    forward_planes<scalar_t, acc_t, true>(y, x, residual, range);
-  else
-    forward_planes<scalar_t, acc_t, false>(y, x, residual, range);
+  const auto loop =
+      range.S == 1
+          ? (residual ? forward_rows<scalar_t, acc_t, true> : forward_rows<scalar_t, acc_t, false>)
+          : (residual ? forward_planes<scalar_t, acc_t, true>
+                      : forward_planes<scalar_t, acc_t, false>);
+  loop(y, x, residual, range);
 }
 
-// float16 goes through float32 blocks in the first cache: the processor's conversions are five
-// times faster than integer arithmetic, but the compiler does not vectorise them.
-template <>
-void forward_range(Half* y, const Half* x, const Half* residual, Range<float> range) {
+// Through float32 pieces in the first cache, where a loop ends with fewer single elements than one
+// over 32 lanes of a short plane, and where the processor converts float16.
+template <typename half_t>
+void forward_narrow(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
   constexpr int64_t kPiece = 1024;
   float values[kPiece], added[kPiece];
-  const int64_t count = range.end - range.begin;
-  for (int64_t i = 0; i < count; i += kPiece) {
-    Range<float> piece = range;
-    piece.begin = range.begin + i;
+  Range<float> piece = range;
+  while (piece.begin < range.end) {
     piece.end = std::min(range.end, piece.begin + kPiece);
-    const int64_t size = piece.end - piece.begin;
-    load_all(values, x + i, size);
-    if (residual) load_all(added, residual + i, size);
+    const int64_t first = piece.begin - range.begin, size = piece.end - piece.begin;
+    load_all(values, x + first, size);
+    if (residual) load_all(added, residual + first, size);
     forward_range<float, float>(values, values, residual ? added : nullptr, piece);
-    store_all(y + i, values, size);
+    store_all(y + first, values, size);
+    piece.begin = piece.end;
   }
+}
+
+template <>
+void forward_range(Half* y, const Half* x, const Half* residual, Range<float> range) {
+  forward_narrow(y, x, residual, range);
+}
+
+template <>
+void forward_range(BFloat16* y, const BFloat16* x, const BFloat16* residual, Range<float> range) {
+  if (range.S < 512) return forward_narrow(y, x, residual, range);
+  const auto loop =
+      residual ? forward_planes<BFloat16, float, true> : forward_planes<BFloat16, float, false>;
+  loop(y, x, residual, range);
 }
 
 template <typename scalar_t, typename acc_t>
@@ -97,8 +107,9 @@ void forward(
     scalar_t* y, const scalar_t* x, const scalar_t* residual, const AffineTable<acc_t>& table,
     Extent d, int64_t T, acc_t slope, bool shared) {
   const int64_t numel = d.numel(), blocks = ceil_div(numel, kBlock);
+  const int64_t grain = ceil_div(kGrain, std::min(numel, kBlock));
   // With shared x a block meets all its replicas while it is in the cache.
-  st::parallel_for(0, T * blocks, kGrain / kBlock, [&](int64_t first, int64_t last) {
+  st::parallel_for(0, T * blocks, grain, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t t = shared ? i % T : i / blocks;
       const int64_t begin = (shared ? i / T : i % blocks) * kBlock;

@@ -1,6 +1,8 @@
-// Blocks of float16 to float32 and back, by the processor's instructions where it has them.
+// Blocks of 16-bit types to float32 and back; float16 by the processor's instructions if it has
+// them.
 #pragma once
 #include "convert.h"
+#include "simd.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -53,6 +55,16 @@ inline void load_all(float* out, const Half* in, int64_t count) {
 inline void store_all(Half* out, const float* in, int64_t count) {
   for (int64_t i = has_f16c() ? store_eights(out, in, count) : 0; i < count; ++i)
     out[i] = store<Half>(in[i]);
+}
+
+BNUQ_CLONES [[gnu::unused]] static void load_all(float* out, const BFloat16* in, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) out[i] = load(in[i]);
+}
+
+BNUQ_CLONES [[gnu::unused]] static void store_all(BFloat16* out, const float* in, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) out[i] = store<BFloat16>(in[i]);
 }
 
 }  // namespace bnuq
