@@ -34,7 +34,7 @@ template <typename acc_t, int V>
 BNUQ_DEVICE void activate_all(acc_t (&z)[V], acc_t slope) {
   if (slope == acc_t(0)) {
 #pragma unroll
-    for (int e = 0; e < V; ++e) z[e] = relu(z[e]);
+    for (int e = 0; e < V; ++e) z[e] = max_or_nan(z[e], acc_t(0));
   } else if (slope != acc_t(1)) {
 #pragma unroll
     for (int e = 0; e < V; ++e) z[e] = z[e] < acc_t(0) ? slope * z[e] : z[e];

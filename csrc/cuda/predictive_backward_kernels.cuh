@@ -87,16 +87,16 @@ __global__ void __launch_bounds__(kMaxGroup)
     const scalar_t* from = args.logits + t * d.N * d.K * d.S + first;
     acc_t largest = -acc_t(INFINITY), total = 0, expected = 0;
     for (int64_t k = team.rank; k < d.K; k += team.size)
-      largest = larger_or_nan(to_acc(from[k * d.S]), largest);
+      largest = max_or_nan(to_acc(from[k * d.S]), largest);
     largest = team.max(largest);
     for (int64_t k = team.rank; k < d.K; k += team.size)
-      total += exp(to_acc(from[k * d.S]) - largest);
+      total += exp_fast(to_acc(from[k * d.S]) - largest);
     total = team.sum(total);
     const acc_t inverse = acc_t(1) / total, log_sum = log(total);
     const auto gradient = [&](int64_t k, acc_t& p) {
       const acc_t shifted = to_acc(from[k * d.S]) - largest;
       const Upstream<acc_t> up = Upstream<acc_t>::at(args, first + k * d.S);
-      p = exp(shifted) * inverse;
+      p = exp_fast(shifted) * inverse;
       return probability_grad(
           p, p == acc_t(0) ? acc_t(0) : shifted - log_sum, up.mean, up.log_mean, up.grad_mean,
           up.grad_variance, grad_entropy, grad_expected, acc_t(d.T));

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(block_limit(kGroup), 1)
     for (int r = 0; r < kSlots<acc_t>; ++r) {
       if (r >= at.count) break;
       const acc_t p = rounded_product(e[r], s.inverse_sum);
-      weighted += entropy_term(p, shifted[r]);
+      weighted -= p * shifted[r];
       welford(p, weight, mean[r], m2[r]);
     }
     // -sum p log p = sum of -p (l - max), plus log sum.
@@ -87,16 +87,16 @@ __global__ void __launch_bounds__(kMaxGroup) wide_statistics_kernel(StatisticsAr
     const scalar_t* from = args.logits + t * d.N * d.K * d.S + first;
     acc_t largest = -acc_t(INFINITY), total = 0, weighted = 0;
     for (int64_t k = team.rank; k < d.K; k += team.size)
-      largest = larger_or_nan(to_acc(from[k * d.S]), largest);
+      largest = max_or_nan(to_acc(from[k * d.S]), largest);
     largest = team.max(largest);
     for (int64_t k = team.rank; k < d.K; k += team.size)
-      total += exp(to_acc(from[k * d.S]) - largest);
+      total += exp_fast(to_acc(from[k * d.S]) - largest);
     total = team.sum(total);
     const acc_t inverse = acc_t(1) / total, weight = acc_t(1) / acc_t(args.count + t + 1);
     const bool fresh = args.count + t == 0;
     for (int64_t k = team.rank; k < d.K; k += team.size) {
       const acc_t shifted = to_acc(from[k * d.S]) - largest,
-                  p = rounded_product(exp(shifted), inverse);
+                  p = rounded_product(exp_fast(shifted), inverse);
       weighted += entropy_term(p, shifted);
       acc_t mean = fresh ? acc_t(0) : args.mean[first + k * d.S];
       acc_t m2 = fresh ? acc_t(0) : args.m2[first + k * d.S];

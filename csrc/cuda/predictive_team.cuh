@@ -84,7 +84,7 @@ struct Team {
       return lanes_max(v, size);
     } else {
       BNUQ_SHARED(acc_t, parts, [kMaxGroup]);
-      return across(v, parts, [](acc_t a, acc_t b) { return larger_or_nan(a, b); });
+      return across(v, parts, [](acc_t a, acc_t b) { return max_or_nan(a, b); });
     }
   }
 
@@ -162,12 +162,13 @@ BNUQ_DEVICE Softmax<acc_t> softmax(
     acc_t (&e)[kSlots<acc_t>]) {
   acc_t largest = -acc_t(INFINITY), total = 0;
 #pragma unroll
-  for (int r = 0; r < kSlots<acc_t>; ++r) largest = larger_or_nan(shifted[r], largest);
+  for (int r = 0; r < kSlots<acc_t>; ++r) largest = max_or_nan(shifted[r], largest);
   largest = team.max(largest);
 #pragma unroll
   for (int r = 0; r < kSlots<acc_t>; ++r) {
-    shifted[r] -= largest;
-    e[r] = r < at.count ? exp(shifted[r]) : acc_t(0);
+    // A bound where the logit is -inf: the probability 0 times it must be 0.
+    shifted[r] = max_or_nan(shifted[r] - largest, acc_t(-1e30));
+    e[r] = r < at.count ? exp_fast(shifted[r]) : acc_t(0);
     total += e[r];
   }
   total = team.sum(total);
