@@ -181,7 +181,8 @@ def test_a_softmax_takes_one_exponential_a_class(kernels):
     for loop in loops:
         special = [op for op, _ in loop if op.startswith("MUFU.EX2")]
         assert len(special) == 8  # the classes of a thread
-    assert min(map(len, loops)) < 8 * 38  # without barriers
+    # A third of the loops, the teams of lanes, hold no barrier and nothing that passes through memory.
+    assert sorted(map(len, loops))[len(loops) // 3 - 1] < 8 * 38
 
 
 @needs_nvcc

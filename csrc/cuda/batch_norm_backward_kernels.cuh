@@ -61,9 +61,11 @@ __global__ void __launch_bounds__(kThreads, 3) gradients_kernel(
     BackwardArgs<scalar_t> args, BankSource<acc_type<scalar_t>> source, ColumnsPlan p) {
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
+  BNUQ_SHARED(int64_t, rows_of, [kTableReplicas]);
   const Extents d = args.d;
   const Place place(p);
   const int64_t t = place.t, length = d.C * d.S;
+  find_rows(rows_of, source, t, 1);
   const Column<V> column(p, place.tile, d.C, d.S);
   const int64_t end = column.active ? smaller(d.N, (place.chunk + 1) * p.rows_per_block) : 0;
   const int64_t step = blockDim.y * length;
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 3) gradients_kernel(
     }
   };
   load();
-  fill_table(table, p, column, source, args.par, t, 1);
+  fill_table(table, rows_of, p, column, source, args.par, 1);
   int slot[V];
   column.find_slots(slot);
   acc_t scale[V];
@@ -109,6 +111,7 @@ __global__ void __launch_bounds__(kThreads, 2) shared_gradients_kernel(
     BackwardArgs<scalar_t> args, BankSource<acc_type<scalar_t>> source, ColumnsPlan p) {
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
+  BNUQ_SHARED(int64_t, rows_of, [kTableReplicas]);
   const Extents d = args.d;
   const Place place(p);
   const int64_t length = d.C * d.S;
@@ -125,7 +128,8 @@ __global__ void __launch_bounds__(kThreads, 2) shared_gradients_kernel(
   int64_t from = at;
   for (int64_t t0 = 0; t0 < d.T; t0 += p.replicas) {
     const int replicas = int(smaller<int64_t>(p.replicas, d.T - t0));
-    fill_table(table, p, column, source, args.par, t0, replicas);
+    find_rows(rows_of, source, t0, replicas);
+    fill_table(table, rows_of, p, column, source, args.par, replicas);
     if (count == 0) continue;
     for (int j = 0; j < replicas; ++j, from += d.N * length) {
       Pack<scalar_t, V> grad_y[kSharedGradUnroll], y[kSharedGradUnroll];
@@ -165,7 +169,7 @@ template <typename acc_t, int V>
 BNUQ_DEVICE void block_sums(
     acc_t* out, acc_t* scratch, const Column<V>& column, const acc_t (&sum)[V]) {
   const int bx = blockDim.x, by = blockDim.y, threads = bx * by, length = bx * V;
-  const int thread = threadIdx.y * bx + threadIdx.x;
+  const int thread = block_thread();
   __syncthreads();  // the scratch is free
 #pragma unroll
   for (int e = 0; e < V; ++e) scratch[(threadIdx.y * V + e) * bx + threadIdx.x] = sum[e];
@@ -193,6 +197,7 @@ __global__ void __launch_bounds__(kThreads, 2) sums_kernel(
     acc_type<scalar_t>* __restrict__ partial, ColumnsPlan p, bool shared) {
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
+  BNUQ_SHARED(int64_t, rows_of, [kTableReplicas]);
   const Extents d = args.d;
   const Place place(p);
   const int64_t t = place.t, length = d.C * d.S;
@@ -200,7 +205,9 @@ __global__ void __launch_bounds__(kThreads, 2) sums_kernel(
   const int64_t end = column.active ? smaller(d.N, (place.chunk + 1) * p.rows_per_block) : 0;
   const int64_t step = blockDim.y * length, replica = shared ? 0 : t * d.N * length;
 
-  fill_table(table, p, column, source, {nullptr, nullptr, args.par.eps, 0}, t, 1);
+  const Parameters<acc_t> plain = {nullptr, nullptr, args.par.eps, 0};  // the scale is rstd
+  find_rows(rows_of, source, t, 1);
+  fill_table(table, rows_of, p, column, source, plain, 1);
   int slot[V];
   column.find_slots(slot);
   acc_t mean[V], rstd[V], sum_g[V] = {}, sum_gx[V] = {};

@@ -78,9 +78,11 @@ __global__ void __launch_bounds__(kThreads, 3)
     columns_kernel(ForwardArgs<scalar_t> args, Source source, ColumnsPlan p) {
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
+  BNUQ_SHARED(int64_t, rows_of, [kTableReplicas]);
   const Extents d = args.d;
   const Place place(p);
   const int64_t t = place.t, length = p.length;
+  find_rows(rows_of, source, t, 1);
   const Column<V> column(p, place.tile, d.C, d.S);
   const int64_t first = place.chunk * p.rows_per_block;
   const int64_t end = column.active ? smaller(p.rows, first + p.rows_per_block) : 0;
@@ -97,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
   };
   load();  // in flight while the table is made
-  fill_table(table, p, column, source, args.par, t, 1);
+  fill_table(table, rows_of, p, column, source, args.par, 1);
   int slot[V];
   column.find_slots(slot);
   Affine<acc_t> a[V];
@@ -121,6 +123,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared_columns_kernel(ForwardArgs<scalar_t> args, Source source, ColumnsPlan p) {
   using acc_t = acc_type<scalar_t>;
   BNUQ_DYNAMIC_SHARED(acc_t, table);
+  BNUQ_SHARED(int64_t, rows_of, [kTableReplicas]);
   const Extents d = args.d;
   const Place place(p);
   const int64_t length = p.length;
@@ -145,7 +148,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   scalar_t* y = args.y + t_begin * p.rows * length + at;
   for (int64_t t0 = t_begin; t0 < t_end; t0 += p.replicas) {
     const int replicas = int(smaller<int64_t>(p.replicas, t_end - t0));
-    fill_table(table, p, column, source, args.par, t0, replicas);
+    find_rows(rows_of, source, t0, replicas);
+    fill_table(table, rows_of, p, column, source, args.par, replicas);
     if (count == 0) continue;
     for (int j = 0; j < replicas; ++j, y += p.rows * length) {
       Affine<acc_t> a[V];

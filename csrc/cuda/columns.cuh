@@ -180,14 +180,26 @@ BNUQ_DEVICE Moments<acc_t> moments_of(
   return source.draw(c, run[0], run[slots]);
 }
 
-// Makes the table of replicas [t0, t0 + count). Every thread of the block calls it.
+BNUQ_DEVICE int block_thread() {
+  return threadIdx.y * blockDim.x + threadIdx.x;
+}
+
+BNUQ_DEVICE int block_threads() {
+  return blockDim.x * blockDim.y;
+}
+
+// The rows of replicas [t0, t0 + count) in their source, for fill_table.
+template <typename Source>
+BNUQ_DEVICE void find_rows(int64_t* rows, const Source& source, int64_t t0, int count) {
+  for (int j = block_thread(); j < count; j += block_threads()) rows[j] = source.row(t0 + j);
+}
+
+// Makes the table of the replicas whose rows these are. Every thread of the block calls it.
 template <typename acc_t, typename Source, int V>
 BNUQ_DEVICE void fill_table(
-    acc_t* table, const ColumnsPlan& p, const Column<V>& column, const Source& source,
-    const Parameters<acc_t>& par, int64_t t0, int count) {
-  BNUQ_SHARED(int64_t, rows, [kTableReplicas]);
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
-  for (int j = thread; j < count; j += threads) rows[j] = source.row(t0 + j);
+    acc_t* table, const int64_t* rows, const ColumnsPlan& p, const Column<V>& column,
+    const Source& source, const Parameters<acc_t>& par, int count) {
+  const int thread = block_thread(), threads = block_threads();
   __syncthreads();
   const int64_t first_group = column.first_channel >> 3;
   const int groups = int(((column.first_channel + column.channels - 1) >> 3) - first_group) + 1;
