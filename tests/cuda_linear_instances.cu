@@ -1,4 +1,5 @@
-// The kernels of the Bayesian ops, without torch: what test_cuda_linear.py compiles and disassembles.
+// The kernels of the Bayesian ops, without torch: what test_cuda_linear.py compiles and
+// disassembles.
 #include "kl_kernels.cuh"
 #include "linear_kernels.cuh"
 
