@@ -54,6 +54,10 @@ class Prediction:
             return None
         return self.variance if self.noise_var is None else self.variance + self.noise_var
 
+    def __repr__(self) -> str:
+        shape = tuple(self.mean.shape)
+        return f"Prediction({self.likelihood}, {self.num_samples} replicas, mean of shape {shape})"
+
     @classmethod
     def from_samples(
         cls, samples: Tensor, likelihood: str, noise_var: float | Tensor | None = None

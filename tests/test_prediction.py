@@ -57,6 +57,7 @@ def test_from_samples_is_predict(model):
         again = bnuq.Prediction.from_samples(pred.samples, likelihood, noise)
         equal(again, pred)
         assert again.noise_var == noise and again.num_samples == 20
+        assert repr(again) == f"Prediction({likelihood}, 20 replicas, mean of shape (9, 5))"
 
 
 @pytest.mark.parametrize(
