@@ -1,7 +1,7 @@
 // The kernels of the Bayesian ops, without torch: what test_cuda_linear.py compiles and
 // disassembles.
 #include "kl_kernels.cuh"
-#include "linear_kernels.cuh"
+#include "linear_backward_kernels.cuh"
 
 namespace bnuq {
 

@@ -121,8 +121,7 @@ __global__ void __launch_bounds__(kKlThreads) add_partials_kernel(
   if (threadIdx.x == 0) *out = acc_t(scale * sum);
 }
 
-// ---- launches
-// ------------------------------------------------------------------------------------
+// ---- launches ----------------------------------------------------------------------------------
 
 inline int kl_blocks(int64_t threads) {
   return int(

@@ -1,6 +1,6 @@
 #include "launch.h"
 
-#include "linear_kernels.cuh"
+#include "linear_backward_kernels.cuh"
 #include "weights_kernels.cuh"
 
 namespace bnuq {
@@ -128,8 +128,7 @@ Tensor bayes_grad_sigma_cuda(
   return out;
 }
 
-// ---- weights into memory, for a matrix product of torch's
-// -----------------------------------------
+// ---- weights into memory, for a matrix product of torch's --------------------------------------
 
 void sample_weights_cuda(
     Tensor weight, Tensor mu, Tensor sigma, Tensor seed, int64_t stream, int64_t first) {

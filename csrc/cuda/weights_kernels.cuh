@@ -75,8 +75,7 @@ __global__ void __launch_bounds__(kWeightsThreads) weight_backward_kernel(
   });
 }
 
-// ---- launches
-// ------------------------------------------------------------------------------------
+// ---- launches ----------------------------------------------------------------------------------
 
 inline dim3 weights_grid(int64_t R, int64_t O, int64_t I) {
   const int64_t lanes = R * ceil_div<int64_t>(O, 16) * ceil_div<int64_t>(I, 16) * kWarp;

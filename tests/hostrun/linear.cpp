@@ -1,4 +1,4 @@
-#include "../../csrc/cuda/linear_kernels.cuh"
+#include "../../csrc/cuda/linear_backward_kernels.cuh"
 
 #include "../../csrc/cuda/kl_kernels.cuh"
 #include "bindings.h"
