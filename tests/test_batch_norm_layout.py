@@ -48,6 +48,24 @@ def test_views_of_parameters(op, device):
     assert torch.equal(call(op, views, 2), call(op, tensors, 2))
 
 
+def test_views_of_seed_and_snapshot(device):
+    t = make("bank", (3, 4), 2, device=device)
+    seed = torch.tensor([7, -1, 2, -1], device=device)[::2]
+    snapshot = torch.tensor([2, -1, 0, -1], device=device)[::2]
+    for view in ({"seed": seed, "num_samples": 2}, {"snapshot": snapshot}):
+        plain = {k: v.clone() if torch.is_tensor(v) else v for k, v in view.items()}
+        y = ops.batch_norm_bank(t["x"], t["mean"], t["var"], **view)
+        assert torch.equal(y, ops.batch_norm_bank(t["x"], t["mean"], t["var"], **plain))
+    t = make("normal", (3, 4), 2, device=device)
+    y = ops.batch_norm_fitted(t["x"], t["params"], seed, 0, 2, "normal")
+    assert torch.equal(y, ops.batch_norm_fitted(t["x"], t["params"], seed.clone(), 0, 2, "normal"))
+    for draw in (
+        lambda seed: ops.philox_normal(seed, 0, (2, 9)),
+        lambda seed: ops.snapshot_indices(seed, 5, 9),
+    ):
+        assert torch.equal(draw(seed), draw(seed.clone()))
+
+
 @pytest.mark.parametrize("shape", [(2, 5, 4, 4), (2, 3, 2, 3, 4)], ids=str)
 @pytest.mark.parametrize("residual_last", [False, True])
 @pytest.mark.parametrize("shared", [False, True])

@@ -21,11 +21,11 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def prepare(parameter: Tensor | None, acc: torch.dtype) -> Tensor | None:
-    """A parameter as the kernels take it: contiguous, in the accumulation type."""
-    if parameter is None or (parameter.dtype is acc and parameter.is_contiguous()):
-        return parameter
-    return parameter.to(acc).contiguous()
+def prepare(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A parameter as the kernels take it: contiguous, in `dtype`."""
+    if value is None or (value.dtype is dtype and value.is_contiguous()):
+        return value
+    return value.to(dtype).contiguous()
 
 
 def result_format(x: Tensor) -> torch.memory_format:

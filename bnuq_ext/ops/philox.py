@@ -54,7 +54,7 @@ def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -
     tag = tag if tag is not None else ("weight" if len(shape) == 3 else "mean")
     if tag not in TAGS:
         refuse("philox_normal", "tag", f"be one of {', '.join(TAGS)}", tag)
-    return torch.ops.bnuq.philox_normal(seed, stream, TAGS[tag], shape)
+    return torch.ops.bnuq.philox_normal(seed.contiguous(), stream, TAGS[tag], shape)
 
 
 def snapshot_indices(seed: Tensor, num_snapshots: int, num_samples: int) -> Tensor:
@@ -76,7 +76,7 @@ def snapshot_indices(seed: Tensor, num_snapshots: int, num_samples: int) -> Tens
         refuse("snapshot_indices", "num_snapshots", "lie in [1, 2^31)", num_snapshots)
     if num_samples < 0:
         refuse("snapshot_indices", "num_samples", "not be negative", num_samples)
-    return torch.ops.bnuq.snapshot_indices(seed, num_snapshots, num_samples)
+    return torch.ops.bnuq.snapshot_indices(seed.contiguous(), num_snapshots, num_samples)
 
 
 @torch.library.register_fake("bnuq::philox_normal")
