@@ -14,6 +14,7 @@ namespace bnuq {
 constexpr int kThreads = 256;
 constexpr int kTableBytes = 32 * 1024;
 constexpr int kTableReplicas = 32;
+constexpr int64_t kTileChannels = 256;
 constexpr int64_t kTargetBlocks = 132 * 3 * 4;  // four waves of an H200
 
 struct Extents {
@@ -58,7 +59,10 @@ inline ColumnsPlan plan_columns(
   p.rows = d.N / merged;
   p.length = d.C * d.S * merged;
   p.columns = p.length / V;
-  p.tiles = ceil_div<int64_t>(p.columns, kThreads);
+  // A channel of the table costs some 90 instructions: a narrow tile has more rows to share it.
+  const int64_t widest = (shared ? kTileChannels / 2 : kTileChannels) * d.S / V;
+  p.tiles = ceil_div(
+      p.columns, merged > 1 ? kThreads : smaller<int64_t>(kThreads, larger<int64_t>(widest, 16)));
   const int bx = int(ceil_div(p.columns, p.tiles)), by = kThreads / bx;
   p.block = dim3(bx, by);
   p.channels = int(merged > 1 ? d.C : smaller<int64_t>(d.C, (int64_t(bx) * V - 1) / d.S + 2));
