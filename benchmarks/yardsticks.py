@@ -77,7 +77,16 @@ def compiled_loop(model: nn.Module, tables: Tables, x: Tensor) -> Run:
     step = torch.compile(lambda row, x: functional_call(model, row, (x,)))
     buffers = running_statistics(tables)
     rows = [{k: v[t] for k, v in buffers.items()} for t in range(num_replicas(tables))]
-    return lambda: torch.stack([step(row, x) for row in rows])
+    return compiled(lambda: torch.stack([step(row, x) for row in rows]))
+
+
+def compiled(run: Run) -> Run:
+    """The same after its first call, in which the compiler runs."""
+    try:
+        run()
+    except RuntimeError as error:  # no compiler at hand, or one that fails on this model
+        raise Unavailable(f"does not compile: {str(error).strip().splitlines()[0]}") from error
+    return run
 
 
 # ---- statistics folded into the layer before ----------------------------------------------------
@@ -165,18 +174,25 @@ def as_rows(model: nn.Module, tables: Tables, rows: int, affine=BatchedAffine) -
     return model
 
 
-def batched(
-    model: nn.Module, tables: Tables, x: Tensor, affine=BatchedAffine, compiled=False
-) -> Run:
+def batched(model: nn.Module, tables: Tables, x: Tensor, affine=BatchedAffine) -> Run:
     """One pass over T*N rows, the part before the first batch norm over N; for models that never mix rows."""
     model = as_rows(model, tables, len(x), affine)
-    model = torch.compile(model) if compiled else model
     return lambda: model(x).unflatten(0, (num_replicas(tables), len(x)))
 
 
 def compiled_batched(model: nn.Module, tables: Tables, x: Tensor) -> Run:
     """`batched` under Inductor."""
-    return batched(model, tables, x, compiled=True)
+    model = torch.compile(as_rows(model, tables, len(x)))
+    return compiled(lambda: model(x).unflatten(0, (num_replicas(tables), len(x))))
+
+
+def triton_batched(model: nn.Module, tables: Tables, x: Tensor) -> Run:
+    """`batched` with the Triton affine."""
+    if find_spec("triton") is None:
+        raise Unavailable("Triton is not installed")
+    from .triton_affine import TritonAffine
+
+    return batched(model, tables, x, TritonAffine)
 
 
 # ---- another package -----------------------------------------------------------------------------

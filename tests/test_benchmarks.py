@@ -84,6 +84,17 @@ def test_halving_stages():
     assert shapes[7] == (64, 14, 14) and shapes[-1] == (128, 7, 7) and len(shapes) == 16
 
 
+@torch.no_grad()
+def test_a_compiler_that_fails_is_no_yardstick(network, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no C++ compiler\nand more")
+
+    monkeypatch.setattr(torch, "compile", lambda function: fail)
+    for make in (yardsticks.compiled_loop, yardsticks.compiled_batched):
+        with pytest.raises(yardsticks.Unavailable, match="^does not compile: no C\\+\\+ compiler$"):
+            make(*network)
+
+
 def test_folding_refuses_a_batch_norm_that_follows_no_linear_layer():
     model = models.randomise_batch_norm(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)))
     with pytest.raises(yardsticks.Unavailable, match="1 does not follow a convolution"):
