@@ -13,7 +13,7 @@ _ops = torch.ops.bnuq
 
 def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
     noise = Noise(seed, stream, num_samples)
-    xs, mu, sigma = products.replicas(x), mu.contiguous(), products.spread(rho).contiguous()
+    xs, mu, sigma = products.replicas(x), mu.contiguous(), _ops.spread(rho.contiguous())
     bias = products.sample_bias(bias_mu, bias_rho, noise)
     if xs.shape[1] > FEW_ROWS:
         return products.forward(xs, mu, sigma, bias, noise).to(x.dtype)
@@ -25,7 +25,8 @@ def _backward(
     grad_y, x, mu, rho, bias_rho, seed, stream, num_samples, need_x, need_weight, need_bias
 ):
     noise = Noise(seed, stream, num_samples)
-    xs, mu, sigma = products.replicas(x), mu.contiguous(), products.spread(rho).contiguous()
+    xs, mu = products.replicas(x), mu.contiguous()
+    sigma = _ops.spread(rho.contiguous()) if need_x else rho.new_empty(0)
     grad_y = grad_y.to(mu.dtype).contiguous()
     if xs.shape[1] > FEW_ROWS:
         grads = products.backward(grad_y, xs, mu, sigma, noise, need_x, need_weight)

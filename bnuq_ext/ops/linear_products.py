@@ -101,7 +101,7 @@ def pack_grads(x, rho, grad_x, grad_mu, grad_sigma, bias_grads) -> tuple[Tensor,
     none = rho.new_empty(0)
     if grad_x is not None:
         grad_x = (grad_x if x.dim() == 3 else grad_x.sum(0)).to(x.dtype)
-    grad_rho = none if grad_sigma is None else grad_sigma * torch.sigmoid(rho)
+    grad_rho = none if grad_sigma is None else grad_sigma.mul_(torch.sigmoid(rho))
     return (
         x.new_empty(0) if grad_x is None else grad_x,
         none if grad_mu is None else grad_mu,
