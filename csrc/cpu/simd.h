@@ -1,9 +1,21 @@
-// Compile a loop for AVX-512, AVX2 and the baseline, and choose when the library is loaded.
+// BNUQ_CLONES: compile a loop for AVX-512, AVX2 and the baseline, and choose when the library is
+// loaded.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__) && \
     !defined(__clang__)
 #define BNUQ_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // inside GCC 12's header
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+
+// For a function that is written with AVX-512's own operations: call it where has_avx512().
+#define BNUQ_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,avx512cd")))
+inline bool has_avx512() {
+  return __builtin_cpu_supports("x86-64-v4");
+}
 #else
 #define BNUQ_CLONES
 #endif

@@ -12,8 +12,9 @@ namespace bnuq {
 constexpr int kTile = 16;
 constexpr int kCalls = 64;  // Philox calls made together: 16 tiles' worth of one row pair
 
-// out[calls * k + j] = word k of call j: calls of four lanes in each of the tiles from `first` on.
-BNUQ_CLONES [[gnu::unused]] static void weight_words(
+// out[calls * k + j] = word k of call j: calls of four lanes in each of the tiles from `first` on,
+// a multiple of 16 of them.
+BNUQ_CLONES [[gnu::unused]] static void weight_words_portable(
     uint32_t* __restrict__ out, Key sub, uint64_t first, uint64_t replica, int64_t calls) {
   const uint32_t low = uint32_t(first), high = uint32_t(first >> 32);
 #pragma omp simd
@@ -23,6 +24,41 @@ BNUQ_CLONES [[gnu::unused]] static void weight_words(
     out[j] = w.v[0], out[calls + j] = w.v[1];
     out[2 * calls + j] = w.v[2], out[3 * calls + j] = w.v[3];
   }
+}
+
+#if defined(BNUQ_AVX512)
+// The same by vpmuludq, which the compiler does not find: two and a half times as fast. A word sits
+// in the low half of 64 bits; what is in the high half, a product does not read.
+[[gnu::unused]] BNUQ_AVX512 static void weight_words_avx512(
+    uint32_t* out, Key sub, uint64_t first, uint64_t replica, int64_t calls) {
+  const __m512i lanes = _mm512_setr_epi64(0, 1, 2, 3, 32, 33, 34, 35);
+  const __m512i factor0 = _mm512_set1_epi64(0xD2511F53), factor1 = _mm512_set1_epi64(0xCD9E8D57);
+  for (int64_t j = 0; j < calls; j += 8) {
+    __m512i a = _mm512_add_epi64(lanes, _mm512_set1_epi64(int64_t(first) + 8 * j));
+    __m512i b = _mm512_set1_epi64(int64_t(first >> 32));
+    __m512i c = _mm512_set1_epi64(int64_t(replica)), d = _mm512_srli_epi64(c, 32);
+    Key key = sub;
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      const __m512i p0 = _mm512_mul_epu32(a, factor0), p1 = _mm512_mul_epu32(c, factor1);
+      const __m512i high1 = _mm512_srli_epi64(p1, 32), high0 = _mm512_srli_epi64(p0, 32);
+      a = _mm512_ternarylogic_epi64(high1, b, _mm512_set1_epi64(key.k0), 0x96);  // xor of three
+      c = _mm512_ternarylogic_epi64(high0, d, _mm512_set1_epi64(key.k1), 0x96);
+      b = p1, d = p0;
+      key.k0 += 0x9E3779B9u, key.k1 += 0xBB67AE85u;
+    }
+    const __m512i words[] = {a, b, c, d};
+    for (int k = 0; k < 4; ++k)
+      _mm256_storeu_si256(
+          reinterpret_cast<__m256i*>(out + k * calls + j), _mm512_cvtepi64_epi32(words[k]));
+  }
+}
+#endif
+
+inline void weight_words(uint32_t* out, Key sub, uint64_t first, uint64_t replica, int64_t calls) {
+#if defined(BNUQ_AVX512)
+  if (has_avx512()) return weight_words_avx512(out, sub, first, replica, calls);
+#endif
+  weight_words_portable(out, sub, first, replica, calls);
 }
 
 BNUQ_CLONES [[gnu::unused]] static void normal_pairs(
