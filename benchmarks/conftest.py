@@ -1,6 +1,11 @@
 import torch
 
 
+def pytest_configure(config):
+    # `report` prints the table; that of pytest-benchmark knows one call of each case.
+    config.option.benchmark_quiet = True
+
+
 def pytest_benchmark_update_machine_info(config, machine_info):
     """What the report's first line says beside the processor."""
     machine_info["torch"] = torch.__version__
