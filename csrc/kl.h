@@ -26,7 +26,7 @@ BNUQ_HD Posterior<acc_t> posterior(acc_t rho) {
   const acc_t sigma = softplus(rho), slope = sigmoid(rho);
   const bool tiny = rho < acc_t(kTinyRho);
   const acc_t safe = tiny ? acc_t(1) : sigma;
-  return {sigma, tiny ? rho : log_of(safe), slope, tiny ? acc_t(1) : slope / safe};
+  return {sigma, tiny ? rho : log_positive(safe), slope, tiny ? acc_t(1) : slope / safe};
 }
 
 template <typename acc_t>
@@ -65,8 +65,8 @@ BNUQ_HD KlTerm<acc_t> mixture_kl_term(
   const acc_t w = mu + q.sigma * eps, square = w * w;
   const acc_t a = p.log_scale1 - acc_t(0.5) * square * p.precision1;
   const acc_t b = p.log_scale2 - acc_t(0.5) * square * p.precision2;
-  const acc_t e = exp_of(-std::fabs(a - b));  // the smaller density over the larger
-  const acc_t log_p = (a > b ? a : b) + log1p_of(e);
+  const acc_t e = exp_nonpositive(-std::fabs(a - b));  // the smaller density over the larger
+  const acc_t log_p = (a > b ? a : b) + log1p_nonnegative(e);
   const acc_t share = (a > b ? acc_t(1) : e) / (acc_t(1) + e);  // of the first component
   const acc_t by_w = w * (share * p.precision1 + (acc_t(1) - share) * p.precision2);
   return {-acc_t(0.5) * eps * eps - q.log_sigma - log_p, by_w, by_w * eps * q.slope - q.log_slope};

@@ -1,57 +1,55 @@
-// exp and log that vectorise on the CPU: relative error below 4e-7 in float; double uses the
-// library. On CUDA they are the library's own.
+// exp and log that vectorise on the CPU in float; double and CUDA use the library's.
 #pragma once
 #include "philox.h"
 
 namespace bnuq {
 
-BNUQ_HD double exp_of(double v) {
-  return std::exp(v);
+BNUQ_HD double exp_nonpositive(double x) {
+  return std::exp(x);
 }
-BNUQ_HD double log_of(double v) {
-  return std::log(v);
+BNUQ_HD double log_positive(double x) {
+  return std::log(x);
 }
-BNUQ_HD double log1p_of(double v) {
-  return std::log1p(v);
+BNUQ_HD double log1p_nonnegative(double x) {
+  return std::log1p(x);
 }
 
 #if defined(__CUDA_ARCH__)
-__device__ __forceinline__ float exp_of(float v) {
-  return expf(v);
+__device__ __forceinline__ float exp_nonpositive(float x) {
+  return expf(x);
 }
-__device__ __forceinline__ float log_of(float v) {
-  return logf(v);
+__device__ __forceinline__ float log_positive(float x) {
+  return logf(x);
 }
-__device__ __forceinline__ float log1p_of(float v) {
-  return log1pf(v);
+__device__ __forceinline__ float log1p_nonnegative(float x) {
+  return log1pf(x);
 }
 #else
-// exp(v) = 2^n * exp(r) with |r| <= ln(2) / 2; 0 below -87.3, infinity above 88.7.
-BNUQ_HD float exp_of(float v) {
-  const float held = v < -87.3f ? -87.3f : (v > 88.72f ? 88.72f : v);
-  const float shifted = held * 1.44269504f + 12582912.0f;  // 1.5 * 2^23 rounds to an integer
-  const float n = shifted - 12582912.0f;
+// exp(x) for x <= 0, relative error below 2e-7; 0 below the smallest normal number's logarithm.
+BNUQ_HD float exp_nonpositive(float x) {
+  constexpr float kLowest = -87.3365f, kToInteger = 12582912.0f;  // 1.5 * 2^23
+  const float held = x < kLowest ? kLowest : x;
+  const float shifted = held * 1.44269504f + kToInteger;
+  const float n = shifted - kToInteger;
   const float r = (held - n * 0.693359375f) + n * 2.12194440e-4f;
   const float p =
       1.0f +
-      r * (1.0f + r * (0.5f + r * (1.6666666e-1f +
-                                   r * (4.1666556e-2f + r * (8.3337105e-3f + r * 1.3930436e-3f)))));
-  // n = 128 does not fit one exponent: two factors of 2^(n / 2).
-  const int32_t whole = int32_t(n), half = whole >> 1;
-  const float scaled =
-      p * as_float(uint32_t(half + 127) << 23) * as_float(uint32_t(whole - half + 127) << 23);
-  return v < -87.3f ? 0.0f : (v > 88.72f ? INFINITY : (v != v ? v : scaled));
+      r * (1.0f +
+           r * (0.5f + r * (1.66666667e-1f +
+                            r * (4.16666400e-2f + r * (8.33336800e-3f + r * 1.39350800e-3f)))));
+  const uint32_t keep = x < kLowest ? 0u : 0xffffffffu;
+  return as_float((as_bits(p) + (as_bits(shifted) << 23)) & keep);
 }
 
-// v positive and normal.
-BNUQ_HD float log_of(float v) {
-  return lg2_unit(v) * 0.69314718f;
+// log(x) for normal x > 0, absolute error below 1e-7 * (1 + |log x|).
+BNUQ_HD float log_positive(float x) {
+  return lg2_unit(x) * 0.693147181f;
 }
 
-// log(1 + v) for v >= 0, with what the sum 1 + v lost put back.
-BNUQ_HD float log1p_of(float v) {
-  const float u = 1.0f + v;
-  return log_of(u) + (v - (u - 1.0f)) / u;
+// log(1 + x) for x >= 0, with what the sum 1 + x lost put back.
+BNUQ_HD float log1p_nonnegative(float x) {
+  const float u = 1.0f + x;
+  return log_positive(u) + (x - (u - 1.0f)) / u;
 }
 #endif
 

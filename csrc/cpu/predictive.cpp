@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
+#include "../real.h"
 #include "affine_table.h"
 #include "simd.h"
-#include "vector_math.h"
 
 namespace bnuq {
 namespace {
