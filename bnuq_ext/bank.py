@@ -67,8 +67,7 @@ class Bank:
             if entries.keys() != mean.keys():
                 refuse("Bank", group, f"have the keys of mean {list(mean)}", list(entries))
         self.mean, self.var, self.count = mean, var, count
-        for key in mean:
-            self._check_statistics(key)
+        self.check()
         if dataset_size is None:
             dataset_size = len(self) * batch_size
         self.batch_size = check_integer("Bank", "batch_size", batch_size, 1)
@@ -79,6 +78,11 @@ class Bank:
         self.unused = _checked_unused(unused, mean)
         self.metadata = _checked_metadata(metadata)
         self._start_cache()
+
+    def check(self) -> None:
+        """Raises ValueError or TypeError where a statistic is not what `Bank` asks for."""
+        for key in self.mean:
+            self._check_statistics(key)
 
     def _check_statistics(self, key: str) -> None:
         mean, var, count = self.mean[key], self.var[key], self.count[key]
@@ -290,12 +294,14 @@ def attach(model: nn.Module, bank: Bank) -> None:
         bank: has the statistics of exactly these layers, with their numbers of channels.
 
     Raises:
-        ValueError: the layers' names or channels differ; the model is then left as it was.
+        ValueError: the layers' names or channels differ, or the bank's tensors were changed into what
+            no bank holds; the model is then left as it was.
     """
     if not isinstance(bank, Bank):
         refuse("attach", "bank", "be a Bank", type(bank).__name__, TypeError)
     layers = stochastic_layers("attach", model)
     _check_layers(layers, bank)
+    bank.check()
     before = [(layer, layer.bank, layer.bank_name) for layer in layers.values()]
     try:
         for name, layer in layers.items():

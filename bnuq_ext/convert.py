@@ -55,7 +55,7 @@ def convert(
     chosen = [n for n, m in candidates.items() if filter_fn is None or filter_fn(n, m)]
     _check_found(model, found, chosen, strict)
     if not inplace:
-        model = copy.deepcopy(model)
+        model = _copied(model)
     layers = {name: model.get_submodule(name) for name in candidates}
     made = _make_stochastic({name: layers[name] for name in chosen})
     for name, layer in layers.items():
@@ -79,13 +79,23 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     if not named_stochastic_layers(model):
         refuse("revert", "model", "contain a stochastic layer", "none")
     if not inplace:
-        model = copy.deepcopy(model)
+        model = _copied(model)
     originals = {}
     for module in list(model.modules()):
         if isinstance(module, Stochastic):
             originals[id(module)] = _restore(module)
         _remember_excluded(module, False)
     return _replace(model, originals)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    # torch cannot copy the buffers of lazy layers, which have no shape yet.
+    memo = {
+        id(b): type(b)(b.requires_grad, b.data.device, b.data.dtype)
+        for b in model.buffers()
+        if isinstance(b, nn.UninitializedBuffer)
+    }
+    return copy.deepcopy(model, memo)
 
 
 def _check_found(model: nn.Module, found: Survey, chosen: list[str], strict: bool) -> None:

@@ -15,7 +15,7 @@ from .doctor import count_uncovered
 from .fingerprint import fingerprint
 from .nn import named_stochastic_layers
 from .ops.checks import refuse
-from .samplers import Sampler, WeightSampler, make_sampler
+from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
 
 _LOCK = threading.Lock()
 _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
@@ -53,6 +53,8 @@ class Known:
                 refuse(op, "model", f'contain stochastic batch norm for sampler "{name}"', "none")
             else:
                 self.samplers[place] = WeightSampler(device)
+        if batch_size is not None:
+            warn_of_rescaling(op, find_bank(model, op), batch_size)
         return self.samplers[place]
 
     @contextmanager

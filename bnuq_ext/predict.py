@@ -19,7 +19,7 @@ from .known import know
 from .nn import Stochastic, named_stochastic_layers
 from .ops import new_seed
 from .ops.checks import check_integer, refuse
-from .prediction import Prediction, check_likelihood
+from .prediction import Prediction, check_likelihood, check_noise_shape
 from .replicas import Replicated
 from .restore import evaluating
 from .samplers import BankSampler, Sampler, check_key, check_sampler, make_sampler
@@ -105,6 +105,7 @@ def predict(
     with torch.no_grad(), evaluating(model):
         stream = Stream(forward, modules, replicas, likelihood, device)
         result = stream.run(x) if single else stream.run_all(x)
+    check_noise_shape("predict", noise_var, result["mean"])
     snapshots = None
     if isinstance(drawn, BankSampler):
         snapshots = drawn.draw(key, first_replica, num_samples).snapshot.clone()

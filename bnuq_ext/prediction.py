@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite, log
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,7 @@ class Prediction:
         with torch.no_grad():
             moments.add(samples)
             summary = moments.summary()
+        check_noise_shape(op, noise_var, summary["mean"])
         return cls(likelihood, len(samples), noise_var=noise_var, samples=samples, **summary)
 
 
@@ -92,9 +94,24 @@ def check_likelihood(op: str, likelihood, noise_var) -> None:
     if isinstance(noise_var, Tensor):
         good = bool((noise_var >= 0).all() and noise_var.isfinite().all())
     else:
-        good = isinstance(noise_var, (int, float)) and isfinite(noise_var) and noise_var >= 0
+        good = isinstance(noise_var, Real) and isfinite(noise_var) and noise_var >= 0
     if not good:
         refuse(op, "noise_var", "be finite and not negative", noise_var)
+
+
+def check_noise_shape(op: str, noise_var, mean: Tensor) -> None:
+    """Checks that the noise of `check_likelihood` has an entry for each of the means, or fewer."""
+    if not isinstance(noise_var, Tensor):
+        return
+    shape = tuple(noise_var.shape)
+    # Broadcasting from the last dimension on: 1, or the mean's own.
+    fits = noise_var.dim() <= mean.dim() and all(
+        size in (1, own) for size, own in zip(reversed(shape), reversed(mean.shape), strict=False)
+    )
+    if not fits:
+        refuse(
+            op, "noise_var", f"broadcast to the shape {list(mean.shape)} of the mean", list(shape)
+        )
 
 
 class CategoricalMoments:

@@ -124,7 +124,7 @@ def check_equal(folded: Tensor, loop: Tensor, tolerance: float) -> None:
 
 def check_informative(loop: Tensor, tolerance: float) -> None:
     """Raises Undecided unless replicas and rows of (2, 3, ...) outputs differ enough to tell them apart."""
-    values = loop.double().flatten(2)
+    values = loop.double().unsqueeze(-1).flatten(2)
     if not values.isfinite().all():
         raise Undecided("the outputs of the trial are not finite")
     least = 3 * tolerance * values.abs().max()

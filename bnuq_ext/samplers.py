@@ -237,10 +237,15 @@ def _rescaling(op: str, bank: Bank, batch_size: int | None) -> Rescaling:
         refuse(op, "batch_size", f"be at most the size of the data set {N}", batch_size)
     if M0 == N and batch_size != N:
         refuse(op, "bank", "hold batches smaller than the data set to be rescaled", M0)
-    if not M0 / 2 <= batch_size <= 16 * M0:
+    return Rescaling.between(M0, batch_size, N, bank.disjoint)
+
+
+def warn_of_rescaling(op: str, bank: Bank, batch_size: int | None) -> None:
+    """Warns of a batch size far from the bank's; at every call, however long the sampler is known."""
+    M0 = bank.batch_size
+    if batch_size is not None and not M0 / 2 <= batch_size <= 16 * M0:
         warnings.warn(
             f"{op}: batch_size {batch_size} is outside [M0/2, 16 M0] of a bank with M0 = {M0}, where "
             "rescaled statistics were found to be accurate; collect a bank with such batches",
             stacklevel=4,
         )
-    return Rescaling.between(M0, batch_size, N, bank.disjoint)

@@ -312,6 +312,23 @@ def test_attach_rejects_other_layers(channels, error):
     assert find_bank(model, "predict") is before
 
 
+@pytest.mark.parametrize(
+    "group, value, error",
+    [
+        ("mean", float("nan"), "be finite"),
+        ("var", float("inf"), "be finite"),
+        ("var", -1.0, "be at least 0, got -1.0"),
+    ],
+)
+def test_attach_rejects_a_bank_that_was_spoilt(group, value, error):
+    model, before, spoilt = bnuq.convert(Chain()), make_bank(), make_bank()
+    bnuq.attach(model, before)
+    getattr(spoilt, group)["layers.1"][2, 3] = value
+    with pytest.raises(ValueError, match=re.escape(f"Bank: {group}['layers.1'] must {error}")):
+        bnuq.attach(model, spoilt)
+    assert find_bank(model, "predict") is before
+
+
 def test_attach_rejects_other_types():
     with pytest.raises(TypeError, match="attach: bank must be a Bank, got dict"):
         bnuq.attach(bnuq.convert(Chain()), {})

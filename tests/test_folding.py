@@ -242,6 +242,17 @@ def test_outputs_that_tell_nothing_are_not_taken_for_a_proof():
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def test_outputs_of_one_number_a_row_fold():
+    model = prepared(Gated, ROWS)
+    options = {"likelihood": "gaussian", "num_samples": 5, "seed": 1, "keep_samples": True}
+    folded, loop = (
+        bnuq.predict(model, ROWS[:6], strategy=s, output_fn=lambda o: o[:, 0], **options)
+        for s in ("folded", "loop")
+    )
+    assert folded.samples.shape == (5, 6)
+    torch.testing.assert_close(folded.samples, loop.samples, rtol=1e-5, atol=1e-6)
+
+
 def test_one_row_of_nan_stays_one_row():
     model = prepared(Counting, ROWS)
     x = ROWS[:6].clone()

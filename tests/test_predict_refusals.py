@@ -32,6 +32,16 @@ def flexible():
         ({"noise_var": 0.1}, ValueError, 'noise_var must be None with likelihood "categorical", got 0.1'),
         ({"noise_var": -0.1, "likelihood": "gaussian"}, ValueError, "noise_var must be finite and not negative"),
         ({"noise_var": "a", "likelihood": "gaussian"}, ValueError, "noise_var must be finite and not negative"),
+        (
+            {"noise_var": torch.ones(4), "likelihood": "gaussian"},
+            ValueError,
+            r"noise_var must broadcast to the shape \[9, 5\] of the mean, got \[4\]",
+        ),
+        (
+            {"noise_var": torch.ones(2, 9, 5), "likelihood": "gaussian"},
+            ValueError,
+            r"noise_var must broadcast to the shape \[9, 5\] of the mean, got \[2, 9, 5\]",
+        ),
         ({"loader": [X]}, ValueError, 'loader must be given with sampler "batch" and no other, got one'),
         ({"sampler": "batch"}, ValueError, 'loader must be given with sampler "batch" and no other, got none'),
         ({"batch_size": 16}, ValueError, 'batch_size must be None with sampler "bank", got 16'),

@@ -1,5 +1,6 @@
 """Prediction: information that is exactly zero, and predictions of samples from anywhere."""
 
+import numpy as np
 import pytest
 import torch
 from predicting import DATA, equal, make_model, network, predict
@@ -87,3 +88,26 @@ def test_from_samples_is_predict(model):
 def test_from_samples_rejects(samples, likelihood, error, message):
     with pytest.raises(error, match=f"Prediction.from_samples: {message}"):
         bnuq.Prediction.from_samples(samples, likelihood)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (1, 3), (2, 1), (2, 3)])
+def test_noise_of_every_shape_that_broadcasts(shape):
+    samples, noise = torch.randn(4, 2, 3), torch.rand(shape)
+    pred = bnuq.Prediction.from_samples(samples, "gaussian", noise)
+    expected = samples.double().var(0, correction=0) + noise.double()
+    torch.testing.assert_close(pred.total_variance.double(), expected)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 1), (1, 2, 3)])
+def test_noise_of_another_shape_is_refused(shape):
+    got = str(list(shape)).replace("[", r"\[").replace("]", r"\]")
+    message = (
+        rf"^Prediction.from_samples: noise_var must broadcast to the shape \[2, 3\] .* got {got}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        bnuq.Prediction.from_samples(torch.randn(4, 2, 3), "gaussian", torch.ones(shape))
+
+
+def test_noise_may_be_a_number_of_numpy():
+    pred = bnuq.Prediction.from_samples(torch.zeros(4, 2, 3), "gaussian", np.float32(0.5))
+    torch.testing.assert_close(pred.total_variance, torch.full((2, 3), 0.5), rtol=0, atol=0)

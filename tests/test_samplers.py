@@ -394,5 +394,18 @@ def test_rejects():
 
 @pytest.mark.parametrize("M", [7, 257])
 def test_warns_far_from_the_banks_batch_size(M):
-    with pytest.warns(UserWarning, match=rf"batch_size {M} is outside \[M0/2, 16 M0\] .* M0 = 16"):
-        sampler("joint", random_bank(), M)
+    model = bnuq.convert(torch.nn.BatchNorm1d(5))
+    bnuq.attach(
+        model,
+        bnuq.Bank(
+            {"": torch.rand(12, 5)}, {"": torch.rand(12, 5)}, 16, batch_size=16, dataset_size=400
+        ),
+    )
+    options = {"likelihood": "gaussian", "num_samples": 2, "sampler": "joint", "seed": 0}
+    message = rf"predict: batch_size {M} is outside \[M0/2, 16 M0\] .* M0 = 16"
+    for _ in range(2):  # at every call, also where the sampler is known
+        with pytest.warns(UserWarning, match=message) as caught:
+            bnuq.predict(model, torch.rand(3, 5), batch_size=M, **options)
+        assert len(caught) == 1 and caught[0].filename == __file__
+    bnuq.predict(model, torch.rand(3, 5), batch_size=8, **options)
+    bnuq.predict(model, torch.rand(3, 5), batch_size=256, **options)

@@ -151,6 +151,16 @@ def test_lazy_layer_is_converted_after_a_forward():
     assert type(bnuq.convert(model)[0]) is bnuq.StochasticBatchNorm1d
 
 
+def test_a_copy_of_a_model_with_a_lazy_layer():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.LazyBatchNorm1d())
+    with pytest.warns(UserWarning, match=r"^convert: not converted: 1 \(LazyBatchNorm1d: lazy"):
+        converted = bnuq.convert(model, strict=False)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(converted(x), model(x), rtol=0, atol=0)
+    assert type(model[0]) is nn.BatchNorm1d and converted[1].running_mean.shape == (3,)
+    assert converted[1].running_mean is not model[1].running_mean
+
+
 def test_fused_into_convolutions_gets_a_hint():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     fused = torch.nn.utils.fusion.fuse_conv_bn_eval(model[0], model[1])
