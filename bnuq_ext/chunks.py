@@ -12,8 +12,9 @@ from .ops.checks import check_integer
 if TYPE_CHECKING:
     from .folding import Plan
 
-# Measured on two cores: convolutions are slower per replica when their activations outgrow the cache.
-CPU_BYTES = 16 * 2**20
+# Convolutions are slower per replica when their activations outgrow the cache: a ResNet-18 on 8 rows
+# takes 0.90 of the loop's time in chunks of 8 MB, 1.01 with 14 MB, 1.06 with 20 MB.
+CPU_BYTES = 8 * 2**20
 CUDA_BYTES = 256 * 2**20
 
 
