@@ -61,8 +61,11 @@ class Forward(NamedTuple):
     def run(self, inputs, draw: Draw, rows=None, shared=None) -> tuple[Tensor, ReplicaPass]:
         """One forward: its output, and what the stochastic calls saw."""
         active = ReplicaPass(self.layers, draw, rows, shared, self.op)
+        spared = self.known.spared(inputs)
         with running(active), self.known.examining(self.op, self.model):
-            output = self.call(self.model, inputs)
+            output = self.call(self.model, spared)
+        if spared is not inputs:
+            self.known.look_at(spared)
         active.check_calls()
         return self._tensor(output), active
 

@@ -13,6 +13,7 @@ from torch import nn
 from .bank import find_bank
 from .doctor import count_uncovered
 from .fingerprint import fingerprint
+from .inputs import map_tensors, tensors
 from .nn import named_stochastic_layers
 from .ops.checks import refuse
 from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
@@ -30,6 +31,7 @@ class Known:
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
         samplers: of its bank, as they have been asked for.
+        changes_input: whether its forward writes into its input; None until one has been run.
     """
 
     def __init__(self, seen: list):
@@ -39,6 +41,7 @@ class Known:
         self.planning = threading.RLock()
         self.examined = False
         self.samplers: dict[tuple, Sampler] = {}
+        self.changes_input: bool | None = None
 
     def sampler(
         self, op: str, model: nn.Module, name: str, batch_size: int | None, device: torch.device
@@ -56,6 +59,20 @@ class Known:
         if batch_size is not None:
             warn_of_rescaling(op, find_bank(model, op), batch_size)
         return self.samplers[place]
+
+    def spared(self, inputs):
+        """What to give a forward: a copy of the input unless it is known to leave its input alone.
+
+        Without, a model that normalises its input in place would see another one in each replica.
+        """
+        return inputs if self.changes_input is False else map_tensors(inputs, torch.clone)
+
+    def look_at(self, copies) -> None:
+        """Learns from the copy that a forward was given whether it writes into its input."""
+        given = list(tensors(copies))
+        # Tensors of inference mode do not count how often they are written to; a copy has 0.
+        if self.changes_input is None and not any(t.is_inference() for t in given):
+            self.changes_input = any(t._version > 0 for t in given)
 
     @contextmanager
     def examining(self, op: str, model: nn.Module):

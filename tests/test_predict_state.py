@@ -7,7 +7,9 @@ import threading
 import pytest
 import torch
 from predicting import SAMPLERS, X, equal, make_model, predict
+from torch import nn
 
+import bnuq_ext as bnuq
 from bnuq_ext import chunks, folding, prediction
 
 
@@ -37,6 +39,34 @@ def test_snapshots_of_a_prediction_are_its_own(model):
     predict(model).snapshots.zero_()
     equal(predict(model), expected)
     assert torch.equal(predict(model).snapshots, expected.snapshots)
+
+
+class CentredInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.norm(self.linear(x.sub_(1).mul_(2)))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("strategy", ["auto", "folded", "loop"])
+def test_every_replica_sees_the_input_that_was_given(strategy, inference):
+    torch.manual_seed(0)
+    model, x = bnuq.convert(CentredInPlace()).eval(), torch.randn(5, 4)
+    bank = bnuq.collect(model, list(torch.randn(6, 16, 4)), 6, progress=False)
+    for _ in range(2):  # before and after the model is known
+        with torch.inference_mode(inference):
+            given = x.clone()
+            pred = predict(
+                model, given, likelihood="gaussian", strategy=strategy, keep_samples=True
+            )
+        assert torch.equal(given, x)
+        h = model.linear((x - 1) * 2).detach()
+        mean, var = bank.mean["norm"][pred.snapshots], bank.var["norm"][pred.snapshots]
+        expected = (h - mean[:, None]) / (var[:, None] + 1e-5).sqrt()
+        torch.testing.assert_close(pred.samples, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_leaves_flags_after_an_exception(model):
