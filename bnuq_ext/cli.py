@@ -1,4 +1,4 @@
-"""The command `bnuq`: the demo, and a report of the installation.
+"""The command `bnuq`: the experiments, and a report of the installation.
 
 Exit status: 0, 2 for anything that the user can mend (one line on stderr), 130 after Ctrl-C.
 """
@@ -21,6 +21,21 @@ def demo(arguments) -> str:
         return json.dumps(results)
     paths = "\n".join(f"  {Path(arguments.output) / name}" for name in results["figures"])
     return f"{digits_report.text(results, settings)}\n\nFigures:\n{paths}"
+
+
+def bbb(arguments) -> str:
+    from .experiments import bbb, bbb_report
+
+    names = ("hidden", "epochs", "scheme", "scaling", "seed")
+    chosen = {name: getattr(arguments, name) for name in names}
+    settings = bbb.Settings(**chosen, num_samples=arguments.samples)
+    options = {"data_root": arguments.data_root, "progress": not arguments.json}
+    split, states = bbb.run(arguments.output, arguments.prior, settings, **options)
+    results = bbb_report.write(arguments.output, split, states, settings)
+    if arguments.json:
+        return json.dumps(results)
+    paths = "\n".join(f"  {Path(arguments.output) / name}" for name in results["figures"])
+    return f"{bbb_report.text(results)}\n\nFigures:\n{paths}"
 
 
 def doctor(arguments) -> str:
@@ -47,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--seeds", type=int, help="number of seeds (10)")
     command.add_argument("--quick", action="store_true", help="check that it runs; no results")
     command.set_defaults(run=demo)
+    add_bbb(commands)
     command = commands.add_parser(
         "doctor", help="versions, libraries and devices of this installation"
     )
@@ -54,6 +70,25 @@ def parser() -> argparse.ArgumentParser:
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print JSON and no progress")
     return root
+
+
+def add_bbb(commands) -> None:
+    command = commands.add_parser(
+        "bbb",
+        help="train by Bayes by Backprop as in the report, print the tables, draw the figures",
+    )
+    add = command.add_argument
+    add("--data-root", help="folder of MNIST's idx files; without it scikit-learn's digits")
+    add("--hidden", type=int, default=400, help="units of each hidden layer (400)")
+    add("--epochs", type=int, default=600, help="in all; more of them continue a run (600)")
+    known = "gaussian, mixture, mixture-quarter, mixture-narrow (the first two)"
+    add("--prior", nargs="+", default=["gaussian", "mixture"], help=f"one run each: {known}")
+    add("--scheme", default="geometric", help="KL weights of the batches: geometric, uniform")
+    add("--scaling", default="255", help="of the pixels: 255, standard, 126")
+    add("--samples", type=int, default=2, help="of the weights in a step (2)")
+    add("--seed", type=int, default=0, help="of everything random (0)")
+    add("--output", default="bbb-output", help="folder; a killed run goes on there")
+    command.set_defaults(run=bbb)
 
 
 def main(argv: list[str] | None = None) -> int:

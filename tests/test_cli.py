@@ -34,15 +34,34 @@ def test_demo(capsys, tmp_path):
     assert json.loads(printed.out)["settings"]["num_seeds"] == 1 and printed.err == ""
 
 
+def test_bbb(capsys, tmp_path):
+    arguments = (
+        "bbb --hidden 8 --epochs 1 --prior gaussian --samples 1 --seed 4 --scaling 126".split()
+    )
+    arguments += ["--scheme", "uniform", "--output", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "1 samples a step, KL weights uniform, scaling 126, seed 4." in printed.out
+    assert "gaussian" in printed.err and f"{tmp_path / 'weights.png'}" in printed.out
+    assert cli.main([*arguments, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["runs"].keys() == {"gaussian"} and printed.err == ""
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--seeds", "0"], "bnuq: demo: seeds must be positive, got 0\n"),
-        (["--output", "/dev/null"], "bnuq: store: folder must be a folder to write to, got "),
+        (["demo", "--seeds", "0"], "bnuq: demo: seeds must be positive, got 0\n"),
+        (["demo", "--output", "/dev/null"], "bnuq: store: folder must be a folder to write to, "),
+        (["bbb", "--prior", "flat"], "bnuq: bbb: prior must be one of gaussian, "),
+        (
+            ["bbb", "--data-root", "/none"],
+            "bnuq: mnist: root must hold train-images-idx3-ubyte or ",
+        ),
     ],
 )
 def test_errors_are_one_line(capsys, arguments, message):
-    assert cli.main(["demo", *arguments]) == 2
+    assert cli.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(message) and printed.err.count("\n") == 1 and printed.out == ""
 

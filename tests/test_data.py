@@ -1,5 +1,8 @@
-"""The digits: sizes, scale, no row in two parts, and what is said when something is missing."""
+"""Data sets: sizes, scale, no row in two parts, and what is said of what is missing or damaged."""
 
+import gzip
+import math
+import struct
 import sys
 
 import pytest
@@ -58,3 +61,65 @@ def test_missing_scikit_learn_names_the_extra(monkeypatch):
     assert str(caught.value).startswith(
         "digits: scikit-learn must be installed (pip install 'bnuq_ext[demo]'), got "
     )
+
+
+def idx(*shape, code=0x08):
+    header = struct.pack(f">{len(shape) + 1}I", code << 8 | len(shape), *shape)
+    return header + bytes(k % 251 for k in range(math.prod(shape)))
+
+
+@pytest.fixture
+def mnist_files(tmp_path):
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(9, 4, 5)))
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(9))
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(3, 4, 5))
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(3)))
+    return tmp_path
+
+
+def test_mnist_keeps_the_last_training_rows_to_validate(mnist_files):
+    split = data.mnist(mnist_files, num_validation=2)
+    assert [part.x.shape for part in split] == [(7, 20), (2, 20), (3, 20)]
+    torch.testing.assert_close(split.train.x[0], torch.arange(20.0) / 255)
+    assert split.validation.y.tolist() == [7, 8] and split.test.y.tolist() == [0, 1, 2]
+    assert split.train.x.dtype == torch.float32 and split.train.y.dtype == torch.int64
+    with pytest.raises(ValueError, match=r"^mnist: num_validation must lie in \[1, 9\), got 9$"):
+        data.mnist(mnist_files, num_validation=9)
+
+
+def test_a_missing_file_is_named_with_its_source(mnist_files):
+    (mnist_files / "t10k-images-idx3-ubyte").unlink()
+    with pytest.raises(ValueError) as caught:
+        data.mnist(mnist_files, num_validation=2)
+    assert str(caught.value) == (
+        "mnist: root must hold t10k-images-idx3-ubyte or t10k-images-idx3-ubyte.gz (to be had from "
+        f"https://ossci-datasets.s3.amazonaws.com/mnist/, or torchvision's MNIST/raw), got {mnist_files}"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a", b"", "be an idx file of unsigned bytes, got "),
+        ("a", idx(3, code=0x0D), "be an idx file of unsigned bytes, got 00000d01"),
+        ("a", idx(2, 3)[:7], "be an idx file of unsigned bytes, got 00000802"),
+        ("a", idx(2, 3)[:-1], "have 6 bytes after its header, got 5"),
+        ("a", idx(2, 3) + b"x", "have 6 bytes after its header, got 7"),
+        ("a.gz", gzip.compress(idx(2, 3))[:-9], "be a whole gzip file, got "),
+        ("a.gz", idx(2, 3), "be a whole gzip file, got "),
+    ],
+)
+def test_damaged_idx_files(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        data.read_idx(path)
+    assert str(caught.value).startswith(f"read_idx: {path} must {message}")
+
+
+def test_labels_must_be_as_many_as_images(mnist_files):
+    path = mnist_files / "train-labels-idx1-ubyte"
+    path.write_bytes(idx(8))
+    with pytest.raises(ValueError) as caught:
+        data.mnist(mnist_files)
+    assert str(caught.value) == f"mnist: {path} must hold 9 labels, got [8]"

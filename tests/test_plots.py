@@ -76,11 +76,59 @@ def test_verdict():
     np.testing.assert_allclose([bar.get_height() for bar in right.containers[0]], [0.9, 0.59, 0.19])
 
 
+def test_error_over_epochs():
+    ax = plots.error_over_epochs(
+        {"a": [9.0, 4.0, 5.0], "b": [3.0]}, levels={"theirs": 1.7}, best={"a": 2}
+    )
+    a, best, b, level = ax.lines
+    np.testing.assert_allclose(a.get_data(), [[1, 2, 3], [9, 4, 5]])
+    np.testing.assert_allclose(best.get_data(), [[2], [4]])
+    np.testing.assert_allclose(b.get_data(), [[1], [3]])
+    np.testing.assert_allclose(level.get_ydata(), 1.7)
+    assert best.get_color() == a.get_color() != b.get_color()
+    assert texts(ax.get_legend()) == ["a", "b"] and ax.texts[0].get_text() == "theirs"
+    assert ax.get_ylabel() == "test error [%]" and ax.get_ylim()[0] == 0
+
+
+def test_weight_histograms():
+    weights = {"one": [-0.25, 0.1, 0.15, 0.9], "two": [0.1, 0.1]}
+    figure = plots.weight_histograms(weights, num_bins=3, initial=[0.0, -0.2])
+    upper, lower = figure.axes
+    values, edges, _ = upper.patches[0].get_data()
+    np.testing.assert_allclose(values, [25, 0, 50])
+    np.testing.assert_allclose(edges, [-0.3, -0.1, 0.1, 0.3])
+    np.testing.assert_allclose(upper.patches[1].get_data().values, [50, 50, 0])
+    np.testing.assert_allclose(lower.patches[0].get_data().values.sum(), 100)
+    assert [t.get_text() for t in upper.texts] == ["25.0% outside"] and list(lower.texts) == []
+    assert texts(lower.get_legend()) == ["two", "before training"]
+    assert lower.get_xlabel() == "mean of a weight"
+
+
+def test_signal_to_noise():
+    snr = np.geomspace(0.1, 10, 1001)
+    figure = plots.signal_to_noise(snr, cuts=(0.5, 0.75), num_bins=10)
+    upper, lower = figure.axes
+    values, edges, _ = upper.patches[0].get_data()
+    np.testing.assert_allclose(values, 10, atol=0.2)
+    np.testing.assert_allclose(values.sum(), 100)
+    np.testing.assert_allclose(edges[[0, -1]], [0.1, 10], rtol=1e-2)
+    x, y = lower.lines[0].get_data()
+    np.testing.assert_allclose(np.interp(1.0, x, y), 0.5, atol=1e-3)
+    np.testing.assert_allclose(
+        [line.get_xdata()[0] for line in upper.lines], [1, 10**0.5], rtol=1e-6
+    )
+    assert texts(lower.get_legend()) == ["50% below 1", "75% below 3.16"]
+    # Ratios of 0 have no logarithm; they stay in the count.
+    zeros = plots.signal_to_noise(np.array([0.0] * 5 + [1.0] * 5)).axes[0].patches[0].get_data()
+    np.testing.assert_allclose(zeros.values[[0, -1]], 50)
+
+
 def test_a_given_ax_is_used():
     ax = plots.entropy_cdf({"a": [1.0]})
     assert plots.entropy_cdf({"b": [2.0]}, ax=ax) is ax
     assert plots.against_batch_size([2], {"a": [1.0]}, ylabel="", ax=ax) is ax
     assert plots.stacked_probabilities([[1.0]], shown=[0], ax=ax) is ax
+    assert plots.error_over_epochs({"a": [1.0, 2.0]}, ax=ax) is ax
 
 
 def test_rejects():
@@ -95,6 +143,13 @@ def test_rejects():
     with pytest.raises(ValueError) as caught:
         plots.stacked_probabilities([1.0], shown=[0])
     assert str(caught.value) == "stacked_probabilities: probs must have shape (T, K), got [1]"
+    with pytest.raises(ValueError) as caught:
+        plots.error_over_epochs({"a": []})
+    assert str(caught.value) == "error_over_epochs: a must have shape (N,) with N > 0, got [0]"
+    with pytest.raises(ValueError, match="^weight_histograms: a must have shape"):
+        plots.weight_histograms({"a": [[1.0]]})
+    with pytest.raises(ValueError, match="^signal_to_noise: snr must have shape"):
+        plots.signal_to_noise([])
 
 
 def test_missing_matplotlib_names_the_extra(monkeypatch):

@@ -8,11 +8,15 @@ from ..ops.checks import refuse
 
 
 def write_json(path: Path, value) -> None:
+    write_whole(path, json.dumps(value, indent=1).encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
     """Write through a temporary file beside `path`, synced, then renamed: a reader never sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "w") as file:
-            json.dump(value, file, indent=1)
+        with open(temporary, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -1,0 +1,325 @@
+"""Bayes by Backprop as in the report, on tiny runs: a step by hand, resumption after kill -9, tables, figures."""
+
+import copy
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from bnuq_ext import BayesLinear, data, ops, reference_bayes
+from bnuq_ext.experiments import bbb, bbb_report
+
+TINY = bbb.Settings(hidden=8, epochs=2, test_samples=3)
+
+
+def small_split(rows=250, seed=0):
+    """Three parts of two easily told classes, 12 pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(2, (rows + 80,), generator=generator)
+    x = torch.rand(rows + 80, 12, generator=generator) * 0.3
+    x[torch.arange(len(y)), y * 6] += 2
+    cuts = (0, rows, rows + 40, rows + 80)
+    return data.Split(*(data.Part(x[a:b], y[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)))
+
+
+def without_times(log):
+    return [{k: v for k, v in entry.items() if "seconds" not in k} for entry in log]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bbb")
+    split, states = bbb.run(folder, ["gaussian", "mixture"], TINY, progress=False)
+    results = bbb_report.write(folder, split, states, TINY)
+    return folder, split, states, results
+
+
+def test_network_is_the_report_s():
+    one, other = (bbb.make_network(TINY, 784, bbb.PRIORS[k]) for k in ("gaussian", "mixture"))
+    layers = [m for m in one if isinstance(m, BayesLinear)]
+    assert [(m.in_features, m.out_features) for m in layers] == [(784, 8), (8, 8), (8, 10)]
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    mu, rho = layers[0].weight_mu, layers[0].weight_rho
+    assert -0.2 <= mu.min() < -0.19 and 0.19 < mu.max() <= 0.2
+    assert -5 <= rho.min() < -4.95 and -4.05 < rho.max() <= -4
+    assert bbb.PRIORS["mixture-narrow"].std2 == math.exp(-8)
+    assert bbb.PRIORS["mixture-quarter"].pi == 0.25
+    report = (1e-3, 100, 2, 10, 600)
+    s = bbb.Settings()
+    assert (s.learning_rate, s.batch_size, s.num_samples, s.test_samples, s.epochs) == report
+
+
+def weights_of(key, stream, layer, num_samples):
+    eps = ops.philox_normal(key, stream, (num_samples, *layer.weight_mu.shape)).double()
+    shape = (num_samples, layer.out_features)
+    return eps, ops.philox_normal(key, stream, shape, tag="bias").double()
+
+
+def loss_by_hand(network, x, y, prior, weight, seed, T):
+    """nll summed over the rows + weight * the divergence of all three layers, in plain torch."""
+    key, outputs, kl = ops.new_seed(seed), x.expand(T, *x.shape), 0
+    layers = [m for m in network if isinstance(m, BayesLinear)]
+    for k, layer in enumerate(layers):
+        eps, bias_eps = weights_of(key, k << 16, layer, T)
+        parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
+        outputs = reference_bayes.bayes_linear(outputs, *parameters, eps, bias_eps)
+        outputs = outputs.relu() if k < 2 else outputs
+        for mu, rho, noise in ((*parameters[:2], eps), (*parameters[2:], bias_eps)):
+            kl = kl + reference_bayes.mixture_kl(mu, rho, noise, prior.pi, prior.std1, prior.std2)
+    nll = sum(cross_entropy(z, y, reduction="sum") for z in outputs) / T
+    return nll, kl, nll + weight * kl
+
+
+@pytest.mark.parametrize("scheme", ["uniform", "geometric"])
+def test_an_epoch_is_plain_sgd_on_the_whole_loss(scheme):
+    settings = replace(TINY, scheme=scheme, seed=3)
+    part = data.Part(*(t for t in small_split().train))
+    part = data.Part(part.x.double(), part.y)
+    prior = bbb.PRIORS["mixture"]
+    ours, hand = (bbb.make_network(settings, 12, prior).double() for _ in range(2))
+    steps = []
+    entry = bbb.train_epoch(ours, part, settings, 1, lambda: steps.append(1))
+    assert len(steps) == 3
+    generator = torch.Generator().manual_seed(settings.key(bbb.ORDER, 1))
+    batches = torch.randperm(250, generator=generator).split(100)
+    shares = {"uniform": [1 / 3] * 3, "geometric": [4 / 7, 2 / 7, 1 / 7]}[scheme]
+    sums = torch.zeros(3, dtype=torch.float64)
+    for i, (rows, share) in enumerate(zip(batches, shares, strict=True)):
+        seed = settings.key(bbb.STEP, 3 + i)
+        terms = loss_by_hand(hand, part.x[rows], part.y[rows], prior, share, seed, 2)
+        gradients = torch.autograd.grad(terms[2], list(hand.parameters()))
+        with torch.no_grad():
+            for p, g in zip(hand.parameters(), gradients, strict=True):
+                p -= 1e-3 * g
+        sums += torch.stack(terms).detach()
+    for a, e in zip(ours.parameters(), hand.parameters(), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-7)
+    nll, kl, loss = sums.tolist()
+    assert entry["nll"] == pytest.approx(nll / 250) and entry["kl"] == pytest.approx(kl / 3)
+    assert entry["loss"] == pytest.approx(loss / 250)
+
+
+def test_error_is_that_of_samples_and_mean():
+    x = 4 * torch.randn(400, 12, generator=torch.Generator().manual_seed(0))
+    network = bbb.make_network(TINY, 12, bbb.PRIORS["gaussian"])
+    with torch.no_grad():
+        for layer in (m for m in network if isinstance(m, BayesLinear)):
+            layer.weight_rho.fill_(-0.5)
+            layer.bias_rho.fill_(-0.5)
+    settings = replace(TINY, test_samples=2)
+    key, outputs = ops.new_seed(TINY.key(bbb.TEST, 5)), x.double().expand(2, *x.shape)
+    for k, layer in enumerate(m for m in network if isinstance(m, BayesLinear)):
+        parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
+        parameters = [p.double() for p in parameters]
+        noise = weights_of(key, k << 16, layer, 2)
+        outputs = reference_bayes.bayes_linear(outputs, *parameters, *noise)
+        outputs = outputs.relu() if k < 2 else outputs
+    with torch.no_grad():
+        mean = network.eval()(x).softmax(1)
+        guess = (2 * outputs.softmax(2).mean(0) + mean).argmax(1)
+        assert (guess != mean.argmax(1)).any()
+        assert (guess != outputs.softmax(2).mean(0).argmax(1)).any()
+    y = torch.cat([guess[:250], (guess[250:] + 1) % 10])
+    assert bbb.error(network, data.Part(x, y), settings, 5) == 150 / 400
+
+
+def test_it_learns(finished):
+    _, _, states, results = finished
+    split, settings = small_split(1000), replace(TINY, learning_rate=5e-3)
+    state = bbb.State(bbb.make_network(TINY, 12, bbb.PRIORS["gaussian"]), {}, [])
+    for _ in range(6):
+        bbb.run_epoch(state, split, settings, lambda: None)
+    assert state.log[-1]["test_error"] < 0.1 < state.log[0]["nll"] and state.log[-1]["nll"] < 0.3
+    assert results["runs"]["gaussian"]["log"] == states["gaussian"].log
+
+
+def test_best_is_the_first_of_the_least_validation_error(monkeypatch):
+    split, state = small_split(), None
+    errors = iter([0.5, 0.5, 0.2, 0.4, 0.2, 0.1])  # validation and test in turn
+    monkeypatch.setattr(bbb, "error", lambda *_: next(errors))
+    state = bbb.State(bbb.make_network(TINY, 12, bbb.PRIORS["gaussian"]), {}, [])
+    kept = []
+    for _ in range(3):
+        bbb.run_epoch(state, split, TINY, lambda: None)
+        kept.append({k: v.clone() for k, v in state.network.state_dict().items()})
+    assert state.best_epoch == 2
+    for k, v in state.best_network().state_dict().items():
+        assert torch.equal(v, kept[1][k])
+
+
+def test_more_epochs_continue_to_the_same_numbers(finished, tmp_path):
+    _, _, states, _ = finished
+    bbb.run(tmp_path, ["mixture"], replace(TINY, epochs=1), progress=False)
+    _, again = bbb.run(tmp_path, ["mixture"], TINY, progress=False)
+    assert without_times(again["mixture"].log) == without_times(states["mixture"].log)
+    for k, v in states["mixture"].best.items():
+        assert torch.equal(v, again["mixture"].best[k])
+
+
+def test_killed_and_run_again(tmp_path):
+    root = Path(bbb.__file__).parent.parent.parent
+    place = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    options = "--prior mixture --hidden 16 --epochs 30 --json".split()
+
+    def start(folder):
+        command = [sys.executable, "-m", "bnuq_ext", "bbb", *options, "--output", str(folder)]
+        return subprocess.Popen(command, env=place, stdout=subprocess.PIPE)
+
+    killed, whole = start(tmp_path / "killed"), start(tmp_path / "whole")
+    log = tmp_path / "killed" / "mixture" / "log.json"
+    while not log.exists():
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.communicate()[0] == b"" and killed.returncode == -signal.SIGKILL
+    assert 0 < len(json.loads(log.read_text())) < 30
+    again = start(tmp_path / "killed")
+    found = [json.loads(process.communicate()[0])["runs"]["mixture"] for process in (again, whole)]
+    assert len(found[0]["log"]) == 30 and found[0]["pruned"] == found[1]["pruned"]
+    assert without_times(found[0]["log"]) == without_times(found[1]["log"])
+
+
+def test_other_settings_or_data_are_refused(finished, tmp_path):
+    folder, *_ = finished
+    with pytest.raises(ValueError, match="got another scheme$"):
+        bbb.run(folder, ["gaussian"], replace(TINY, scheme="uniform"), progress=False)
+    with pytest.raises(ValueError, match="got another data, scaling$"):
+        bbb.run(folder, ["gaussian"], replace(TINY, scaling="126"), progress=False)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden": 0}, "bbb: hidden must be positive, got 0"),
+        ({"epochs": -1}, "bbb: epochs must be positive, got -1"),
+        ({"scheme": "linear"}, "bbb: scheme must be one of uniform, geometric, got 'linear'"),
+        ({"scaling": "1"}, "bbb: scaling must be one of 255, standard, 126, got '1'"),
+        ({"seed": -1}, "bbb: seed must lie in [0, 2^20), got -1"),
+    ],
+)
+def test_rejects_settings(change, message):
+    with pytest.raises(ValueError) as caught:
+        bbb.Settings(**change)
+    assert str(caught.value) == message
+
+
+def test_rejects(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        bbb.run(tmp_path, ["laplace"], TINY)
+    assert str(caught.value) == (
+        "bbb: prior must be one of gaussian, mixture, mixture-quarter, mixture-narrow, got 'laplace'"
+    )
+    with pytest.raises(ValueError, match="^bbb: loss must stay finite, got nan in epoch 1$"):
+        bbb.run(tmp_path, ["gaussian"], replace(TINY, learning_rate=1e30), progress=False)
+    path = tmp_path / "checkpoint.safetensors"
+    path.write_bytes(b"half of it")
+    with pytest.raises(ValueError) as caught:
+        bbb.load(path, bbb.make_network(TINY, 64, bbb.PRIORS["gaussian"]))
+    assert str(caught.value).startswith(
+        f"bbb: {path} must be a checkpoint (delete it to start again), got "
+    )
+
+
+def test_keys_are_all_different_and_in_range():
+    settings = [replace(TINY, seed=seed) for seed in (0, 1, 2**20 - 1)]
+    keys = [s.key(p, n) for s in settings for p in range(3) for n in (0, 1, 2**39)]
+    assert len(set(keys)) == 27 and 0 <= min(keys) and max(keys) < 2**63
+
+
+def test_scalings():
+    pixels = torch.tensor([0.0, 33.0, 126.0, 255.0])
+    expected = {
+        "255": pixels / 255,
+        "standard": (pixels / 255 - 0.1307) / 0.3081,
+        "126": pixels / 126,
+    }
+    for name, scale in bbb.SCALINGS.items():
+        torch.testing.assert_close(scale(pixels / 255), expected[name])
+
+
+def test_mnist_files_are_read(tmp_path):
+    generator = np.random.default_rng(0)
+    for part, rows in (("train", 10_120), ("t10k", 30)):
+        images = generator.integers(0, 256, (rows, 2, 3), dtype=np.uint8)
+        header = struct.pack(">I3I", 0x0803, rows, 2, 3)
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        labels = struct.pack(">II", 0x0801, rows) + bytes(rows)
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(labels)
+    settings = replace(TINY, epochs=1)
+    split, states = bbb.run(
+        tmp_path / "out", ["gaussian"], settings, data_root=tmp_path, progress=False
+    )
+    assert [len(part.x) for part in split] == [120, 10_000, 30]
+    assert states["gaussian"].network[0].in_features == 6
+
+
+def test_pruning_leaves_the_network_as_it_was(finished):
+    _, split, states, results = finished
+    for name, state in states.items():
+        run = results["runs"][name]
+        assert run["pruned"]["snr"]["0.0"] == run["pruned"]["magnitude"]["0.0"] == run["test_error"]
+        layers = (m for m in state.network if isinstance(m, BayesLinear))
+        assert all(layer.weight_mask is None for layer in layers)
+        assert bbb.error(state.network, split.test, TINY, state.best_epoch - 1) == run["test_error"]
+
+
+@pytest.mark.parametrize("by", ["snr", "magnitude"])
+def test_pruned_errors_are_those_of_weights_set_to_zero(finished, by):
+    _, split, states, results = finished
+    state = states["mixture"]
+    network = copy.deepcopy(state.best_network())
+    layers = [m for m in network if isinstance(m, BayesLinear)]
+    mu, rho = (
+        torch.cat([getattr(m, k).flatten() for m in layers]) for k in ("weight_mu", "weight_rho")
+    )
+    scores = mu.abs() / (reference_bayes.softplus(rho) if by == "snr" else 1)
+    threshold = scores.sort().values[round(0.75 * len(scores))]
+    with torch.no_grad():
+        for m in layers:
+            sigma = reference_bayes.softplus(m.weight_rho) if by == "snr" else 1
+            least = m.weight_mu.abs() / sigma < threshold
+            m.weight_mu[least], m.weight_rho[least] = 0, -1e4
+    expected = bbb.error(network, split.test, TINY, state.best_epoch - 1)
+    assert results["runs"]["mixture"]["pruned"][by]["0.75"] == expected
+
+
+def test_report(finished):
+    folder, _, states, results = finished
+    assert json.loads((folder / "results.json").read_text()) == json.loads(json.dumps(results))
+    names = ["test_error.png", "weights.png", "snr-gaussian.png", "snr-mixture.png"]
+    assert results["figures"] == names
+    for name in names:
+        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = bbb_report.text(results)
+    assert "64-8-8-10 on 1200 images (297 to validate, 300 to test)" in text
+    assert "report (MNIST)" not in text
+    run = results["runs"]["mixture"]
+    row = next(line for line in text.splitlines() if line.startswith("mixture "))
+    assert row.split()[:4] == [
+        "mixture",
+        "2",
+        str(run["best_epoch"]),
+        f"{run['validation_error']:.2%}",
+    ]
+    row = [line for line in text.splitlines() if line.startswith("    75%")][1]
+    ours = [f"{100 * run['pruned'][by]['0.75']:.2f}" for by in ("magnitude", "snr")]
+    assert row.split() == ["75%", *ours, "30.67", "41.05"]
+
+
+def test_the_report_s_numbers_stand_beside_the_same_work_only():
+    [line] = bbb_report.reported_lines(400, 50_000)
+    assert line.split()[:5] == ["report", "(MNIST)", "600", "1.69%", "23"]
+    assert "47 on a P100" in bbb_report.reported_lines(1200, 50_000)[0]
+    assert bbb_report.reported_lines(400, 1200) == bbb_report.reported_lines(50, 50_000) == []
