@@ -59,14 +59,15 @@ Mixture<acc_t> mixture_of(double pi, double std1, double std2) {
       acc_t(1 / (std1 * std1)), acc_t(1 / (std2 * std2))};
 }
 
+// q by value: behind a reference, the loops around it do not vectorise.
 template <typename acc_t>
 BNUQ_HD KlTerm<acc_t> mixture_kl_term(
-    acc_t mu, const Posterior<acc_t>& q, acc_t eps, const Mixture<acc_t>& p) {
+    acc_t mu, Posterior<acc_t> q, acc_t eps, const Mixture<acc_t>& p) {
   const acc_t w = mu + q.sigma * eps, square = w * w;
   const acc_t a = p.log_scale1 - acc_t(0.5) * square * p.precision1;
   const acc_t b = p.log_scale2 - acc_t(0.5) * square * p.precision2;
   const acc_t e = exp_nonpositive(-std::fabs(a - b));  // the smaller density over the larger
-  const acc_t log_p = (a > b ? a : b) + log1p_nonnegative(e);
+  const acc_t log_p = (a > b ? a : b) + log1p_unit(e);
   const acc_t share = (a > b ? acc_t(1) : e) / (acc_t(1) + e);  // of the first component
   const acc_t by_w = w * (share * p.precision1 + (acc_t(1) - share) * p.precision2);
   return {-acc_t(0.5) * eps * eps - q.log_sigma - log_p, by_w, by_w * eps * q.slope - q.log_slope};

@@ -11,7 +11,7 @@ namespace bnuq {
 // log(1 + exp(v)), safe for every v: a large v does not overflow, a very negative one gives exp(v).
 template <typename acc_t>
 BNUQ_HD acc_t softplus(acc_t v) {
-  return (v > acc_t(0) ? v : acc_t(0)) + log1p_nonnegative(exp_nonpositive(-std::fabs(v)));
+  return (v > acc_t(0) ? v : acc_t(0)) + log1p_unit(exp_nonpositive(-std::fabs(v)));
 }
 
 template <typename acc_t>

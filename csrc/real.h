@@ -10,7 +10,7 @@ BNUQ_HD double exp_nonpositive(double x) {
 BNUQ_HD double log_positive(double x) {
   return std::log(x);
 }
-BNUQ_HD double log1p_nonnegative(double x) {
+BNUQ_HD double log1p_unit(double x) {
   return std::log1p(x);
 }
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ float exp_nonpositive(float x) {
 __device__ __forceinline__ float log_positive(float x) {
   return logf(x);
 }
-__device__ __forceinline__ float log1p_nonnegative(float x) {
+__device__ __forceinline__ float log1p_unit(float x) {
   return log1pf(x);
 }
 #else
@@ -46,10 +46,10 @@ BNUQ_HD float log_positive(float x) {
   return lg2_unit(x) * 0.693147181f;
 }
 
-// log(1 + x) for x >= 0, with what the sum 1 + x lost put back.
-BNUQ_HD float log1p_nonnegative(float x) {
-  const float u = 1.0f + x;
-  return log_positive(u) + (x - (u - 1.0f)) / u;
+// log(1 + x) for 0 <= x <= 1, relative error below 2e-7: 2 atanh(x / (2 + x)).
+BNUQ_HD float log1p_unit(float x) {
+  const float s = x / (2.0f + x), q = s * s;
+  return s * (2.0f + q * (0.66666317f + q * (0.40024853f + q * (0.27961418f + q * 0.28174657f))));
 }
 #endif
 
