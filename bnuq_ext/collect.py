@@ -91,18 +91,22 @@ def gather(
     input_fn: Callable | None = None,
     progress: bool = False,
     on_nonfinite: str = "raise",
+    most: int | None = None,
 ) -> tuple[Bank, list[str]]:
     """The bank of a source's batches, not attached, and what its user should be warned of.
 
-    See `collect` for the arguments; snapshot b is the b-th batch that could be used.
+    See `collect` for the arguments; snapshot b is the b-th batch that could be used. With `most`, so many
+    batches are gone through at most until `num_batches` could be used.
     """
     record = _Record(op, stochastic_layers(op, model), input_fn, device, on_nonfinite)
     with preserved_rng(*source.generators), evaluating(model), without_gradients():
         # Closed with the body, so that a loader's workers end with it.
-        with closing(source.batches(num_batches)) as batches:
+        with closing(source.batches(most or num_batches)) as batches:
             shown = tqdm(batches, op, num_batches, disable=None if progress else True)
             for number_of_pass, batch in shown:
                 record.add(model, batch, number_of_pass)
+                if most is not None and len(record.rows) == num_batches:
+                    break
         bank = record.bank(source)
     return bank, list(record.remarks(source, bank))
 

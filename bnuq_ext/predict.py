@@ -162,7 +162,9 @@ def _check_x(x, device: torch.device, single: bool) -> None:
 
 def _batch_sampler(model: nn.Module, loader, num_batches: int, device: torch.device) -> Sampler:
     source = find_source("predict", loader, None)
-    bank, remarks = gather("predict", model, source, num_batches, device=device)
+    # A loader's last batch may be too small to be used, once a pass.
+    most = 2 * num_batches + 1
+    bank, remarks = gather("predict", model, source, num_batches, device=device, most=most)
     if len(bank) < num_batches:
         refuse("predict", "loader", f"have {num_batches} batches of use", len(bank))
     for remark in remarks:

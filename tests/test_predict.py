@@ -167,6 +167,26 @@ def test_batch_sampler_uses_the_loaders_batches_in_their_order(model):
         predict(model, sampler="batch", loader=batches, num_samples=11)
 
 
+def test_batch_sampler_goes_on_after_batches_too_small_to_use(model):
+    batches = list(DATA[:64].split(16))
+    expected = predict(model, sampler="batch", loader=batches, num_samples=4, keep_samples=True)
+    text = "predict: 1 of 5 batches were left out: they have fewer than two"
+    with pytest.warns(UserWarning, match=text):
+        loader = [batches[0], DATA[:0], *batches[1:], None]
+        pred = predict(model, sampler="batch", loader=loader, num_samples=4, keep_samples=True)
+    equal(pred, expected)
+
+
+def test_batch_sampler_of_a_loader_whose_last_batch_is_one_row():
+    norm = bnuq.convert(nn.BatchNorm1d(4))
+    data = torch.utils.data.TensorDataset(torch.randn(161, 4))
+    loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
+    options = {"likelihood": "gaussian", "num_samples": 25, "sampler": "batch"}
+    with pytest.warns(UserWarning, match="predict: 2 of 27 batches were left out"):
+        pred = bnuq.predict(norm, torch.randn(3, 4), loader=loader, keep_samples=True, **options)
+    assert len(pred.samples.unique(dim=0)) == 25
+
+
 def test_no_rows_and_one_row(model):
     assert predict(model, X[:0]).mean.shape == (0, 5)
     one = predict(model, X[:1], keep_samples=True)
