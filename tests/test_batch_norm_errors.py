@@ -156,6 +156,7 @@ FITTED_ONLY = [
         TypeError,
         "params must be a floating-point tensor, got torch.int64",
     ),
+    ({"stream": 1.5}, TypeError, "stream must be an integer, got 1.5"),
     ({"stream": -1}, ValueError, "stream must lie in [0, 2^32), got -1"),
     ({"stream": 2**32}, ValueError, "stream must lie in [0, 2^32), got 4294967296"),
     ({"family": "gamma"}, ValueError, "family must be one of normal, lognormal, got 'gamma'"),

@@ -229,6 +229,11 @@ SEED = torch.tensor([1, 0])
             "philox_normal: stream must lie in [0, 2^32), got 4294967296",
         ),
         (
+            lambda: ops.philox_normal(SEED, 1.5, (2, 3)),
+            TypeError,
+            "philox_normal: stream must be an integer, got 1.5",
+        ),
+        (
             lambda: ops.philox_normal(SEED, 0, (2, 3), tag="noise"),
             ValueError,
             f"philox_normal: tag must be one of {', '.join(TAGS)}, got noise",

@@ -54,6 +54,8 @@ def check_integer(op: str, name: str, value, least: int) -> int:
 
 
 def check_stream(op: str, stream: int) -> None:
+    if not hasattr(stream, "__index__"):
+        refuse(op, "stream", "be an integer", repr(stream), TypeError)
     if not 0 <= stream < 2**32:
         refuse(op, "stream", "lie in [0, 2^32)", stream)
 
