@@ -1,0 +1,247 @@
+"""bayes_linear, a training step and the two estimators, against plain PyTorch and other packages."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bnuq_ext import BayesLinear, elbo_loss, kl_divergence, ops
+
+from . import bayes_yardsticks as yardsticks
+from .bayes_yardsticks import Posterior
+from .timing import DEVICES, FULL, compare, record
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+# features in, features out, rows, T, one x shared by the replicas
+CASES = [(784, 400, 128, 10, True), (1024, 1024, 128, 10, not FULL)]
+if FULL:
+    CASES += [(784, 400, 128, 10, False), (1024, 1024, 128, 10, True)]
+GRID = [
+    (size, size, rows, T, True)
+    for size in (400, 1024, 4096)
+    for rows in (1, 8, 32, 128, 512)
+    for T in (1, 4, 20, 100)
+]
+ONE_ROW = [(784, 400, 1, 100 if FULL else 20, False), (1024, 1024, 1, 100 if FULL else 20, False)]
+ON = [("cpu", case) for case in CASES]
+if "cuda" in DEVICES:
+    ON += [("cuda", case) for case in (GRID if FULL else GRID[::7])]
+
+
+def name_of(case) -> str:
+    I, O, N, T, shared = case  # noqa: E741
+    return f"{I}->{O} {N} rows T={T} {'shared' if shared else 'per replica'}"
+
+
+def make(case, device, rho=-5.0):
+    I, O, N, T, shared = case  # noqa: E741
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(device)  # noqa: E731
+    q = Posterior(draw(O, I) / I**0.5, torch.full((O, I), rho), draw(O), torch.full((O,), rho))
+    q = Posterior(*(p.to(device).requires_grad_() for p in q))
+    return (draw(N, I) if shared else draw(T, N, I).requires_grad_()), q
+
+
+def ours_of(x, q: Posterior, T: int):
+    seed = ops.new_seed(0, 0, x.device)
+    return lambda: ops.bayes_linear(x, *q, seed=seed, stream=0, num_samples=T)
+
+
+def check_ours(case, device) -> None:
+    """To 1e-3 of the largest: on CUDA the noise has 11 bits."""
+    _, O, _, T, _ = case  # noqa: E741
+    x, q = make(case, device)
+    seed, few = ops.new_seed(0, 0, device), min(T, 3)
+    y = ours_of(x, q, T)()[:few].detach()
+    eps = ops.philox_normal(seed, 0, (few, *q.mu.shape))
+    eps_bias = ops.philox_normal(seed, 0, (few, O), tag="bias")
+    weight = (q.mu + F.softplus(q.rho) * eps).detach()
+    bias = (q.bias_mu + F.softplus(q.bias_rho) * eps_bias).detach()
+    xs = x.detach().expand(few, *x.shape) if x.dim() == 2 else x.detach()[:few]
+    expected = torch.baddbmm(bias[:, None], xs, weight.transpose(1, 2))
+    assert (y - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+def checked(case, device, wanted) -> tuple[dict, dict]:
+    """What runs of the yardsticks; those on our posterior give x @ mu^T + bias where sigma is 0."""
+    T, runs, skipped = case[3], {}, {}
+    x, q = make(case, device)
+    x0, q0 = make(case, device, rho=-100.0)
+    plain = torch.stack(yardsticks.linear(x0, q0, T)())
+    for name, build in wanted.items():
+        try:
+            if name not in yardsticks.PACKAGES:
+                y = build(x0, q0, T)()
+                y = torch.stack(y) if isinstance(y, list) else y
+                assert (y - plain).abs().max() < 1e-2 * plain.abs().max(), name
+            runs[name] = build(x, q, T)
+        except yardsticks.Unavailable as reason:
+            skipped[name] = str(reason)
+    return {"ours": ours_of(x, q, T), **runs}, skipped
+
+
+def with_backward(runs, case, device) -> dict:
+    """Forward and backward with respect to each case's own parameters, and to x if it asks for it."""
+    x, q = make(case, device)
+    T, N, O = case[3], case[2], case[1]  # noqa: E741
+    grad_y = torch.randn(T, N, O, device=device)
+
+    def step(build, name):
+        run = ours_of(x, q, T) if name == "ours" else build(x, q, T)
+        wanted = [*getattr(run, "parameters", q), *([x] if x.requires_grad else [])]
+        grad = grad_y.unbind() if isinstance(run(), list) else grad_y
+        return lambda: torch.autograd.grad(run(), wanted, grad, allow_unused=True)
+
+    return {name: step(runs[name], name) for name in runs}
+
+
+def wanted_on(device: str) -> dict:
+    wanted = {**yardsticks.PLAIN, **yardsticks.PACKAGES}
+    if FULL:
+        wanted |= yardsticks.COMPILED
+    return wanted | ({"Triton": yardsticks.triton} if device == "cuda" else {})
+
+
+def best_of(names) -> dict[str, float]:
+    """On a GPU never slower than an alternative that draws noise."""
+    return {name: 1.0 for name in names if name in ("stacked", "Triton")}
+
+
+@pytest.mark.parametrize("device,case", ON, ids=str)
+def test_bayes_linear(benchmark, device, case):
+    check_ours(case, device)
+    wanted = wanted_on(device)
+    with torch.no_grad():
+        runs, skipped = checked(case, device, wanted)
+        if device == "cuda":
+            shape = (case[3], case[1], case[0])
+            seed = ops.new_seed(0, 0, device)
+            runs["philox_normal, with its stores"] = partial(ops.philox_normal, seed, 0, shape)
+        times = compare(runs, rounds=25, seconds=6 if FULL else 2, device=device)
+    target = {"nn.Linear x T": round(1 / 1.5, 2)} if device == "cpu" else best_of(runs)
+    label = f"bayes_linear {name_of(case)} {device} forward"
+    record(benchmark, label, times, skipped=skipped, target=target)
+    benchmark.pedantic(runs["ours"], rounds=3)
+
+
+@pytest.mark.parametrize("device,case", ON, ids=str)
+def test_bayes_linear_backward(benchmark, device, case):
+    wanted = {"ours": None, **wanted_on(device)}
+    wanted.pop("Triton", None)
+    with torch.no_grad():
+        _, skipped = checked(case, device, {n: b for n, b in wanted.items() if n != "ours"})
+    runs = with_backward({n: b for n, b in wanted.items() if n not in skipped}, case, device)
+    if device == "cuda":
+        x, q = make(case, device)
+        runs["forward alone"] = ours_of(x, q, case[3])
+    times = compare(runs, rounds=25, seconds=6 if FULL else 3, device=device)
+    target = (
+        {"nn.Linear x T": round(1 / 1.6, 2)}
+        if device == "cpu"
+        else {"forward alone": round(1 / 3.3, 2)}
+    )
+    label = f"bayes_linear {name_of(case)} {device} forward+backward"
+    record(benchmark, label, times, skipped=skipped, target=target)
+    benchmark.pedantic(runs["ours"], rounds=3)
+
+
+@pytest.mark.parametrize("case", ONE_ROW, ids=name_of)
+@torch.no_grad()
+def test_one_row(benchmark, case):
+    check_ours(case, "cpu")
+    runs, skipped = checked(case, "cpu", {"stacked": yardsticks.stacked})
+    times = compare(runs, rounds=15, seconds=8 if FULL else 2)
+    target = {"stacked": 8.0 if case[0] == 1024 else 4.0}
+    record(benchmark, f"bayes_linear {name_of(case)}", times, skipped=skipped, target=target)
+    benchmark.pedantic(runs["ours"], rounds=3)
+
+
+# ---- a training step ----------------------------------------------------------------------------
+
+SIZES = (784, 400, 400, 10)
+
+
+def mlp(layer) -> nn.Sequential:
+    pairs = list(zip(SIZES, SIZES[1:], strict=False))
+    modules = [m for pair in pairs for m in (layer(*pair), nn.ReLU())]
+    return nn.Sequential(*modules[:-1])
+
+
+def floor(rows: int) -> str:
+    """What a step has to do besides the work of the ordinary network."""
+    weights = sum(a * b for a, b in zip(SIZES, SIZES[1:], strict=False))
+    flops = 2 * rows * (3 * weights - SIZES[0] * SIZES[1])
+    # Twice the noise; rho, its gradient and its update beside those of mu; both for the divergence.
+    return f"{flops / 1e9:.2f} GFLOP, {2 * weights / 1e6:.2f} M normals, {9 * 4 * weights / 1e6:.0f} MB"
+
+
+def training_step(model, loss):
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-5)
+
+    def step():
+        optimiser.zero_grad()
+        loss(model).backward()
+        optimiser.step()
+
+    return step
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_step(benchmark, device):
+    """784-400-400-10, 128 rows, one sample, Gaussian prior and SGD included."""
+    torch.manual_seed(0)
+    x = torch.randn(128, SIZES[0], device=device)
+    y = torch.randint(0, SIZES[-1], (128,), device=device)
+    model, plain = mlp(BayesLinear).to(device), mlp(nn.Linear).to(device)
+    parts = elbo_loss(model, x, y, batch_weight=0.01, seed=0)
+    expected = parts.nll + 0.01 * kl_divergence(model) / 128
+    torch.testing.assert_close(parts.loss, expected, rtol=1e-4, atol=1e-4)
+    cases = {
+        "ours": training_step(model, lambda m: elbo_loss(m, x, y, batch_weight=0.01).loss),
+        "ordinary network": training_step(plain, lambda m: F.cross_entropy(m(x), y)),
+    }
+    times = compare(cases, rounds=51, sample_ms=20, seconds=10 if FULL else 3, device=device)
+    label = f"step of {'-'.join(map(str, SIZES))}, floor {floor(128)}"
+    record(benchmark, label, times, target={"ordinary network": 0.5})
+    benchmark.pedantic(cases["ours"], rounds=3)
+
+
+# ---- exact or local -----------------------------------------------------------------------------
+
+
+def gradient_variance(model, x, y, draws: int) -> tuple[float, float]:
+    """(summed variance of the gradient over fresh samples, seconds of one gradient)."""
+    total, squares, seconds = 0.0, 0.0, []
+    for _ in range(draws):
+        start = time.perf_counter()
+        loss = F.cross_entropy(model(x), y)
+        grad = torch.cat([g.flatten() for g in torch.autograd.grad(loss, model.parameters())])
+        seconds.append(time.perf_counter() - start)
+        total, squares = total + grad.double(), squares + grad.double().square()
+    variance = (squares - total.square() / draws) / (draws - 1)
+    return float(variance.sum()), sorted(seconds)[draws // 2]
+
+
+@pytest.mark.skipif(not FULL, reason="not in the short form")
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_estimators(benchmark, rows):
+    """Gradient variance times time of "exact" and "local": what a budget buys."""
+    products = {}
+    for estimator in ("exact", "local"):
+        torch.manual_seed(0)
+        layers = [BayesLinear(64, 100, estimator=estimator, rho_init=-3.0), nn.ReLU()]
+        model = nn.Sequential(*layers, BayesLinear(100, 10, estimator=estimator, rho_init=-3.0))
+        x, y = torch.randn(rows, 64), torch.randint(0, 10, (rows,))
+        products[estimator] = gradient_variance(model, x, y, 400)
+    (exact, exact_s), (other, other_s) = products["exact"], products["local"]
+    text = f"variance {exact / other:.2f}x, time {exact_s / other_s:.2f}x, "
+    text += f"product {exact * exact_s / other / other_s:.2f}x"
+    print(f"exact over local, 64-100-10, {rows} rows: {text}")
+    benchmark.extra_info.update(
+        case=f"exact over local, {rows} rows: {text}", ours_ms=1e3 * exact_s
+    )
+    benchmark.pedantic(lambda: None, rounds=1)
