@@ -56,6 +56,10 @@ def test_compiled_whole_it_does_not_ignore_a_pass():
             assert_same(actual, expected)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="older dynamo does not notice that a module's class has changed; predict finds no call and refuses",
+)
 def test_compiled_first_then_converted_in_place_takes_part_in_a_pass():
     model, x = network("residual")
     model.eval().compile(backend="aot_eager")
