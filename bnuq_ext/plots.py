@@ -216,8 +216,8 @@ def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]"
             ax.plot(epoch, values[epoch - 1], marker="o", color=color)
     for label, level in (levels or {}).items():
         ax.axhline(level, color=GREY, linestyle="--", linewidth=1)
-        place = (0.99, level), ("axes fraction", "data")
-        ax.annotate(label, *place, color=GREY, ha="right", va="bottom", fontsize="small")
+        words = {"xycoords": ("axes fraction", "data"), "fontsize": "small", "color": GREY}
+        ax.annotate(label, (0.99, level), ha="right", va="bottom", **words)
     ax.set(xlabel="epoch", ylabel=ylabel, xlim=(1, None), ylim=(0, None))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False)
@@ -229,7 +229,7 @@ def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None):
 
     Args:
         weights: dict of label -> (W,) weights.
-        limit: the bins span [-limit, limit]; the fraction outside is written into the plot.
+        limit: the bins span [-limit, limit]; the fraction outside is written into the plot, from 0.05 % on.
         num_bins: their number.
         initial: (W,) weights before training, drawn as a grey line in each.
 
@@ -247,7 +247,7 @@ def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None):
             before = np.histogram(initial, edges)[0] / len(initial)
             ax.stairs(100 * before, edges, color=GREY, label="before training")
         outside = np.mean(np.abs(values) > limit)
-        if outside:
+        if outside >= 5e-4:
             words = {"xycoords": "axes fraction", "va": "top", "fontsize": "small", "color": GREY}
             ax.annotate(f"{outside:.1%} outside", (0.015, 0.93), **words)
         top = 1.4 * ax.dataLim.y1  # room for the legend

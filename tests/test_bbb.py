@@ -1,6 +1,7 @@
 """Bayes by Backprop as in the report, on tiny runs: a step by hand, resumption after kill -9, tables, figures."""
 
 import copy
+import io
 import json
 import math
 import os
@@ -171,7 +172,7 @@ def test_more_epochs_continue_to_the_same_numbers(finished, tmp_path):
 def test_killed_and_run_again(tmp_path):
     root = Path(bbb.__file__).parent.parent.parent
     place = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    options = "--prior mixture --hidden 16 --epochs 30 --json".split()
+    options = "--prior mixture --hidden 16 --epochs 60 --json".split()
 
     def start(folder):
         command = [sys.executable, "-m", "bnuq_ext", "bbb", *options, "--output", str(folder)]
@@ -184,10 +185,10 @@ def test_killed_and_run_again(tmp_path):
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     assert killed.communicate()[0] == b"" and killed.returncode == -signal.SIGKILL
-    assert 0 < len(json.loads(log.read_text())) < 30
+    assert 0 < len(json.loads(log.read_text())) < 60
     again = start(tmp_path / "killed")
     found = [json.loads(process.communicate()[0])["runs"]["mixture"] for process in (again, whole)]
-    assert len(found[0]["log"]) == 30 and found[0]["pruned"] == found[1]["pruned"]
+    assert len(found[0]["log"]) == 60 and found[0]["pruned"] == found[1]["pruned"]
     assert without_times(found[0]["log"]) == without_times(found[1]["log"])
 
 
@@ -323,3 +324,14 @@ def test_the_report_s_numbers_stand_beside_the_same_work_only():
     assert line.split()[:5] == ["report", "(MNIST)", "600", "1.69%", "23"]
     assert "47 on a P100" in bbb_report.reported_lines(1200, 50_000)[0]
     assert bbb_report.reported_lines(400, 1200) == bbb_report.reported_lines(50, 50_000) == []
+
+
+def test_the_report_s_error_is_a_line_in_the_figure_of_the_same_work(finished):
+    _, split, states, _ = finished
+    plain = bbb_report.error_figure(states, split, TINY)
+    assert [line.get_linestyle() for line in plain.axes[0].lines].count("--") == 0
+    part = data.Part(split.train.x[:1].expand(50_000, -1), split.train.y[:1].expand(50_000))
+    same = split._replace(train=part)
+    beside = bbb_report.error_figure(states, same, replace(TINY, hidden=400))
+    assert beside.axes[0].lines[-1].get_ydata()[0] == 1.69
+    beside.savefig(io.BytesIO())

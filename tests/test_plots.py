@@ -1,5 +1,6 @@
 """The figures hold the numbers that they were given, with labels, units and legends."""
 
+import io
 import os
 import subprocess
 import sys
@@ -88,6 +89,10 @@ def test_error_over_epochs():
     assert best.get_color() == a.get_color() != b.get_color()
     assert texts(ax.get_legend()) == ["a", "b"] and ax.texts[0].get_text() == "theirs"
     assert ax.get_ylabel() == "test error [%]" and ax.get_ylim()[0] == 0
+    ax.figure.savefig(io.BytesIO())
+    word = ax.texts[0].get_window_extent()
+    assert word.y0 == pytest.approx(ax.transData.transform((3, 1.7))[1], abs=2)
+    assert ax.bbox.x0 < word.x0 < word.x1 < ax.bbox.x1
 
 
 def test_weight_histograms():

@@ -137,11 +137,13 @@ def figures(folder, split: data.Split, states: dict[str, State], settings: Setti
 def error_figure(states: dict[str, State], split: data.Split, settings: Settings):
     reported = len(split.train.x) == REPORTED_IMAGES and settings.hidden in REPORTED_SECONDS
     label = f"report, Gaussian prior, 600 epochs: {REPORTED_ERROR} %"
-    return plots.error_over_epochs(
+    ax = plots.error_over_epochs(
         {name: [100 * e["test_error"] for e in state.log] for name, state in states.items()},
         best={name: state.best_epoch for name, state in states.items()},
         levels={label: REPORTED_ERROR} if reported else None,
-    ).figure
+    )
+    ax.set_xlabel("epoch (dots: least validation error)")
+    return ax.figure
 
 
 def means(network) -> torch.Tensor:
