@@ -78,20 +78,25 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients by xs (T or 1, N, I), mu and sigma; None for what is not needed."""
     empty = mu.new_empty(0)
-    grad_x = torch.zeros_like(xs) if need_x else None
+    grad_x = torch.empty_like(xs) if need_x else None
     weight = torch.empty_like(mu)[None] if need_x else empty
     if need_weight:
-        grad_mu, grad_sigma, grad_weight = (torch.zeros_like(mu) for _ in range(3))
+        grad_mu, grad_sigma = torch.empty_like(mu), torch.zeros_like(mu)
+        grad_weight = torch.empty_like(mu) if len(grad_y) > 1 else empty
     for t in range(len(grad_y)):
         k = t % len(xs)
         if need_weight:
-            torch.mm(grad_y[t].t(), xs[k], out=grad_weight)
+            # The first replica's product lies where the sum over replicas is wanted.
+            product, total = (grad_weight, grad_mu) if t else (grad_mu, empty)
+            torch.mm(grad_y[t].t(), xs[k], out=product)
             _ops.weight_backward_(
-                weight, grad_mu, grad_sigma, grad_weight, mu, sigma, noise.seed, noise.stream, t
+                weight, total, grad_sigma, product, mu, sigma, noise.seed, noise.stream, t
             )
         elif need_x:
             _ops.sample_weights_(weight, mu, sigma, noise.seed, noise.stream, t)
-        if need_x:
+        if need_x and t < len(xs):
+            torch.mm(grad_y[t], weight[0], out=grad_x[k])
+        elif need_x:
             grad_x[k].addmm_(grad_y[t], weight[0])
     return (grad_x, grad_mu, grad_sigma) if need_weight else (grad_x, None, None)
 

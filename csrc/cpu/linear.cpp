@@ -39,6 +39,12 @@ BNUQ_CLONES void add_scaled(acc_t* __restrict__ y, acc_t a, const acc_t* x, int6
 }
 
 template <typename acc_t>
+BNUQ_CLONES void add_product(acc_t* __restrict__ y, const acc_t* x, const float* z, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) y[i] += x[i] * acc_t(z[i]);
+}
+
+template <typename acc_t>
 BNUQ_CLONES void add_noisy(
     acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_sigma, const acc_t* grad, const float* z,
     int64_t n) {
@@ -129,16 +135,17 @@ void sample_weights_cpu(
   });
 }
 
-// Adds one replica's gradient by its weights to those by mu and sigma, and makes its weights again
-// where the gradient by x needs them (else weight and sigma are empty): the noise is drawn once for
-// both.
+// Adds one replica's gradient by its weights to those by mu (unless grad_mu is empty) and sigma,
+// and makes its weights again where the gradient by x needs them (unless weight, and then sigma, is
+// empty): the noise is drawn once for both.
 void weight_backward_cpu(
     Tensor weight, Tensor grad_mu, Tensor grad_sigma, Tensor grad_weight, Tensor mu, Tensor sigma,
     Tensor seed, int64_t stream, int64_t first) {
   const int64_t O = mu.size(0), I = mu.size(1);
-  const bool need_weight = weight.numel() > 0;
+  const bool need_weight = weight.numel() > 0, need_mu = grad_mu.numel() > 0;
   if (need_weight) check_like(weight, mu, O * I), check_like(sigma, mu, O * I);
-  for (const Tensor& t : {grad_mu, grad_sigma, grad_weight, mu}) check_like(t, mu, O * I);
+  if (need_mu) check_like(grad_mu, mu, O * I);
+  for (const Tensor& t : {grad_sigma, grad_weight, mu}) check_like(t, mu, O * I);
   const Noise noise = noise_of(seed, stream, first);
   dispatch_acc(mu, [&](auto zero) {
     using acc_t = decltype(zero);
@@ -150,7 +157,10 @@ void weight_backward_cpu(
     acc_t* gs = static_cast<acc_t*>(grad_sigma.mutable_data_ptr());
     st::parallel_for(0, tiles_of(O), 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
       const auto row = [&](int64_t o, const float* z) {
-        add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
+        if (need_mu)
+          add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
+        else
+          add_product(gs + o * I, g + o * I, z, I);
         if (w) sample_row(w + o * I, m + o * I, s + o * I, z, I);
       };
       for (int64_t band = begin; band < end; ++band)

@@ -154,7 +154,7 @@ void weight_backward_cuda(
     Tensor seed, int64_t stream, int64_t first) {
   check_on_device_of(mu, {grad_mu, grad_sigma, grad_weight, sigma, seed});
   const int64_t O = mu.size(0), I = mu.size(1);
-  for (const Tensor& t : {grad_mu, grad_sigma, grad_weight, mu, sigma})
+  for (const Tensor& t : {grad_mu.numel() ? grad_mu : mu, grad_sigma, grad_weight, mu, sigma})
     STD_TORCH_CHECK(
         t.is_contiguous() && t.numel() == O * I,
         "weight_backward_: tensors must be contiguous and match in size");
@@ -164,10 +164,10 @@ void weight_backward_cuda(
     using acc_t = decltype(zero);
     run_weight_backward<acc_t>(
         weight.numel() ? weight.mutable_data_ptr<acc_t>() : nullptr,
-        grad_mu.mutable_data_ptr<acc_t>(), grad_sigma.mutable_data_ptr<acc_t>(),
-        grad_weight.const_data_ptr<acc_t>(), mu.const_data_ptr<acc_t>(),
-        sigma.const_data_ptr<acc_t>(), seed_of(seed), uint32_t(stream), first, O, I,
-        current_stream(mu));
+        grad_mu.numel() ? grad_mu.mutable_data_ptr<acc_t>() : nullptr,
+        grad_sigma.mutable_data_ptr<acc_t>(), grad_weight.const_data_ptr<acc_t>(),
+        mu.const_data_ptr<acc_t>(), sigma.const_data_ptr<acc_t>(), seed_of(seed), uint32_t(stream),
+        first, O, I, current_stream(mu));
   };
   mu.scalar_type() == ScalarType::Double ? run(double()) : run(float());
 }
