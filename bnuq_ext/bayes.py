@@ -32,7 +32,9 @@ class BayesLinear(Replicated, nn.Module):
 
     Each row by itself is distributed as before and the gradient of a sum over rows has lower variance, but the
     rows of a replica no longer share a network: what depends on several rows of one replica, a function drawn
-    from the posterior for example, is lost. For training with few samples; predict with "exact".
+    from the posterior for example, is lost. Measured on a network 64-100-10 with one sample (gradient variance times
+    time, "exact" over "local"): 1.6 at 1 row, 2.0 at 16, 1.8 at 128. So: for training with few samples; predict
+    with "exact".
 
     Shapes: (N, *, in_features) -> (N, *, out_features).
 
