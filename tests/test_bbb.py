@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -335,3 +336,16 @@ def test_the_report_s_error_is_a_line_in_the_figure_of_the_same_work(finished):
     beside = bbb_report.error_figure(states, same, replace(TINY, hidden=400))
     assert beside.axes[0].lines[-1].get_ydata()[0] == 1.69
     beside.savefig(io.BytesIO())
+
+
+def test_the_documented_numbers_are_the_recorded_ones():
+    docs = Path(bbb.__file__).parent.parent.parent / "docs"
+    page, recorded = (docs / "bbb.md").read_text(), json.loads((docs / "bbb.json").read_text())
+    for scheme, results in recorded.items():
+        assert bbb_report.text(results) in page and results["settings"]["scheme"] == scheme
+        assert f"Commit {results['commit']}" in page
+        settings = bbb.asdict(replace(bbb.Settings(), scheme=scheme))
+        del settings["epochs"]
+        assert results["settings"] == json.loads(json.dumps(settings))
+    for target in re.findall(r"\]\(([^)]+)\)", page):
+        assert (docs / target).exists()
