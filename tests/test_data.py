@@ -70,10 +70,10 @@ def idx(*shape, code=0x08):
 
 @pytest.fixture
 def mnist_files(tmp_path):
-    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(9, 4, 5)))
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(9, 4, 5), mtime=0))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(9))
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(3, 4, 5))
-    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(3)))
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(3), mtime=0))
     return tmp_path
 
 
@@ -105,7 +105,7 @@ def test_a_missing_file_is_named_with_its_source(mnist_files):
         ("a", idx(2, 3)[:7], "be an idx file of unsigned bytes, got 00000802"),
         ("a", idx(2, 3)[:-1], "have 6 bytes after its header, got 5"),
         ("a", idx(2, 3) + b"x", "have 6 bytes after its header, got 7"),
-        ("a.gz", gzip.compress(idx(2, 3))[:-9], "be a whole gzip file, got "),
+        ("a.gz", gzip.compress(idx(2, 3), mtime=0)[:-9], "be a whole gzip file, got "),
         ("a.gz", idx(2, 3), "be a whole gzip file, got "),
     ],
 )
