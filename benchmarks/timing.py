@@ -55,7 +55,7 @@ def compare(
         calls[name] = max(1, round(sample_ms / 1e3 / once))
         round_seconds += calls[name] * once
     samples = {name: [] for name in cases}
-    for _ in range(max(3, min(rounds, int(seconds / round_seconds)))):
+    for _ in range(int(max(3, min(rounds, seconds // round_seconds)))):
         for name, fn in cases.items():
             samples[name].append(1e3 * _seconds(fn, calls[name], sync))
     return Times(samples)

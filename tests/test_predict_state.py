@@ -160,7 +160,7 @@ def test_two_hundred_predictions_leave_nothing(model):
     before = tensors()
     for seed in range(200):
         predict(model, seed=seed)
-    assert tensors() == before
+    assert tensors() <= before
 
 
 class Memory:
