@@ -22,6 +22,9 @@ from .restore import evaluating
 from .samplers import Draw, WeightSampler, check_key
 
 SCHEMES = ("uniform", "geometric")
+# Layers that treat every row of an input with two dimensions or more by itself, by their definition.
+_BY_ROW = {BayesLinear, nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU,
+           nn.SiLU, nn.ELU, nn.Softplus}  # fmt: skip
 LIKELIHOODS = ("categorical", "gaussian")
 REDUCTIONS = ("mean", "sum")
 
@@ -178,6 +181,8 @@ def _plan(forward: Forward, modules: list[nn.Module], x, num_samples: int) -> Pl
     coupled = any(isinstance(module, _BatchNorm) and module.training for module in modules)
     if num_samples == 1 or coupled or num_rows(forward.op, x) == 0:
         return None
+    if _goes_by_row(forward.model, modules, x):
+        return Plan("folded", dict.fromkeys(forward.layers, len(x)), 0, (), {}, {num_samples})
     with torch.no_grad(), evaluating(forward.model):
         known = know(forward.model, modules)
         folding = Folding(forward._replace(known=known), modules, 0)
@@ -188,6 +193,20 @@ def _plan(forward: Forward, modules: list[nn.Module], x, num_samples: int) -> Pl
             except Exception as error:
                 plan = folding.give_up(plan, x, error)
     return None if plan.way == "loop" else plan
+
+
+def _goes_by_row(model: nn.Module, modules: list[nn.Module], x) -> bool:
+    """Whether the model is a plain chain of layers that treat rows one by one: no trial is needed.
+
+    A trial holds until a parameter changes, which in training is every step.
+    """
+    return (
+        isinstance(x, Tensor)
+        and x.dim() >= 2
+        and all(type(m) in _BY_ROW or type(m) is nn.Sequential for m in modules)
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+        and len(modules) == sum(1 for _ in model.named_modules(remove_duplicate=False))
+    )
 
 
 def _nll(outputs: Tensor, y: Tensor, likelihood: str, noise_std: float) -> Tensor:

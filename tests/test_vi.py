@@ -1,5 +1,6 @@
 """elbo_loss, kl_divergence and kl_weight."""
 
+import importlib
 import math
 import threading
 
@@ -126,6 +127,51 @@ def test_samples_together_equal_one_after_another(monkeypatch):
     apart = bnuq.elbo_loss(model, x, y, num_samples=4, batch_weight=0.1, seed=2)
     for a, b in zip(together, apart, strict=True):
         torch.testing.assert_close(a, b)
+
+
+class CenteredByGate(nn.Module):
+    """Couples the rows once training has moved its gate from zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        return x - self.gate * x.mean(0)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_samples_stay_apart_while_parameters_change(gated, monkeypatch):
+    """A plain chain folds without a trial; what may couple rows is tried again after each step."""
+    from bnuq_ext import vi
+
+    model, (x, y) = network(extra=(CenteredByGate(),) if gated else ()), data()
+    asked = []
+    monkeypatch.setattr(vi, "Folding", lambda *args: asked.append(1) or FOLDING(*args))
+    FOLDING = importlib.import_module("bnuq_ext.folding").Folding
+    for step in range(3):
+        together = bnuq.elbo_loss(model, x, y, num_samples=3, batch_weight=0.1, seed=step)
+        with monkeypatch.context() as patched:
+            patched.setattr(vi, "_plan", lambda *args: None)
+            apart = bnuq.elbo_loss(model, x, y, num_samples=3, batch_weight=0.1, seed=step)
+        torch.testing.assert_close(together.loss, apart.loss)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.3)
+    assert len(asked) == (3 if gated else 0)
+
+
+def test_chains_that_are_not_plain_are_tried():
+    from bnuq_ext import vi
+
+    x, _ = data()
+    model = network()
+    assert vi._goes_by_row(model, list(model.modules()), x)
+    assert not vi._goes_by_row(model, list(model.modules()), x[0])
+    twice = nn.Sequential(model[0], model[1], model[1])
+    assert not vi._goes_by_row(twice, list(twice.modules()), x)
+    model[1].register_forward_hook(lambda module, args, y: y - y.mean(0))
+    assert not vi._goes_by_row(model, list(model.modules()), x)
 
 
 def test_batch_norm_in_training_sees_each_sample_alone():
