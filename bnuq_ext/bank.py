@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from . import bank_file
-from .nn import accumulation_dtype, check_model, named_stochastic_layers
-from .ops.checks import check_floating, check_integer, check_tensor, refuse
+from .nn import check_model, named_stochastic_layers
+from .ops.checks import acc_dtype, check_floating, check_integer, check_tensor, refuse
 from .restore import without_gradients
 
 
@@ -96,7 +96,7 @@ class Bank:
         ):
             if tuple(value.shape) != shape:
                 refuse("Bank", f"{name}[{key!r}]", f"have shape {list(shape)}", list(value.shape))
-        if mean.dtype != var.dtype or mean.dtype != accumulation_dtype(mean.dtype):
+        if mean.dtype != var.dtype or mean.dtype != acc_dtype(mean.dtype):
             got = f"{mean.dtype} and {var.dtype}"
             refuse("Bank", f"mean[{key!r}] and var[{key!r}]", "be both float32 or float64", got)
         if count.dtype != torch.int64:
@@ -219,7 +219,7 @@ def _copied(group: str, entries) -> dict[str, Tensor]:
         check_floating("Bank", f"{group}[{key!r}]", tensor)
     with without_gradients():
         return {
-            key: t.to("cpu", accumulation_dtype(t.dtype), copy=True).contiguous()
+            key: t.to("cpu", acc_dtype(t.dtype), copy=True).contiguous()
             for key, t in entries.items()
         }
 

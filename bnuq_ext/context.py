@@ -10,17 +10,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .bayes import bayes_layers
 from .fingerprint import OURS
-from .folding import Folding, Forward, Plan
+from .folding import Forward, Plan, proven_plan
 from .inputs import num_rows, tensors
 from .known import know
 from .nn import Stochastic
-from .ops import new_seed
 from .ops.checks import check_integer, refuse
 from .predict import check_model, device_of, layers_by_bank
 from .probe import expand
 from .replicas import DoesNotFold, Pass, ReplicaPass, current_pass, running
-from .restore import evaluating
-from .samplers import check_key, check_sampler
+from .samplers import check_key, check_sampler, draw_key
 
 
 @contextmanager
@@ -65,7 +63,7 @@ def replicas(
     known, device = know(model, modules), device_of(modules)
     drawn = known.sampler(op, model, sampler, batch_size, device)
     layers = layers_by_bank(modules) | bayes_layers(model, modules)
-    key = seed if seed is not None else int(new_seed(None, device=device)[0])
+    key = draw_key(seed, device)
     forward = Forward(model, layers, drawn, key, _flat, known, op, _call)
     session = _Session(forward, first_replica, num_samples)
     handles = [
@@ -117,16 +115,8 @@ class _Session(Pass):
         return inputs if plan.way == "folded" else expand(inputs, self.num_samples)
 
     def _plan(self, inputs: dict) -> Plan:
-        with torch.no_grad(), evaluating(self.forward.model):
-            modules = list(self.forward.model.modules())
-            known = know(self.forward.model, modules)
-            folding = Folding(self.forward._replace(known=known), modules, self.first)
-            plan = folding.plan(inputs)
-            while plan.way != "loop" and self.num_samples not in plan.checked:
-                try:
-                    folding.run(plan, inputs, self.first, self.num_samples)
-                except Exception as error:
-                    plan = folding.give_up(plan, inputs, error)
+        modules = list(self.forward.model.modules())
+        plan = proven_plan(self.forward, modules, inputs, self.first, self.num_samples)
         if plan.way == "loop":
             refuse("replicas", "model", "give the same folded as one by one", plan.reason)
         return plan

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .chunks import is_out_of_memory
 from .fingerprint import State, fingerprint
 from .inputs import call
-from .known import Known
+from .known import Known, know
 from .ops.checks import refuse
 from .probe import (
     check_equal,
@@ -36,7 +36,7 @@ from .probe import (
     tolerance_of,
 )
 from .replicas import DoesNotFold, ReplicaPass, Undecided, running
-from .restore import preserved_rng
+from .restore import evaluating, preserved_rng
 from .samplers import Draw, Sampler
 
 WAYS = ("folded", "expanded", "loop")
@@ -237,6 +237,22 @@ class Folding:
             alone, _ = self.forward.run(inputs, self.forward.draw(last, 1))
         check_equal(output[-1], alone, self._tolerance(output, inputs))
         plan.checked.add(output.shape[0])
+
+
+def proven_plan(
+    forward: Forward, modules: list[nn.Module], inputs, first_replica: int, num_samples: int
+) -> Plan:
+    """The plan for T replicas of a model that the caller runs itself, tried in eval at the actual size."""
+    with torch.no_grad(), evaluating(forward.model):
+        known = know(forward.model, modules)
+        folding = Folding(forward._replace(known=known), modules, first_replica)
+        plan = folding.plan(inputs)
+        while plan.way != "loop" and num_samples not in plan.checked:
+            try:
+                folding.run(plan, inputs, first_replica, num_samples)
+            except Exception as error:
+                plan = folding.give_up(plan, inputs, error)
+    return plan
 
 
 def _signature(inputs, from_dim: int) -> tuple:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .ops import batch_norm_bank, batch_norm_fitted
-from .ops.checks import refuse
+from .ops.checks import acc_dtype, refuse
 from .replicas import Replicated, current_pass
 from .samplers import Draw, Fitted
 
@@ -74,7 +74,7 @@ class Stochastic(Replicated):
             that a channel has.
         """
         var, mean = torch.var_mean(
-            x.to(accumulation_dtype(x.dtype)),
+            x.to(acc_dtype(x.dtype)),
             dim=[d for d in range(x.dim()) if d != 1],
             correction=0,
         )
@@ -134,8 +134,3 @@ def original_class(layer: nn.Module) -> type[nn.Module]:
         for cls in type(layer).__mro__
         if issubclass(cls, nn.Module) and not issubclass(cls, Stochastic)
     )
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32: the type of statistics and parameters in every op."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -17,12 +17,11 @@ from .folding import Forward
 from .inputs import num_rows, tensors
 from .known import know
 from .nn import Stochastic, named_stochastic_layers
-from .ops import new_seed
 from .ops.checks import check_integer, refuse
 from .prediction import Prediction, check_likelihood, check_noise_shape
 from .replicas import Replicated
 from .restore import evaluating
-from .samplers import BankSampler, Sampler, check_key, check_sampler, make_sampler
+from .samplers import BankSampler, Sampler, check_key, check_sampler, draw_key, make_sampler
 from .stream import STRATEGIES, Replicas, Stream
 
 
@@ -99,7 +98,7 @@ def predict(
         layers = layers_by_bank(modules)
         drawn = known.sampler("predict", model, sampler, batch_size, device)
     layers |= bayes_layers(model, modules)
-    key = seed if seed is not None else int(new_seed(None, device=device)[0])
+    key = draw_key(seed, device)
     forward = Forward(model, layers, drawn, key, output_fn, known)
     replicas = Replicas(first_replica, num_samples, strategy, chunk, keep_samples, progress)
     with torch.no_grad(), evaluating(model):

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .nn import accumulation_dtype
 from .ops import predictive_accumulate_
-from .ops.checks import check_floating, refuse
+from .ops.checks import acc_dtype, check_floating, refuse
 
 LIKELIHOODS = ("categorical", "gaussian")
 
@@ -126,7 +125,7 @@ class CategoricalMoments:
             got = list(logits.shape[1:])
             refuse(self.op, "the output", "be logits (N, K, *) for a categorical likelihood", got)
         if self.mean is None:
-            shape, dtype = logits.shape[1:], accumulation_dtype(logits.dtype)
+            shape, dtype = logits.shape[1:], acc_dtype(logits.dtype)
             self.entropy_sum = logits.new_zeros(shape[:1] + shape[2:], dtype=dtype)
             self.mean, self.m2 = logits.new_zeros((2, *shape), dtype=dtype)
         logits = logits.contiguous()
@@ -158,7 +157,7 @@ class GaussianMoments:
         if means.dim() < 2:
             refuse(self.op, "the output", "have rows (N, ...)", list(means.shape[1:]))
         count, total = len(means), self.count + len(means)
-        var, mean = torch.var_mean(means.to(accumulation_dtype(means.dtype)), 0, correction=0)
+        var, mean = torch.var_mean(means.to(acc_dtype(means.dtype)), 0, correction=0)
         m2 = var * count
         if self.mean is not None:
             delta = mean - self.mean

@@ -202,6 +202,11 @@ def check_key(op: str, seed) -> None:
         refuse(op, "seed", "lie in [-2^63, 2^63)", seed)
 
 
+def draw_key(seed: int | None, device: torch.device) -> int:
+    """The seed, or one from torch's generator of the device."""
+    return seed if seed is not None else int(new_seed(None, device=device)[0])
+
+
 def make_sampler(
     op: str, name: str, bank: Bank, batch_size: int | None, device: torch.device
 ) -> Sampler:

@@ -10,16 +10,15 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .bayes import BayesLinear, require_bayes_layers
-from .folding import Folding, Forward, Plan
-from .inputs import call, num_rows
+from .folding import Forward, Plan, proven_plan
+from .inputs import num_rows
 from .known import know
 from .ops import new_seed
 from .ops.checks import check_integer, refuse
 from .predict import device_of
 from .probe import expand
-from .replicas import ReplicaPass, current_pass, running
-from .restore import evaluating
-from .samplers import Draw, WeightSampler, check_key
+from .replicas import current_pass
+from .samplers import Draw, WeightSampler, check_key, draw_key
 
 SCHEMES = ("uniform", "geometric")
 # Layers that treat every row of an input with two dimensions or more by itself, by their definition.
@@ -151,7 +150,7 @@ def elbo_loss(
     check_key(op, seed)
     modules = list(model.modules())
     device = device_of(modules)
-    key = seed if seed is not None else int(new_seed(None, device=device)[0])
+    key = draw_key(seed, device)
     forward = Forward(model, layers, WeightSampler(device), key, None, know(model, modules), op)
     outputs, draw, streams = _outputs(forward, modules, x, num_samples)
     nll = _nll(outputs, y, likelihood, noise_std)
@@ -168,11 +167,9 @@ def _outputs(forward: Forward, modules: list[nn.Module], x, num_samples: int):
         runs = [forward.run(x, forward.draw(t, 1)) for t in range(num_samples)]
         outputs, active = torch.stack([output for output, _ in runs]), runs[0][1]
     else:
-        active = ReplicaPass(forward.layers, draw, plan.rows, plan.shared, forward.op)
         inputs = x if plan.way == "folded" else expand(x, num_samples)
-        with running(active):
-            outputs = call(forward.model, inputs).unflatten(0, (num_samples, -1))
-        active.check_calls()
+        output, active = forward.run(inputs, draw, plan.rows, plan.shared)
+        outputs = output.unflatten(0, (num_samples, -1))
     return outputs, draw, {name: active.stream_of(name) for name in forward.layers}
 
 
@@ -183,15 +180,7 @@ def _plan(forward: Forward, modules: list[nn.Module], x, num_samples: int) -> Pl
         return None
     if _goes_by_row(forward.model, modules, x):
         return Plan("folded", dict.fromkeys(forward.layers, len(x)), 0, (), {}, {num_samples})
-    with torch.no_grad(), evaluating(forward.model):
-        known = know(forward.model, modules)
-        folding = Folding(forward._replace(known=known), modules, 0)
-        plan = folding.plan(x)
-        while plan.way != "loop" and num_samples not in plan.checked:
-            try:
-                folding.run(plan, x, 0, num_samples)
-            except Exception as error:
-                plan = folding.give_up(plan, x, error)
+    plan = proven_plan(forward, modules, x, 0, num_samples)
     return None if plan.way == "loop" else plan
 
 

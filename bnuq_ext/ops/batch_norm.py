@@ -5,7 +5,6 @@ from torch import Tensor
 
 from .. import _library  # noqa: F401
 from .batch_norm_checks import (
-    acc_dtype,
     check_bank,
     check_fitted,
     check_input,
@@ -14,6 +13,7 @@ from .batch_norm_checks import (
     slope_of,
     wants_grad,
 )
+from .checks import acc_dtype
 
 FAMILIES = {"normal": 0, "lognormal": 1}
 

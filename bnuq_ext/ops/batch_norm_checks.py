@@ -16,11 +16,6 @@ from .checks import (
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, parameters and sums for activations of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def prepare(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A parameter as the kernels take it: contiguous, in `dtype`."""
     if value is None or (value.dtype is dtype and value.is_contiguous()):

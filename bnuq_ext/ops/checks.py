@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics, parameters and sums for activations of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def refuse(op: str, name: str, requirement: str, got, error=ValueError):
     raise error(f"{op}: {name} must {requirement}, got {got}")
 

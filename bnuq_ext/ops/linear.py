@@ -5,7 +5,7 @@ from torch import Tensor
 
 from . import linear_cpu as linear_cpu
 from . import linear_cuda as linear_cuda
-from .checks import check_device, check_floating, check_seed, check_shape, refuse
+from .checks import acc_dtype, check_device, check_floating, check_seed, check_shape, refuse
 
 
 def bayes_linear(
@@ -65,7 +65,7 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
     if (bias_mu is None) != (bias_rho is None):
         missing = "bias_mu" if bias_mu is None else "bias_rho"
         refuse(op, missing, "be given with its other half", None)
-    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc = acc_dtype(x.dtype)
     shapes = {"mu": mu.shape, "rho": mu.shape, "bias_mu": mu.shape[:1], "bias_rho": mu.shape[:1]}
     for name, value in {"mu": mu, "rho": rho, "bias_mu": bias_mu, "bias_rho": bias_rho}.items():
         if value is None:

@@ -20,13 +20,13 @@ MOST_FUSED_ROWS = 256
 _ops = torch.ops.bnuq
 
 
-def half_operand(v: Tensor, dtype: torch.dtype, exponent: int = 14) -> tuple[Tensor, Tensor]:
+def half_operand(v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(v / scale in 16 bits, rows padded to 16 columns; scale, a power of two).
 
-    The largest |v| / scale lies in [2^(exponent - 1), 2^exponent) for float16; bfloat16 has the range of
+    The largest |v| / scale lies in [2^13, 2^14) for float16; bfloat16 has the range of
     float32 and scale 1.
     """
-    scale = power_of_two(v.abs().amax(), exponent, dtype) if v.numel() else v.new_ones(())
+    scale = power_of_two(v.abs().amax(), 14, dtype) if v.numel() else v.new_ones(())
     return pad((v / scale).to(dtype), (0, -v.shape[-1] % 16)).contiguous(), scale
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from .. import _library  # noqa: F401
+from .checks import acc_dtype
 from .philox import TAGS
 
 _ops = torch.ops.bnuq
@@ -35,7 +36,7 @@ def spread(rho: Tensor) -> Tensor:
 def replicas(x: Tensor) -> Tensor:
     """(T, N, I) for an x of every replica, (1, N, I) for a shared one; in the accumulation dtype."""
     x = x if x.dim() == 3 else x[None]
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
+    return x.to(acc_dtype(x.dtype)).contiguous()
 
 
 def sample_bias(bias_mu: Tensor | None, bias_rho: Tensor | None, noise: Noise) -> Tensor | None:

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from .. import _library  # noqa: F401
-from .batch_norm_checks import DTYPES, acc_dtype
-from .checks import check_device, check_shape, check_tensor, refuse, refuse_second_derivatives
+from .batch_norm_checks import DTYPES
+from .checks import (
+    acc_dtype,
+    check_device,
+    check_shape,
+    check_tensor,
+    refuse,
+    refuse_second_derivatives,
+)
 
 
 class PredictiveStatistics(NamedTuple):
