@@ -5,6 +5,7 @@ Exit status: 0, 2 for anything that the user can mend (one line on stderr), 130 
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -38,6 +39,25 @@ def bbb(arguments) -> str:
     return f"{bbb_report.text(results)}\n\nFigures:\n{paths}"
 
 
+def reproduce(arguments) -> str:
+    from . import protocols
+    from .protocols import runner
+
+    if arguments.list:
+        titles = {name: protocols.protocol(name).TITLE for name in protocols.NAMES}
+        return (
+            json.dumps(titles)
+            if arguments.json
+            else "\n".join(f"{name:<12}  {title}" for name, title in titles.items())
+        )
+    size = "full" if arguments.full else "quick"
+    folder = arguments.output or f"reproduce-output/{arguments.name}-{size}"
+    options = {"data_root": arguments.data_root, "jobs": arguments.jobs}
+    options |= {"full": arguments.full, "progress": not arguments.json}
+    results = runner.reproduce(arguments.name, folder, **options)
+    return json.dumps(results) if arguments.json else (Path(folder) / "report.md").read_text()
+
+
 def doctor(arguments) -> str:
     from .environment import environment
 
@@ -63,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--quick", action="store_true", help="check that it runs; no results")
     command.set_defaults(run=demo)
     add_bbb(commands)
+    add_reproduce(commands)
     command = commands.add_parser(
         "doctor", help="versions, libraries and devices of this installation"
     )
@@ -89,6 +110,23 @@ def add_bbb(commands) -> None:
     add("--seed", type=int, default=0, help="of everything random (0)")
     add("--output", default="bbb-output", help="folder; a killed run goes on there")
     command.set_defaults(run=bbb)
+
+
+def add_reproduce(commands) -> None:
+    command = commands.add_parser(
+        "reproduce",
+        help="run a protocol of the source papers: its tables beside ours, figures, JSON and CSV",
+    )
+    add = command.add_argument
+    add("name", nargs="?", help="of the protocol, see --list")
+    add("--list", action="store_true", help="print the protocols")
+    add("--data-root", help="folder of the data sets")
+    size = command.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="the reduced form (this is the default)")
+    size.add_argument("--full", action="store_true", help="the paper's own protocol")
+    add("--jobs", type=int, default=os.cpu_count(), help="processes of one thread each")
+    add("--output", help="folder (reproduce-output/NAME-quick); a killed run goes on there")
+    command.set_defaults(run=reproduce)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,15 @@
+"""The source papers' protocols, each a module of units of work and a report; `bnuq reproduce` runs them."""
+
+from importlib import import_module
+from types import ModuleType
+
+from ..ops.checks import refuse
+
+NAMES = ()
+
+
+def protocol(name: str) -> ModuleType:
+    """The module of a protocol: TITLE, Settings, QUICK, FULL, make_units, compute, report."""
+    if name not in NAMES:
+        refuse("reproduce", "name", f"be one of {', '.join(NAMES)}", repr(name))
+    return import_module(f".{name.replace('-', '_')}", __name__)

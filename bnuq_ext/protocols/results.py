@@ -1,0 +1,92 @@
+"""Units of work, tables and reports of a protocol, and how measured numbers stand beside printed ones."""
+
+import csv
+import io
+import math
+from importlib.resources import files
+from typing import NamedTuple
+
+
+class Unit(NamedTuple):
+    """A part of the work that is computed by itself.
+
+    Attributes:
+        name: of its file; letters, digits, - and _.
+        arguments: JSON values.
+    """
+
+    name: str
+    arguments: dict
+
+
+class Table(NamedTuple):
+    """A table of a report.
+
+    Attributes:
+        name: of its file.
+        title: one line.
+        columns: their headings.
+        rows: cells by column; None is an empty one.
+    """
+
+    name: str
+    title: str
+    columns: list[str]
+    rows: list[list]
+
+    def csv(self) -> str:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.columns, *self.rows])
+        return text.getvalue()
+
+    def markdown(self) -> str:
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+class Report(NamedTuple):
+    """What a protocol shows.
+
+    Attributes:
+        tables: ours beside the paper's.
+        figures: names of files in the folder.
+        remarks: sentences: where the two agree and where not.
+    """
+
+    tables: list[Table]
+    figures: list[str]
+    remarks: list[str]
+
+
+def _cell(value) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+
+def mean_and_error(values) -> tuple[float, float]:
+    """Mean and standard error, std / sqrt(n) with 1/(n - 1); the error of a single value is nan."""
+    values = [float(value) for value in values]
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return mean, math.nan
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+
+
+def shown(mean: float, error: float, digits: int = 2) -> str:
+    """ "mean ± error", or the mean alone where the error is not known."""
+    return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
+
+
+def agrees(mean: float, error: float, paper_mean: float, paper_error: float = 0.0) -> bool | None:
+    """Whether the means differ by at most two standard errors of their difference; None if unknown."""
+    if math.isnan(error) or math.isnan(paper_error):
+        return None
+    return abs(mean - paper_mean) <= 2 * math.hypot(error, paper_error)
+
+
+def read_table(name: str) -> list[dict[str, str]]:
+    """The rows of a paper's table, `tables/<name>.csv`, by column."""
+    text = (files(__package__) / "tables" / f"{name}.csv").read_text()
+    return list(csv.DictReader(io.StringIO(text)))

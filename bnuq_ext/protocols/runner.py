@@ -1,0 +1,149 @@
+"""Runs a protocol: its units of work in processes, each result on disk as soon as it is there."""
+
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from tqdm import tqdm
+
+from .. import __version__
+from ..environment import environment
+from ..experiments.store import Store, write_json, write_whole
+from ..ops.checks import check_integer, refuse
+from . import protocol
+from .results import Report, Unit
+
+
+def reproduce(name: str, folder, *, full=False, data_root=None, jobs=1, progress=True) -> dict:
+    """Run a protocol, from where an earlier run in `folder` was stopped, and write its report there.
+
+    Args:
+        name: one of `protocols.NAMES`.
+        folder: receives units/*.json, results.json, report.md, a csv per table and the figures.
+        full: the paper's protocol, else a quick one.
+        data_root: folder of the data sets; some protocols have a small set of their own without it.
+        jobs: processes; each computes in one thread, so that the numbers do not depend on it.
+        progress: show a bar over the units.
+
+    Returns:
+        what results.json holds: settings, machine, seconds of computation, tables, remarks, figures.
+
+    Raises:
+        ValueError: an unknown name, missing data, a folder with another run.
+        ChildProcessError: a process was killed; the finished units are kept.
+    """
+    module = protocol(name)
+    return run(
+        module, name, folder, module.FULL if full else module.QUICK, data_root, jobs, progress
+    )
+
+
+def run(
+    module: ModuleType, name: str, folder, settings, data_root, jobs: int, progress=True
+) -> dict:
+    """`reproduce` of a module with other settings."""
+    jobs = check_integer("reproduce", "jobs", jobs, 1)
+    if data_root is not None:
+        if not Path(data_root).exists():
+            refuse("reproduce", "data_root", "be a folder of data sets", str(data_root))
+        data_root = str(Path(data_root).resolve())
+    units = module.make_units(settings, data_root)
+    depends_on = {"protocol": name, "bnuq_ext": __version__, "torch": torch.__version__}
+    store = Store(folder, {**asdict(settings), **depends_on, "data_root": data_root})
+    compute = partial(_compute, module.compute, settings, data_root, store)
+    found = _run_all(compute, units, jobs, tqdm(desc=name, unit="unit", disable=not progress))
+    report = module.report({u.name: found[u.name]["result"] for u in units}, settings, store.folder)
+    about = {
+        "protocol": name,
+        "title": module.TITLE,
+        "settings": asdict(settings),
+        "machine": environment(),
+        "seconds": sum(entry["seconds"] for entry in found.values()),
+    }
+    return _write(store.folder, about, report)
+
+
+def _run_all(compute, units: list[Unit], jobs: int, bar: tqdm) -> dict[str, dict]:
+    bar.reset(len(units))
+    found = {}
+    with bar, _executed(compute, units, jobs) as results:
+        for name, entry in results:
+            found[name] = entry
+            bar.set_postfix_str(name, refresh=False)
+            bar.update()
+    return found
+
+
+@contextmanager
+def _executed(compute, units: list[Unit], jobs: int):
+    """The (name, entry) of the units as they are finished."""
+    if jobs == 1:
+        with _one_thread():
+            yield map(compute, units)
+        return
+    # A forked process would inherit the threads' locks without the threads.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield (future.result() for future in as_completed([pool.submit(compute, u) for u in units]))
+    except BrokenProcessPool as error:
+        text = "reproduce: a process was killed, perhaps for memory; the same command goes on"
+        raise ChildProcessError(text) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compute(compute, settings, data_root, store: Store, unit: Unit) -> tuple[str, dict]:
+    def timed() -> dict:
+        start = time.perf_counter()
+        result = compute(unit, settings, data_root)
+        return {"seconds": time.perf_counter() - start, "result": result}
+
+    return unit.name, store.unit(unit.name, timed)
+
+
+def _write(folder: Path, about: dict, report: Report) -> dict:
+    for table in report.tables:
+        write_whole(folder / f"{table.name}.csv", table.csv().encode())
+    results = {
+        **about,
+        "tables": {t.name: {"columns": t.columns, "rows": t.rows} for t in report.tables},
+        "remarks": report.remarks,
+        "figures": report.figures,
+    }
+    write_json(folder / "results.json", results)
+    write_whole(folder / "report.md", markdown(about, report).encode())
+    return results
+
+
+def markdown(about: dict, report: Report) -> str:
+    """The report as it is read: what was run, tables, remarks, figures."""
+    machine = about["machine"]
+    parts = [
+        f"# {about['title']}",
+        f"Computed in {about['seconds'] / 60:.1f} core minutes on {machine['processor']}, "
+        f"torch {machine['torch']}, bnuq_ext {machine['bnuq_ext']}. Settings:",
+        "\n".join(f"- {name}: {value}" for name, value in about["settings"].items()),
+        *(f"## {table.title}\n\n{table.markdown()}" for table in report.tables),
+    ]
+    if report.remarks:
+        parts.append("## Remarks\n\n" + "\n".join(f"- {remark}" for remark in report.remarks))
+    parts += [f"![{name}]({name})" for name in report.figures]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,135 @@
+"""The runner of protocols: units, resuming, processes, what is written."""
+
+import csv
+import json
+import math
+import sys
+import types
+
+import protocol_of_squares as squares
+import pytest
+import torch
+
+from bnuq_ext import cli, protocols
+from bnuq_ext.protocols import results, runner
+
+
+def _run(folder, settings=squares.QUICK, data_root=None, jobs=1):
+    return runner.run(squares, "squares", folder, settings, data_root, jobs, progress=False)
+
+
+def _computed(data_root):
+    return sorted(int(line) for line in (data_root / "computed").read_text().split())
+
+
+@pytest.mark.parametrize("jobs", (1, 2))
+def test_report(tmp_path, jobs):
+    threads = torch.get_num_threads()
+    found = _run(tmp_path, jobs=jobs)
+    assert torch.get_num_threads() == threads
+    rows = [["of-2", 4, 4 / 3, None], ["of-3", 9, 3.0, None], ["of-4", 16, 16 / 3, None]]
+    assert found["tables"]["squares"]["rows"] == rows
+    assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(found))
+    with open(tmp_path / "squares.csv", newline="") as file:
+        assert list(csv.reader(file))[1] == ["of-2", "4", str(4 / 3), ""]
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# Squares\n") and "- numbers: (2, 3, 4)\n" in text
+    assert "| unit | square | a third | paper\\|s |\n| --- |" in text
+    assert "| of-2 | 4 | 1.333 |  |\n" in text and "- All are.\n" in text
+    assert text.endswith("![squares.png](squares.png)\n")
+    for unit in ("of-2", "of-3", "of-4"):
+        entry = json.loads((tmp_path / "units" / f"{unit}.json").read_text())
+        assert entry["result"]["threads"] == 1 and entry["seconds"] >= 0
+
+
+@pytest.mark.parametrize("jobs", (1, 2))
+def test_goes_on_after_a_failure(tmp_path, jobs):
+    settings, root = squares.Settings(fail_at=4), tmp_path / "data"
+    root.mkdir()
+    with pytest.raises(ValueError, match="squares: n must not be 4, got 4"):
+        _run(tmp_path / "run", settings, root, jobs)
+    assert not (tmp_path / "run" / "report.md").exists()
+    (root / "mended").touch()
+    found = _run(tmp_path / "run", settings, root, jobs)
+    assert [row[1] for row in found["tables"]["squares"]["rows"]] == [4, 9, 16]
+    assert _computed(root) == [2, 3, 4]  # each once
+
+
+def test_goes_on_after_a_kill(tmp_path):
+    settings, root = squares.Settings(kill_at=4), tmp_path / "data"
+    root.mkdir()
+    with pytest.raises(ChildProcessError, match="reproduce: a process was killed, perhaps for mem"):
+        _run(tmp_path / "run", settings, root, jobs=2)
+    finished = [int(p.stem[3:]) for p in (tmp_path / "run" / "units").glob("of-*.json")]
+    (root / "mended").touch()
+    _run(tmp_path / "run", settings, root, jobs=2)
+    counts = {n: _computed(root).count(n) for n in (2, 3, 4)}
+    assert counts[4] == 1 and all(counts[n] == 1 for n in finished)
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    _run(tmp_path)
+    message = (
+        "store: folder must be empty or hold a run of the same settings .*, got another numbers"
+    )
+    with pytest.raises(ValueError, match=message):
+        _run(tmp_path, squares.FULL)
+    assert json.loads((tmp_path / "results.json").read_text())["settings"]["numbers"] == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"jobs": 0}, "reproduce: jobs must be at least 1, got 0"),
+        ({"data_root": "/none"}, "reproduce: data_root must be a folder of data sets, got /none"),
+    ],
+)
+def test_errors(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        _run(tmp_path, **options)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="reproduce: name must be one of .*, got 'none'"):
+        protocols.protocol("none")
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(protocols, "NAMES", ("of-squares",))
+    module = types.ModuleType("bnuq_ext.protocols.of_squares")
+    module.__dict__.update({k: v for k, v in vars(squares).items() if not k.startswith("__")})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_command(registered, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["reproduce", "--list"]) == 0
+    assert capsys.readouterr().out == "of-squares    Squares\n"
+    assert cli.main(["reproduce", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"of-squares": "Squares"}
+    assert cli.main(["reproduce", "of-squares", "--jobs", "1"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("# Squares") and "of-squares" in printed.err
+    assert (tmp_path / "reproduce-output" / "of-squares-quick" / "report.md").exists()
+    assert cli.main(["reproduce", "of-squares", "--full", "--jobs", "1", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["settings"]["numbers"] == [2, 3, 4, 5] and printed.err == ""
+    assert cli.main(["reproduce"]) == 2
+    assert capsys.readouterr().err == "bnuq: reproduce: name must be one of of-squares, got None\n"
+
+
+def test_mean_and_error():
+    values = torch.tensor([1.5, 2.5, -3.0, 7.25], dtype=torch.float64)
+    mean, error = results.mean_and_error(values)
+    assert mean == pytest.approx(values.mean().item(), rel=1e-14)
+    assert error == pytest.approx((values.std() / 2).item(), rel=1e-14)
+    assert results.shown(mean, error) == "2.06 ± 2.10"
+    mean, error = results.mean_and_error([3.0])
+    assert mean == 3.0 and math.isnan(error) and results.shown(mean, error, 1) == "3.0"
+
+
+def test_agrees():
+    assert results.agrees(1.0, 0.3, 1.9, 0.4) is True  # 0.9 <= 2 * 0.5
+    assert results.agrees(1.0, 0.3, 2.1, 0.4) is False
+    assert results.agrees(1.0, math.nan, 1.0) is None
