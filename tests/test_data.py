@@ -93,7 +93,8 @@ def test_a_missing_file_is_named_with_its_source(mnist_files):
         data.mnist(mnist_files, num_validation=2)
     assert str(caught.value) == (
         "mnist: root must hold t10k-images-idx3-ubyte or t10k-images-idx3-ubyte.gz (to be had from "
-        f"https://ossci-datasets.s3.amazonaws.com/mnist/, or torchvision's MNIST/raw), got {mnist_files}"
+        "https://ossci-datasets.s3.amazonaws.com/mnist/, or torchvision's MNIST/raw; Fashion-MNIST: "
+        f"https://github.com/zalandoresearch/fashion-mnist, data/fashion), got {mnist_files}"
     )
 
 

