@@ -88,7 +88,7 @@ def predict(
     check_chunk("predict", chunk)
     device = device_of(modules)
     single = isinstance(x, (Tensor, tuple, Mapping))
-    _check_x(x, device, single)
+    check_x("predict", x, device, single)
 
     known = know(model, modules)
     if sampler == "batch":
@@ -148,15 +148,16 @@ def _check_options(sampler, seed, loader, strategy, output_fn) -> None:
     check_key(op, seed)
 
 
-def _check_x(x, device: torch.device, single: bool) -> None:
+def check_x(op: str, x, device: torch.device, single: bool) -> None:
+    """Checks an input, or else that it is an iterable of batches."""
     if not single and not isinstance(x, Iterable):
         requirement = "be a tensor, a tuple, a dict or an iterable of batches"
-        refuse("predict", "x", requirement, type(x).__name__, TypeError)
+        refuse(op, "x", requirement, type(x).__name__, TypeError)
     if single:
-        num_rows("predict", x)
+        num_rows(op, x)
         for tensor in tensors(x):
             if tensor.device != device:
-                refuse("predict", "x", f"be on the model's device {device}", tensor.device)
+                refuse(op, "x", f"be on the model's device {device}", tensor.device)
 
 
 def _batch_sampler(model: nn.Module, loader, num_batches: int, device: torch.device) -> Sampler:

@@ -67,11 +67,11 @@ class Stream:
         results, targets = [], []
         with self._bar() as bar:
             for batch in loader:
-                inputs, target = _split(batch)
+                inputs, target = _split(self.forward.op, batch)
                 results.append(self._run(move(inputs, self.device), bar))
                 targets.append(target)
         if not results:
-            refuse("predict", "x", "yield at least 1 batch", "none")
+            refuse(self.forward.op, "x", "yield at least 1 batch", "none")
         joined = {
             name: None
             if value is None
@@ -83,10 +83,10 @@ class Stream:
     def _bar(self, total: int | None = None):
         if not self.replicas.progress:
             return nullcontext()
-        return tqdm(desc="predict", unit="replica", total=total)
+        return tqdm(desc=self.forward.op, unit="replica", total=total)
 
     def _run(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
-        moments, samples, done = make_moments("predict", self.likelihood), None, 0
+        moments, samples, done = make_moments(self.forward.op, self.likelihood), None, 0
         plan = self._plan(inputs)
         while done < self.replicas.count:
             left = self.replicas.count - done
@@ -99,7 +99,9 @@ class Stream:
             except Exception as error:
                 short = is_out_of_memory(error)
                 if short and size == 1:
-                    raise out_of_memory("predict", num_rows("predict", inputs), error) from error
+                    raise out_of_memory(
+                        self.forward.op, num_rows(self.forward.op, inputs), error
+                    ) from error
                 if not short:
                     if outputs is not None or size == 1:
                         raise
@@ -118,14 +120,14 @@ class Stream:
         strategy, chunk = self.replicas.strategy, self.replicas.chunk
         if strategy == "loop" or self.replicas.count == 1 or chunk == 1:
             return _LOOP
-        rows = num_rows("predict", inputs)
+        rows = num_rows(self.forward.op, inputs)
         if rows == 0:
             return _LOOP
         try:
             plan = self.folding.plan(inputs)
         except Exception as error:
             if is_out_of_memory(error):
-                raise out_of_memory("predict", rows, error) from error
+                raise out_of_memory(self.forward.op, rows, error) from error
             raise
         return self._checked(plan)
 
@@ -135,7 +137,7 @@ class Stream:
     def _checked(self, plan: Plan) -> Plan:
         if self.replicas.strategy == "folded" and plan.way == "loop":
             got = f'"folded" for a model that does not fold: {plan.reason}'
-            refuse("predict", "strategy", 'be "auto" or "loop"', got)
+            refuse(self.forward.op, "strategy", 'be "auto" or "loop"', got)
         return plan
 
     def _keep(self, samples: Tensor | None, outputs: Tensor, done: int) -> Tensor | None:
@@ -147,15 +149,15 @@ class Stream:
         return samples
 
 
-def _split(batch) -> tuple:
+def _split(op: str, batch) -> tuple:
     """A loader's batch as (the model's input, targets or None)."""
     if isinstance(batch, Mapping):
-        return model_input("predict", batch), batch.get("target", batch.get("y"))
+        return model_input(op, batch), batch.get("target", batch.get("y"))
     if isinstance(batch, (tuple, list)) and len(batch) > 0:
         given = isinstance(batch[0], (tuple, Mapping))
-        inputs = batch[0] if given else model_input("predict", batch)
+        inputs = batch[0] if given else model_input(op, batch)
         return inputs, batch[1] if len(batch) == 2 else None
-    return model_input("predict", batch), None
+    return model_input(op, batch), None
 
 
 def _join(targets: list) -> Tensor | list | None:
