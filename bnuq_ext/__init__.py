@@ -22,6 +22,10 @@ from .predict import predict as predict
 from .prediction import Prediction as Prediction
 from .priors import GaussianPrior as GaussianPrior
 from .priors import ScaleMixturePrior as ScaleMixturePrior
+from .statistics_kl import StatisticsGaussian as StatisticsGaussian
+from .statistics_kl import analytic_statistics as analytic_statistics
+from .statistics_kl import implied_prior as implied_prior
+from .statistics_kl import statistics_kl as statistics_kl
 from .vi import elbo_loss as elbo_loss
 from .vi import kl_divergence as kl_divergence
 from .vi import kl_weight as kl_weight
