@@ -5,6 +5,9 @@ from ._version import __version__ as __version__
 from .adapters import register_adapter as register_adapter
 from .bank import Bank as Bank
 from .bank import attach as attach
+from .baselines import ensemble as ensemble
+from .baselines import mc_dropout as mc_dropout
+from .baselines import plug_in as plug_in
 from .bayes import BayesLinear as BayesLinear
 from .collect import collect as collect
 from .context import replicas as replicas

@@ -113,6 +113,23 @@ def check_noise_shape(op: str, noise_var, mean: Tensor) -> None:
         )
 
 
+def entropies(mean: Tensor, within: Tensor, count: int) -> dict[str, Tensor]:
+    """Entropy and mutual information of `Prediction`.
+
+    Args:
+        mean: (N, K, *) probabilities.
+        within: (N, *) mean of the replicas' entropies, in nats.
+        count: replicas.
+    """
+    entropy = torch.special.entr(mean).sum(1)
+    # T entropies of at most ln K were added one after another, and both terms round.
+    noise = torch.finfo(entropy.dtype).eps * (4 + count**0.5) * (1 + log(mean.shape[1] or 1))
+    return {
+        "entropy": entropy,
+        "mutual_information": F.threshold(entropy - within, noise, 0.0),
+    }
+
+
 class CategoricalMoments:
     """Running statistics of softmax(logits), one replica after another: the same under any chunking."""
 
@@ -133,17 +150,9 @@ class CategoricalMoments:
         self.count += len(logits)
 
     def summary(self) -> dict[str, Tensor]:
-        entropy = torch.special.entr(self.mean).sum(1)
-        # T entropies of at most ln K were added one after another, and both terms round.
-        eps, most = torch.finfo(entropy.dtype).eps, 1 + log(self.mean.shape[1] or 1)
-        noise = eps * (4 + self.count**0.5) * most
-        information = F.threshold(entropy - self.entropy_sum / self.count, noise, 0.0)
-        return {
-            "mean": self.mean,
-            "variance": self.m2 / self.count,
-            "entropy": entropy,
-            "mutual_information": information,
-        }
+        within = self.entropy_sum / self.count
+        moments = {"mean": self.mean, "variance": self.m2 / self.count}
+        return moments | entropies(self.mean, within, self.count)
 
 
 class GaussianMoments:

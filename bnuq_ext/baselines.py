@@ -1,0 +1,307 @@
+"""What sampled statistics are compared with, and combined with: plug-in, MC dropout, ensembles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .bayes import bayes_layers
+from .chunks import check_chunk
+from .dropout import Dropping
+from .folding import Forward
+from .known import know
+from .nn import check_model as check_module
+from .ops import new_seed, snapshot_indices
+from .ops.checks import check_integer, refuse
+from .predict import check_model, check_x, device_of, layers_by_bank
+from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
+from .replicas import Pass, running
+from .restore import evaluating
+from .samplers import BankSampler, check_key, check_sampler, draw_key
+from .stream import STRATEGIES, Replicas, Stream
+
+_SEEDS = 2**31 - 1
+
+
+def plug_in(
+    model: nn.Module,
+    x,
+    *,
+    likelihood: str,
+    noise_var: float | Tensor | None = None,
+    output_fn: Callable | None = None,
+    keep_samples: bool = False,
+    progress: bool = False,
+) -> Prediction:
+    """The ordinary prediction of a model in eval, as one replica: running statistics, no variance.
+
+    With the statistics of a whole training set instead of the running ones: `collect(model, dataset, 1,
+    batch_size=len(dataset))` and `predict(..., num_samples=1)`.
+
+    Args:
+        model: any nn.Module, converted or not; a bank is not used. Of a `BayesLinear` the mean weights.
+        x, likelihood, noise_var, output_fn, keep_samples, progress: see `predict`.
+
+    Raises:
+        ValueError, TypeError: an argument is refused.
+    """
+    task = _Task("plug_in", x, likelihood, noise_var, output_fn, keep_samples, progress)
+    return task.run([model], task.stream(task.forward(model, None, None, None), 0, 1))
+
+
+def mc_dropout(
+    model: nn.Module,
+    x,
+    *,
+    likelihood: str,
+    num_samples: int = 32,
+    seed: int | None = None,
+    sampler: str | None = None,
+    noise_var: float | Tensor | None = None,
+    first_replica: int = 0,
+    batch_size: int | None = None,
+    output_fn: Callable | None = None,
+    keep_samples: bool = False,
+    progress: bool = False,
+) -> Prediction:
+    """MC dropout (Gal and Ghahramani 2016): T passes with dropout on and everything else in eval.
+
+    With a sampler each pass draws batch-norm statistics too (Atanov et al. 2019: dropout + SBN). Masks are
+    drawn for every row by itself, by a generator that (seed, replica) alone determines: torch's own generator
+    stays as it is, any split into calls gives the same numbers, and all batches of a loader have the same masks.
+    CPU and CUDA have different masks. Passes run one after another.
+
+    Args:
+        model: calls dropout layers, or `torch.nn.functional`'s dropout functions, with p above 0; the
+            dropout inside attention and recurrent layers stays off. With a sampler converted, with a bank.
+        sampler: None (running statistics), or any of `predict`'s but "batch".
+        x, likelihood, num_samples, seed, noise_var, first_replica, batch_size, output_fn, keep_samples,
+            progress: see `predict`.
+
+    Raises:
+        ValueError, TypeError: an argument is refused; a model without dropout.
+    """
+    task = _Task("mc_dropout", x, likelihood, noise_var, output_fn, keep_samples, progress)
+    first_replica, num_samples = task.replicas(first_replica, num_samples, seed)
+    forward = task.forward(model, sampler, batch_size, seed)
+    stream = task.stream(DroppingForward(forward), first_replica, num_samples)
+    pred = task.run([model], stream)
+    if isinstance(forward.sampler, BankSampler):
+        draw = forward.sampler.draw(forward.key, first_replica, num_samples)
+        pred.snapshots = draw.snapshot.clone()
+    return pred
+
+
+def ensemble(
+    models: Sequence[nn.Module],
+    x,
+    *,
+    likelihood: str,
+    num_samples: int | None = None,
+    seed: int | None = None,
+    sampler: str | None = None,
+    noise_var: float | Tensor | None = None,
+    first_replica: int = 0,
+    batch_size: int | None = None,
+    strategy: str = "auto",
+    chunk: int | str = "auto",
+    output_fn: Callable | None = None,
+    keep_samples: bool = False,
+    progress: bool = False,
+) -> Prediction:
+    """A deep ensemble (Lakshminarayanan et al. 2017): networks trained apart, with equal weights.
+
+    Without a sampler a member is one replica, the `plug_in` of it. With one it is `num_samples` replicas with
+    drawn statistics (ensemble + SBN), those of `predict` with seed + its place.
+
+    Args:
+        models: at least one; on one device. With a sampler each converted, with its bank.
+        num_samples: replicas of each member, 32 by default; None without a sampler.
+        sampler: None, or any of `predict`'s but "batch".
+        x, likelihood, seed, noise_var, first_replica, batch_size, strategy, chunk, output_fn, keep_samples,
+            progress: see `predict`. Kept samples stand member by member.
+
+    Returns:
+        a Prediction of all replicas of all members: `variance` and `mutual_information` are within and between
+        the members together.
+
+    Raises:
+        ValueError, TypeError: an argument is refused; members with outputs of different shapes.
+    """
+    op = "ensemble"
+    task = _Task(op, x, likelihood, noise_var, output_fn, keep_samples, progress)
+    models = _checked_members(op, models)
+    if sampler is None and num_samples is not None:
+        refuse(op, "num_samples", "be None without a sampler", num_samples)
+    if num_samples is None:
+        num_samples = 1 if sampler is None else 32
+    first_replica, num_samples = task.replicas(first_replica, num_samples, seed)
+    if strategy not in STRATEGIES:
+        refuse(op, "strategy", f"be one of {', '.join(STRATEGIES)}", repr(strategy))
+    check_chunk(op, chunk)
+    key = draw_key(seed, device_of(list(models[0].modules())))
+    streams = []
+    for place, model in enumerate(models):
+        forward = task.forward(model, sampler, batch_size, _wrapped(key + place))
+        streams.append(task.stream(forward, first_replica, num_samples, strategy, chunk))
+    return task.run(models, Members(streams))
+
+
+class PlainForward(Forward):
+    """The model as it is in eval: nothing is drawn, and it is run one replica at a time."""
+
+    def draw(self, first_replica: int, num_samples: int) -> None:
+        return None
+
+    def run(self, inputs, draw, rows=None, shared=None) -> tuple[Tensor, None]:
+        spared = self.known.spared(inputs)
+        with running(Pass({})):
+            output = self.call(self.model, spared)
+        if spared is not inputs:
+            self.known.look_at(spared)
+        return self._tensor(output), None
+
+
+class DroppingForward:
+    """Runs another forward with dropout on, one replica at a time."""
+
+    def __init__(self, inner: Forward):
+        self.inner, self.op, self.known, self.model = inner, inner.op, inner.known, inner.model
+        self.generator = torch.Generator(device_of(list(inner.model.modules())))
+
+    def draw(self, first_replica: int, num_samples: int) -> tuple:
+        # A permutation of 31 bits, which is what torch's generator on the CPU takes of a seed.
+        seed = snapshot_indices(new_seed(self.inner.key, first_replica), _SEEDS, 1)
+        return int(seed), self.inner.draw(first_replica, num_samples)
+
+    def run(self, inputs, draw, rows=None, shared=None) -> tuple:
+        seed, own = draw
+        self.generator.manual_seed(seed)
+        with Dropping(self.generator) as dropping:
+            result = self.inner.run(inputs, own, rows, shared)
+        if dropping.calls == 0:
+            refuse(self.op, "model", "call dropout with p above 0", "no call")
+        return result
+
+
+class Members(Stream):
+    """The streams of several models as one: each takes a batch, and what they say is put together."""
+
+    def __init__(self, streams: list[Stream]):
+        first = streams[0]
+        replicas = first.replicas._replace(count=sum(s.replicas.count for s in streams))
+        super().__init__(first.forward, [], replicas, first.likelihood, first.device)
+        self.streams = streams
+
+    def _run(self, inputs, bar) -> dict[str, Tensor]:
+        parts = [stream._run(inputs, bar) for stream in self.streams]
+        shapes = [list(part["mean"].shape) for part in parts]
+        if any(shape != shapes[0] for shape in shapes):
+            refuse(self.forward.op, "models", "have outputs of one shape", shapes)
+        samples = torch.cat([p["samples"] for p in parts]) if self.replicas.keep else None
+        return together(parts, self.replicas.count) | {"samples": samples}
+
+
+def together(parts: list[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
+    """The moments of equally many replicas each, put together.
+
+        mean = E_m[mean_m],   variance = E_m[variance_m] + E_m[(mean_m - mean)^2],
+        mutual information = H[mean] - E_m[H[mean_m] - information_m]
+
+    Args:
+        parts: summaries of `make_moments`.
+        count: replicas in all.
+    """
+    means = torch.stack([part["mean"] for part in parts])
+    mean = means.mean(0)
+    variance = torch.stack([part["variance"] for part in parts]).mean(0)
+    joined = {"mean": mean, "variance": variance + (means - mean).square().mean(0)}
+    if "entropy" not in parts[0]:
+        return joined
+    within = torch.stack([p["entropy"] - p["mutual_information"] for p in parts]).mean(0)
+    return joined | entropies(mean, within, count)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The arguments that all of them share, checked."""
+
+    op: str
+    x: object
+    likelihood: str
+    noise_var: float | Tensor | None
+    output_fn: Callable | None
+    keep: bool
+    progress: bool
+
+    def __post_init__(self):
+        check_likelihood(self.op, self.likelihood, self.noise_var)
+        if self.output_fn is not None and not callable(self.output_fn):
+            got = type(self.output_fn).__name__
+            refuse(self.op, "output_fn", "be callable", got, TypeError)
+
+    @property
+    def single(self) -> bool:
+        return isinstance(self.x, (Tensor, tuple, Mapping))
+
+    def replicas(self, first_replica, num_samples, seed) -> tuple[int, int]:
+        """First replica and number of replicas, checked, with the seed."""
+        check_key(self.op, seed)
+        count = check_integer(self.op, "num_samples", num_samples, 1)
+        return check_integer(self.op, "first_replica", first_replica, 0), count
+
+    def forward(self, model: nn.Module, sampler, batch_size, seed) -> Forward:
+        """How to run the model with a sampler, or without one."""
+        op = self.op
+        check_module(op, model)
+        model = getattr(model, "_orig_mod", model)
+        modules = list(model.modules())
+        device = device_of(modules)
+        check_x(op, self.x, device, self.single)
+        known, key = know(model, modules), draw_key(seed, device)
+        if sampler is None:
+            if batch_size is not None:
+                refuse(op, "batch_size", "be None without a sampler", batch_size)
+            return PlainForward(model, {}, None, key, self.output_fn, known, op)
+        check_sampler(op, sampler, batch_size)
+        check_model(op, model)
+        if sampler == "batch":
+            refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
+        drawn = known.sampler(op, model, sampler, batch_size, device)
+        layers = layers_by_bank(modules) | bayes_layers(model, modules)
+        return Forward(model, layers, drawn, key, self.output_fn, known, op)
+
+    def stream(self, forward, first_replica: int, count: int, strategy="loop", chunk=1) -> Stream:
+        modules = list(forward.model.modules())
+        replicas = Replicas(first_replica, count, strategy, chunk, self.keep, self.progress)
+        return Stream(forward, modules, replicas, self.likelihood, device_of(modules))
+
+    def run(self, models, stream: Stream) -> Prediction:
+        """The prediction of a stream over these models."""
+        with torch.no_grad(), ExitStack() as flags:
+            for model in models:
+                flags.enter_context(evaluating(model))
+            result = stream.run(self.x) if self.single else stream.run_all(self.x)
+        check_noise_shape(self.op, self.noise_var, result["mean"])
+        count = stream.replicas.count
+        return Prediction(self.likelihood, count, noise_var=self.noise_var, **result)
+
+
+def _checked_members(op: str, models) -> list[nn.Module]:
+    if isinstance(models, nn.Module) or not isinstance(models, Iterable):
+        refuse(op, "models", "be a list of modules", type(models).__name__, TypeError)
+    models = list(models)
+    if not models:
+        refuse(op, "models", "hold at least 1 member", "none")
+    for model in models:
+        check_module(op, model)
+    return models
+
+
+def _wrapped(key: int) -> int:
+    """The key as the integer in [-2^63, 2^63) with its lowest 64 bits."""
+    return (key + 2**63) % 2**64 - 2**63

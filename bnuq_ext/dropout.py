@@ -1,0 +1,71 @@
+"""Dropout that drops in eval: masks of a generator of its own, for as long as a context is open."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_ALPHA = 1.7580993408473766  # minus SELU's limit towards -infinity
+
+# How many leading dimensions an entry of the mask has: all, or rows and channels.
+_LEADING = {
+    F.dropout: Tensor.dim,
+    F.dropout1d: lambda x: x.dim() - 1,
+    F.dropout2d: lambda x: 2,
+    F.dropout3d: lambda x: x.dim() - 3,
+    F.alpha_dropout: Tensor.dim,
+    F.feature_alpha_dropout: lambda x: 2,
+}
+
+
+class Dropping(TorchFunctionMode):
+    """Inside, torch.nn.functional's dropout functions drop whatever their `training` says.
+
+    All layers of `torch.nn` with dropout in their name call them; attention and recurrent layers do not
+    for the dropout that is part of them. Held by this thread alone, and no generator but the given one is
+    drawn from. A mask is `empty_like(x).bernoulli_(1 - p)`, as torch's own on the CPU.
+
+    Args:
+        generator: on the device of the activations.
+
+    Attributes:
+        calls: how many with p above 0 there were.
+    """
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        self.generator, self.calls = generator, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        return (self._drop if func in _LEADING else _call)(func, *args, **kwargs)
+
+    def _drop(
+        self, func, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> Tensor:
+        if p == 0:
+            return input
+        self.calls += 1
+        leading = input.shape[: _LEADING[func](input)]
+        mask = torch.empty_like(input) if len(leading) == input.dim() else input.new_empty(leading)
+        mask = mask.bernoulli_(1 - p, generator=self.generator)
+        mask = mask.view(*leading, *[1] * (input.dim() - len(leading)))
+        alpha = func in (F.alpha_dropout, F.feature_alpha_dropout)
+        output = _alpha_dropped(input, mask, p) if alpha else _dropped(input, mask, p)
+        return input.copy_(output) if inplace else output
+
+
+def _call(func, *args, **kwargs):
+    return func(*args, **kwargs)
+
+
+def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    return x * (mask.div_(1 - p) if p < 1 else mask)
+
+
+def _alpha_dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """a (x mask - alpha (1 - mask)) + a alpha p with the a that keeps mean 0 and variance 1; 0 for p = 1."""
+    if p == 1:
+        return x * mask
+    a = ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
+    return x * (a * mask) + a * _ALPHA * (mask - 1 + p)
