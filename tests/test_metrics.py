@@ -39,6 +39,40 @@ def test_nll_of_an_impossible_label_is_infinite():
     assert metrics.nll(torch.tensor([[1.0, 0.0]]), torch.tensor([1])).item() == math.inf
 
 
+def test_brier_is_scikit_learns():
+    probs, y = (3 * draw(200, 10)).softmax(1), labels(200, 10)
+    expected = sklearn_metrics.brier_score_loss(y, probs, labels=range(10), scale_by_half=False)
+    assert metrics.brier(probs, y).item() == pytest.approx(expected, rel=1e-12)
+    rows = metrics.brier(probs, y, reduction="none")
+    assert rows.shape == (200,) and rows.mean().item() == pytest.approx(expected, rel=1e-12)
+    pixels = metrics.brier(probs.T.view(1, 10, 20, 10), y.view(1, 20, 10), reduction="none")
+    torch.testing.assert_close(pixels.flatten(), rows)
+
+
+def test_brier_of_certainties():
+    probs = torch.eye(3)[:2]
+    assert metrics.brier(probs, torch.tensor([0, 2]), reduction="none").tolist() == [0, 2]
+
+
+def test_pll_is_the_log_of_the_mean_probability():
+    probs, y = (3 * draw(6, 20, 4)).softmax(2), labels(20, 4)
+    expected = probs.numpy()[:, range(20), y].mean(0)
+    actual = metrics.categorical_pll(probs, y, reduction="none")
+    torch.testing.assert_close(actual, torch.from_numpy(expected).log())
+    assert metrics.categorical_pll(probs, y).item() == pytest.approx(actual.mean().item())
+    mean = metrics.categorical_pll(probs.mean(0), y, reduction="none")
+    torch.testing.assert_close(mean, actual)
+    torch.testing.assert_close(mean, -metrics.nll(probs.mean(0), y, reduction="none"))
+
+
+def test_pll_of_pixels_and_of_an_impossible_label():
+    probs, y = draw(6, 3, 5, 4, 2).softmax(2), labels(24, 5).view(3, 4, 2)
+    flat = probs.permute(0, 1, 3, 4, 2).reshape(6, 24, 5)
+    actual = metrics.categorical_pll(probs, y, reduction="none").flatten()
+    torch.testing.assert_close(actual, metrics.categorical_pll(flat, y.flatten(), reduction="none"))
+    assert metrics.categorical_pll(torch.eye(2)[None], torch.tensor([1, 1])).item() == -math.inf
+
+
 def test_accuracy():
     probs, y = draw(200, 4).softmax(1), labels(200, 4)
     expected = sklearn_metrics.accuracy_score(y, probs.argmax(1))
@@ -62,6 +96,12 @@ def test_ece_matches_scipy_bins():
     gap = stats.binned_statistic(-confidence, confidence - right, "sum", edges).statistic
     assert count.sum() == 500
     assert metrics.ece(probs, y).item() == pytest.approx(abs(gap).sum() / 500, rel=1e-12)
+
+
+def test_ece_counts_pixels_as_rows():
+    probs, y = draw(3, 5, 4, 2).softmax(1), labels(24, 5).view(3, 4, 2)
+    flat = probs.movedim(1, -1).flatten(0, -2)
+    assert metrics.ece(probs, y).item() == metrics.ece(flat, y.flatten()).item()
 
 
 def test_entropies_match_scipy():
@@ -136,6 +176,21 @@ REFUSED = [
         lambda: metrics.accuracy(PROBS, Y[:2]),
         ValueError,
         "accuracy: y must have shape [3], got [2]",
+    ),
+    (
+        lambda: metrics.brier(PROBS, Y[:2]),
+        ValueError,
+        "brier: y must have shape [3], got [2]",
+    ),
+    (
+        lambda: metrics.categorical_pll(PROBS[None], Y[:2]),
+        ValueError,
+        "categorical_pll: y must have shape [3], got [2]",
+    ),
+    (
+        lambda: metrics.categorical_pll(PROBS, [0, 1, 1]),
+        TypeError,
+        "categorical_pll: y must be a tensor of integer labels, got <class 'list'>",
     ),
     (lambda: metrics.ece(PROBS, Y + 1), ValueError, "ece: y must lie in [0, 2), got [1, 2]"),
     (lambda: metrics.ece(PROBS, Y, 0), ValueError, "ece: num_bins must be positive, got 0"),

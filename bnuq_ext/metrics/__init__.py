@@ -1,0 +1,28 @@
+"""Scores of predictive distributions: pure functions on tensors, evaluated in float64.
+
+N rows, D outputs, K classes, T replicas; entropies and likelihoods in nats. With `reduction="none"`
+a function returns its value per row, with `"mean"` (the default) the mean over the rows. What is
+nan in a row makes the row's value nan; what is fitted refuses values that are not finite.
+"""
+
+from .baselines import best_crps as best_crps
+from .baselines import best_pll as best_pll
+from .baselines import fit_constant_variance as fit_constant_variance
+from .baselines import normalised_score as normalised_score
+from .calibration import fit_noise_variance as fit_noise_variance
+from .calibration import fit_temperature as fit_temperature
+from .classification import accuracy as accuracy
+from .classification import auroc as auroc
+from .classification import brier as brier
+from .classification import categorical_pll as categorical_pll
+from .classification import ece as ece
+from .classification import mutual_information as mutual_information
+from .classification import nll as nll
+from .classification import predictive_entropy as predictive_entropy
+from .evaluation import evaluate as evaluate
+from .regression import ensemble_crps as ensemble_crps
+from .regression import gaussian_crps as gaussian_crps
+from .regression import gaussian_nll as gaussian_nll
+from .regression import gaussian_pll as gaussian_pll
+from .regression import rmse as rmse
+from .significance import t_test as t_test

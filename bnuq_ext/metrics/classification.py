@@ -1,0 +1,160 @@
+"""Scores of class probabilities, and of what tells known inputs from foreign ones."""
+
+import torch
+from torch import Tensor
+
+from ..ops.checks import check_floating, refuse
+from .arguments import reduce, take_labels, take_probs
+
+
+def nll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Negative log-likelihood of the labels, -log p[n, y_n].
+
+    Args:
+        probs: (N, K, *) probabilities, normalised over dim 1.
+        y: (N, *) integer labels in [0, K).
+        reduction: "mean" over the rows, or "none".
+
+    Returns:
+        () or (N, *) in nats, float64; a probability of zero gives inf.
+    """
+    probs = take_probs("nll", probs, "(N, K)")
+    y = take_labels("nll", y, probs)
+    return reduce("nll", -probs.gather(1, y.unsqueeze(1)).squeeze(1).log(), reduction)
+
+
+def categorical_pll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Predictive log-likelihood of T replicas, log 1/T sum_t p[t, n, y_n].
+
+    The log of the mean, not the mean of the logs; so it is -nll of the mean probabilities
+    (Teye et al. 2018, section 4.1).
+
+    Args:
+        probs: (T, N, K, *) probabilities of each replica, or (N, K, *) their mean; normalised over
+            the classes. The labels tell which.
+        y: (N, *) integer labels in [0, K).
+        reduction: "mean" over the rows, or "none".
+
+    Returns:
+        () or (N, *) in nats, float64; higher is better; a probability of zero gives -inf.
+    """
+    probs = take_probs("categorical_pll", probs, "(N, K)")
+    mean = probs.mean(0) if probs.dim() == getattr(y, "ndim", 0) + 2 else probs
+    y = take_labels("categorical_pll", y, mean)
+    return reduce("categorical_pll", mean.gather(1, y.unsqueeze(1)).squeeze(1).log(), reduction)
+
+
+def brier(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Brier score, sum_k (p[n, k] - 1[k = y_n])²: the sum over the classes, between 0 and 2.
+
+    Args:
+        probs: (N, K, *) probabilities, normalised over dim 1.
+        y: (N, *) integer labels in [0, K).
+        reduction: "mean" over the rows, or "none".
+
+    Returns:
+        () or (N, *), float64; lower is better.
+    """
+    probs = take_probs("brier", probs, "(N, K)")
+    y = take_labels("brier", y, probs).unsqueeze(1)
+    hit = torch.zeros_like(probs).scatter_(1, y, 1.0)
+    return reduce("brier", (probs - hit).square().sum(1), reduction)
+
+
+def accuracy(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Whether the most probable class is the label, 1[argmax_k p[n, k] = y_n].
+
+    Args:
+        probs: (N, K, *) probabilities or logits.
+        y: (N, *) integer labels in [0, K).
+        reduction: "mean" over the rows, or "none".
+
+    Returns:
+        () or (N, *), float64.
+    """
+    probs = take_probs("accuracy", probs, "(N, K)")
+    return reduce(
+        "accuracy", (probs.argmax(1) == take_labels("accuracy", y, probs)).double(), reduction
+    )
+
+
+def ece(probs: Tensor, y: Tensor, num_bins: int = 15) -> Tensor:
+    """Expected calibration error, sum_b (n_b / N) |accuracy_b - confidence_b|.
+
+    Rows fall into `num_bins` bins of equal width, (lower, upper], by their largest probability
+    (Guo et al. 2017, section 2). A pixel counts as a row.
+
+    Args:
+        probs: (N, K, *) probabilities, normalised over dim 1.
+        y: (N, *) integer labels in [0, K).
+        num_bins: number of bins over [0, 1]; positive.
+
+    Returns:
+        () between 0 and 1, float64; nan without rows.
+    """
+    probs = take_probs("ece", probs, "(N, K)")
+    y = take_labels("ece", y, probs)
+    if num_bins < 1:
+        refuse("ece", "num_bins", "be positive", num_bins)
+    confidence, guess = probs.max(1)
+    bins = (confidence * num_bins).ceil().long().clamp(1, num_bins) - 1
+    gap = torch.zeros(num_bins, dtype=torch.float64, device=probs.device)
+    gap.index_add_(0, bins.flatten(), ((guess == y).double() - confidence).flatten())
+    return gap.abs().sum() / y.numel()
+
+
+def predictive_entropy(probs: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Entropy of the mean prediction, H[p̄] = -sum_k p̄_k log p̄_k with p̄ = mean_t p_t.
+
+    Args:
+        probs: (T, N, K, *) probabilities of each replica, normalised over dim 2.
+        reduction: "mean" over the rows, or "none".
+
+    Returns:
+        () or (N, *) in nats, float64.
+    """
+    probs = take_probs("predictive_entropy", probs, "(T, N, K)")
+    mean = probs.mean(0)
+    return reduce("predictive_entropy", -torch.xlogy(mean, mean).sum(1), reduction)
+
+
+def mutual_information(probs: Tensor, *, reduction: str = "mean") -> Tensor:
+    """What the replicas disagree about, H[p̄] - mean_t H[p_t] = mean_t KL(p_t ‖ p̄).
+
+    Here p̄ = mean_t p_t. Evaluated in the second form with p̄ = p_0 + mean_t(p_t - p_0): equal
+    replicas give exactly 0.
+
+    Args:
+        probs: (T, N, K, *) probabilities of each replica, normalised over dim 2.
+        reduction: "mean" over the rows, or "none".
+
+    Returns:
+        () or (N, *) in nats, float64.
+    """
+    probs = take_probs("mutual_information", probs, "(T, N, K)")
+    mean = (probs[0] + (probs - probs[0]).mean(0)).clamp_min(0)
+    divergence = (torch.xlogy(probs, probs) - torch.xlogy(probs, mean)).sum(2).mean(0)
+    return reduce("mutual_information", divergence, reduction)
+
+
+def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
+    """Probability that an outside score exceeds an inside one, P(out > in) + P(out = in) / 2.
+
+    The area under the ROC curve with the outside data as the positive class.
+
+    Args:
+        scores_in: (N,) scores of data of the known kind.
+        scores_out: (N',) scores of other data; higher means more foreign.
+
+    Returns:
+        () between 0 and 1, float64; 0.5 is chance, nan if either is empty.
+    """
+    for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
+        check_floating("auroc", name, scores)
+        if scores.dim() != 1:
+            refuse("auroc", name, "have one dimension", scores.dim())
+    ordered = scores_in.double().sort().values
+    outside = scores_out.double().to(ordered.device)
+    below = torch.searchsorted(ordered, outside, side="left")
+    not_above = torch.searchsorted(ordered, outside, side="right")
+    return (below + not_above).double().mean() / (2 * len(ordered))

@@ -1,0 +1,61 @@
+"""The scores that fit a prediction."""
+
+import torch
+from torch import Tensor
+
+from ..ops.checks import check_shape, check_tensor, refuse
+from ..prediction import Prediction
+from .classification import accuracy, brier, ece, nll
+from .regression import gaussian_crps, gaussian_nll, gaussian_pll, rmse
+
+
+def evaluate(pred: Prediction, y: Tensor) -> dict[str, float]:
+    """The mean over the data of each score that the prediction's likelihood has.
+
+    Categorical: accuracy, nll, brier, ece (15 bins), entropy, mutual_information, of the mean
+    probabilities.
+
+    Gaussian: rmse of the mean, and crps of N(mean, variance + noise_var). A density needs a
+    noise_var, positive
+    everywhere: with one there is nll, of that Gaussian, and if the replicas were kept
+        (`keep_samples=True`) pll, of
+    their mixture. Without one both are left out, and the crps is that of the replicas' variance
+    alone, which for one replica is the mean absolute error.
+
+    Args:
+        pred: what `predict` or `Prediction.from_samples` returned.
+        y: (N, *) integer labels, or targets of the shape of `pred.mean`.
+
+    Returns:
+        name -> value; nats, or for rmse and crps the unit of y.
+    """
+    if not isinstance(pred, Prediction):
+        refuse("evaluate", "pred", "be a Prediction", type(pred).__name__, TypeError)
+    check_tensor("evaluate", "y", y)
+    return (_categorical if pred.likelihood == "categorical" else _gaussian)(pred, y)
+
+
+def _categorical(pred: Prediction, y: Tensor) -> dict[str, float]:
+    scores = {score.__name__: score(pred.mean, y) for score in (accuracy, nll, brier, ece)}
+    scores["entropy"] = pred.entropy.double().mean()
+    scores["mutual_information"] = pred.mutual_information.double().mean()
+    return {name: score.item() for name, score in scores.items()}
+
+
+def _gaussian(pred: Prediction, y: Tensor) -> dict[str, float]:
+    mean, variance = _outputs(pred.mean), _outputs(pred.total_variance)
+    check_shape("evaluate", "y", y, pred.mean.shape)
+    std, y = variance.double().sqrt(), _outputs(y)
+    scores = {"rmse": rmse(mean, y), "crps": gaussian_crps(mean, std, y)}
+    noise = torch.as_tensor(0.0 if pred.noise_var is None else pred.noise_var, dtype=torch.float64)
+    if (noise > 0).all():
+        scores["nll"] = gaussian_nll(mean, std, y)
+        if pred.samples is not None:
+            noise = _outputs(noise.to(mean.device).expand(pred.mean.shape))
+            scores["pll"] = gaussian_pll(_outputs(pred.samples, 1), y, noise)
+    return {name: score.item() for name, score in scores.items()}
+
+
+def _outputs(values: Tensor, before: int = 0) -> Tensor:
+    """(*before, N) or (*before, N, D): what has more dimensions in one row is D outputs."""
+    return values.flatten(before + 1) if values.dim() > before + 2 else values

@@ -1,0 +1,123 @@
+"""evaluate: the scores of a prediction are those of its parts."""
+
+import pytest
+import torch
+
+from bnuq_ext import Prediction, metrics
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def approx(expected):
+    return pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-9)
+
+
+@pytest.mark.parametrize("place", [(), (4, 2)], ids=["rows", "pixels"])
+def test_categorical(place):
+    logits, y = 2 * draw(5, 20, 3, *place), torch.arange(20) % 3
+    y = y.view(20, *[1 for _ in place]).expand(20, *place)
+    probs = logits.softmax(2)
+    mean = probs.mean(0)
+    actual = metrics.evaluate(Prediction.from_samples(logits, "categorical"), y)
+    assert list(actual) == ["accuracy", "nll", "brier", "ece", "entropy", "mutual_information"]
+    assert actual == approx(
+        {
+            "accuracy": (mean.argmax(1) == y).double().mean(),
+            "nll": metrics.nll(mean, y),
+            "brier": metrics.brier(mean, y),
+            "ece": metrics.ece(mean, y),
+            "entropy": metrics.predictive_entropy(probs),
+            "mutual_information": metrics.mutual_information(probs),
+        }
+    )
+
+
+NOISES = [0.3, torch.tensor([0.3, 0.2])]
+
+
+@pytest.mark.parametrize("noise_var", NOISES, ids=["number", "tensor"])
+def test_gaussian_with_noise(noise_var):
+    samples, y = draw(6, 30, 2), draw(30, 2, seed=1)
+    mean, std = samples.mean(0), (samples.var(0, correction=0) + noise_var).sqrt()
+    actual = metrics.evaluate(Prediction.from_samples(samples, "gaussian", noise_var), y)
+    expected = {
+        "rmse": metrics.rmse(mean, y),
+        "crps": metrics.gaussian_crps(mean, std, y),
+        "nll": metrics.gaussian_nll(mean, std, y),
+        "pll": metrics.gaussian_pll(samples, y, noise_var),
+    }
+    assert actual == approx(expected)
+    assert list(actual) == list(expected)
+
+
+def test_gaussian_without_samples_has_no_pll():
+    samples, y = draw(6, 30), draw(30, seed=1)
+    pred = Prediction.from_samples(samples, "gaussian", 0.3)
+    every = metrics.evaluate(pred, y)
+    pred.samples = None
+    some = metrics.evaluate(pred, y)
+    assert some == {name: every[name] for name in ("rmse", "crps", "nll")}
+
+
+@pytest.mark.parametrize("noise_var", [None, 0.0, torch.tensor([0.0] + 29 * [1.0])], ids=str)
+def test_gaussian_without_noise_has_no_density(noise_var):
+    samples, y = draw(6, 30), draw(30, seed=1)
+    pred = Prediction.from_samples(samples, "gaussian", noise_var)
+    actual = metrics.evaluate(pred, y)
+    std = pred.total_variance.sqrt()
+    assert actual == approx(
+        {
+            "rmse": metrics.rmse(pred.mean, y),
+            "crps": metrics.gaussian_crps(pred.mean, std, y),
+        }
+    )
+
+
+def test_one_replica_without_noise_scores_its_absolute_error():
+    samples, y = draw(1, 30), draw(30, seed=1)
+    actual = metrics.evaluate(Prediction.from_samples(samples, "gaussian"), y)
+    assert actual["crps"] == pytest.approx((samples[0] - y).abs().mean().item(), rel=1e-12)
+
+
+def test_outputs_of_more_dimensions_are_outputs():
+    samples, y = draw(4, 5, 2, 3), draw(5, 2, 3, seed=1)
+    actual = metrics.evaluate(Prediction.from_samples(samples, "gaussian", 0.2), y)
+    flat = Prediction.from_samples(samples.flatten(2), "gaussian", 0.2)
+    assert actual == pytest.approx(metrics.evaluate(flat, y.flatten(1)), rel=1e-9)
+
+
+def test_rejects():
+    gaussian = Prediction.from_samples(draw(2, 3, 1), "gaussian", 1.0)
+    categorical = Prediction.from_samples(draw(2, 3, 4), "categorical")
+    for call, error, message in (
+        (
+            lambda: metrics.evaluate(gaussian.mean, gaussian.mean),
+            TypeError,
+            "evaluate: pred must be a Prediction, got Tensor",
+        ),
+        (
+            lambda: metrics.evaluate(gaussian, [0.0]),
+            TypeError,
+            "evaluate: y must be a tensor, got list",
+        ),
+        (
+            lambda: metrics.evaluate(gaussian, torch.zeros(3)),
+            ValueError,
+            "evaluate: y must have shape [3, 1], got [3]",
+        ),
+        (
+            lambda: metrics.evaluate(gaussian, torch.zeros(3, 1, dtype=torch.int64)),
+            TypeError,
+            "rmse: y must be a floating-point tensor, got torch.int64",
+        ),
+        (
+            lambda: metrics.evaluate(categorical, torch.zeros(3)),
+            TypeError,
+            "accuracy: y must be a tensor of integer labels, got torch.float32",
+        ),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert str(caught.value) == message
