@@ -8,6 +8,8 @@ from .bank import attach as attach
 from .baselines import ensemble as ensemble
 from .baselines import mc_dropout as mc_dropout
 from .baselines import plug_in as plug_in
+from .batch_size import BatchSizeFit as BatchSizeFit
+from .batch_size import fit_batch_size as fit_batch_size
 from .bayes import BayesLinear as BayesLinear
 from .collect import collect as collect
 from .context import replicas as replicas

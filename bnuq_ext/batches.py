@@ -82,12 +82,20 @@ def _dataset_source(op: str, dataset, batch_size: int) -> Source:
 
 def _draws(dataset, batch_size: int) -> Iterator:
     """Batches without end, each drawn without replacement, independent of each other."""
-    fetch = getattr(dataset, "__getitems__", None) or (lambda rows: [dataset[row] for row in rows])
+    fetch = fetcher(dataset)
     rng = np.random.default_rng(torch.empty((), dtype=torch.int64).random_().item())
     while True:
         rows = rng.choice(len(dataset), batch_size, replace=False, shuffle=False)
         # In the data's order, so that batches of all rows have bit-identical statistics.
-        yield torch_data.default_collate(fetch(np.sort(rows).tolist()))
+        yield fetch(np.sort(rows).tolist())
+
+
+def fetcher(dataset) -> Callable[[list[int]], object]:
+    """What makes a batch of given rows of a map-style data set."""
+    if type(dataset) is torch_data.TensorDataset:  # the same, without a step per row
+        return lambda rows: [tensor[rows] for tensor in dataset.tensors]
+    fetch = getattr(dataset, "__getitems__", None) or (lambda rows: [dataset[row] for row in rows])
+    return lambda rows: torch_data.default_collate(fetch(rows))
 
 
 def _loader_source(loader: torch_data.DataLoader) -> Source:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .ops.checks import acc_dtype, check_floating, check_integer, refuse
+
+if TYPE_CHECKING:
+    from .bank import Bank
 
 
 class StatisticsGaussian(NamedTuple):
@@ -195,3 +198,19 @@ def gaussian_of_moments(
     std = torch.where(var > 0, alive.sqrt(), 0.0)
     std_var = torch.where(var > 0, var_c / (4 * alive), 0.0)
     return StatisticsGaussian(mean, var_a * scale, std, std_var * scale)
+
+
+def observed_statistics(bank: Bank) -> dict[str, StatisticsGaussian]:
+    """Mean and variance, with 1/(B-1), of mu_B and sigma_B over a bank's snapshots, by call; float64.
+
+    A single snapshot has variances of 0.
+    """
+    found = {}
+    for name, mean in bank.mean.items():
+        mean, std = mean.double(), bank.var[name].double().sqrt()
+        if len(bank) == 1:
+            none = torch.zeros_like(mean[0])
+            found[name] = StatisticsGaussian(mean[0], none, std[0], none)
+        else:
+            found[name] = StatisticsGaussian(mean.mean(0), mean.var(0), std.mean(0), std.var(0))
+    return found

@@ -67,7 +67,7 @@ class Stream:
         results, targets = [], []
         with self._bar() as bar:
             for batch in loader:
-                inputs, target = _split(self.forward.op, batch)
+                inputs, target = split_batch(self.forward.op, batch)
                 results.append(self._run(move(inputs, self.device), bar))
                 targets.append(target)
         if not results:
@@ -149,7 +149,7 @@ class Stream:
         return samples
 
 
-def _split(op: str, batch) -> tuple:
+def split_batch(op: str, batch) -> tuple:
     """A loader's batch as (the model's input, targets or None)."""
     if isinstance(batch, Mapping):
         return model_input(op, batch), batch.get("target", batch.get("y"))

@@ -1,0 +1,323 @@
+"""`fit_batch_size`: the batch size of the statistics as a variational parameter, chosen by the ELBO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .bank import Bank, attach, stochastic_layers
+from .batches import fetcher, find_source
+from .collect import gather
+from .inputs import model_device, move
+from .metrics import mutual_information
+from .ops.checks import check_integer, refuse
+from .predict import predict
+from .prediction import check_likelihood
+from .restore import preserved_rng, without_gradients
+from .samplers import check_key, draw_key
+from .statistics_kl import StatisticsGaussian, channel_kl, check_prior, observed_statistics
+from .stream import split_batch
+
+OP = "fit_batch_size"
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSizeFit:
+    """What `fit_batch_size` found for each of P batch sizes; float64.
+
+    Attributes:
+        batch_sizes: (P,) int64, ascending.
+        log_likelihood: (P,) E_q log p(y | x, omega), summed over the training data, in nats.
+        kl: (P,) divergence of the statistics from the prior, in nats; inf at M = N.
+        nll: (P,) mean negative log predictive density of the validation data, in nats; None without it.
+        mutual_information: (P,) between class and replica, mean over the inputs, in nats; None for
+            "gaussian". Exactly 0 at M = N.
+        epistemic_variance: (P,) variance over the replicas, mean over inputs and outputs (class
+            probabilities, or means in the unit of y squared). Exactly 0 at M = N.
+        left_out: channels without a divergence: constant over the rows of some batch size's every batch.
+    """
+
+    batch_sizes: Tensor
+    log_likelihood: Tensor
+    kl: Tensor
+    nll: Tensor | None
+    mutual_information: Tensor | None
+    epistemic_variance: Tensor
+    left_out: int
+
+    @property
+    def elbo(self) -> Tensor:
+        """(P,) log_likelihood - kl, in nats, up to the constants that an improper prior leaves out."""
+        return self.log_likelihood - self.kl
+
+    @property
+    def best_by_elbo(self) -> int:
+        """M with the greatest ELBO; the smallest of equals."""
+        return int(self.batch_sizes[self.elbo.argmax()])
+
+    @property
+    def best_by_nll(self) -> int | None:
+        """M with the least validation NLL; the smallest of equals."""
+        return None if self.nll is None else int(self.batch_sizes[self.nll.argmin()])
+
+
+def fit_batch_size(
+    model: nn.Module,
+    data,
+    candidates: Iterable[int],
+    *,
+    likelihood: str,
+    prior: StatisticsGaussian | Mapping[str, StatisticsGaussian],
+    validation=None,
+    num_samples: int = 32,
+    noise_var: float | None = None,
+    num_rows: int | None = None,
+    seed: int | None = None,
+    rows_at_a_time: int = 256,
+    progress: bool = True,
+) -> BatchSizeFit:
+    """The evidence lower bound, and the validation NLL, as functions of the batch size of the statistics.
+
+        ELBO(M) = sum over n of E_q log p(y_n | x_n, omega) - KL(q_M(omega) || p(omega))
+
+    q_M is the distribution of the statistics of random batches of M rows. For each M the model, as it is, goes
+    over `num_samples` fresh batches, drawn without replacement and independently of each other; these are the
+    replicas. The divergence is that of `statistics_kl` with the mean and the variance over them: it treats
+    units and layers as independent Gaussians, which they are not. Small batches cost likelihood, and a
+    divergence grows as -ln s_q, by ln(2) / 2 for each statistic when M doubles. At M = N there is one
+    batch, no uncertainty, an infinite divergence and an ELBO of -inf.
+
+    Model, bank, training flags and torch's generators are left as found, whatever happens (without a seed,
+    torch's generator gives one number).
+
+    Args:
+        model: converted by `convert`; with a bank or without.
+        data: training data, a map-style data set of (input, target) or of dicts with "input" or "x" and
+            "target" or "y", such as a TensorDataset(x, y).
+        candidates: batch sizes, each once, from 2 to N.
+        likelihood: "categorical": outputs are logits (N, K, *), targets (N, *). "gaussian": means, targets
+            of their shape.
+        prior: over the statistics: for all layers, such as `implied_prior(...)`, or by the layers' names in a
+            bank.
+        validation: a data set like `data`. Where the mutual information and the variance are taken too; without
+            it, on `data`.
+        num_samples: T, batches and replicas for each M; at least 2.
+        noise_var: variance of gaussian noise; needed for "gaussian", only there.
+        num_rows: rows of `data`, drawn once, that the likelihood is estimated from, scaled up to N; None
+            for all.
+        seed: of all draws: the same seed, the same result. None draws it from torch's generator.
+        rows_at_a_time: inputs that go through the model together.
+        progress: show a bar on stderr when that is a terminal.
+
+    Returns:
+        BatchSizeFit.
+
+    Raises:
+        ValueError, TypeError: an argument is refused, or the model is not converted.
+
+    Source: Mukhoti et al., On Batch Normalisation for Approximate Bayesian Inference, section 3, which proposes
+        it; objective and divergence from Teye et al. (2018), equation 1 and appendix 1.2.
+    """
+    layers = stochastic_layers(OP, model)
+    sizes = _checked_sizes(data, candidates)
+    num_samples = check_integer(OP, "num_samples", num_samples, 2)
+    rows_at_a_time = check_integer(OP, "rows_at_a_time", rows_at_a_time, 1)
+    _check_likelihood(likelihood, noise_var)
+    for each in prior.values() if isinstance(prior, Mapping) else [prior]:
+        check_prior(OP, each)
+    if validation is not None:
+        _size("validation", validation)
+    num_rows = _checked_rows(data, num_rows)
+    check_key(OP, seed)
+    device = model_device(model)
+    key = draw_key(seed, torch.device("cpu"))
+    judge = _Judge(model, device, likelihood, noise_var, key, rows_at_a_time)
+    with preserved_rng(), without_gradients(), _bank_put_back(layers):
+        torch.manual_seed(key)
+        rows = torch.randperm(len(data))[:num_rows].sort().values
+        with tqdm(desc=OP, total=2 * len(sizes), disable=None if progress else True) as bar:
+            banks = []
+            for M in sizes:
+                banks.append(_bank(model, data, M, num_samples, key, device))
+                bar.update()
+            kl, left_out = _divergences(banks, prior)
+            scores = []
+            for bank in banks:
+                attach(model, bank)
+                scores.append(judge.both(data, rows.tolist(), validation, len(bank)))
+                bar.update()
+    return _fit(sizes, kl, left_out, scores)
+
+
+def _checked_sizes(data, candidates) -> list[int]:
+    N = _size("data", data)
+    if not isinstance(candidates, Iterable):
+        got = type(candidates).__name__
+        refuse(OP, "candidates", "be batch sizes", got, TypeError)
+    sizes = [check_integer(OP, "candidates", M, 2) for M in candidates]
+    if not sizes or len({*sizes}) < len(sizes):
+        refuse(OP, "candidates", "be at least 1 batch size, each once", sizes)
+    if max(sizes) > N:
+        refuse(OP, "candidates", f"be at most the data's {N} rows", max(sizes))
+    return sorted(sizes)
+
+
+def _size(name: str, dataset) -> int:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        refuse(OP, name, "be a map-style data set", type(dataset).__name__, TypeError)
+    if len(dataset) == 0:
+        refuse(OP, name, "have rows", 0)
+    return len(dataset)
+
+
+def _checked_rows(data, num_rows) -> int:
+    if num_rows is None:
+        return len(data)
+    if check_integer(OP, "num_rows", num_rows, 1) > len(data):
+        refuse(OP, "num_rows", f"be at most the data's {len(data)} rows", num_rows)
+    return num_rows
+
+
+def _check_likelihood(likelihood, noise_var) -> None:
+    check_likelihood(OP, likelihood, noise_var)
+    if likelihood == "gaussian" and not (isinstance(noise_var, Real) and noise_var > 0):
+        refuse(OP, "noise_var", "be a positive number for a gaussian likelihood", noise_var)
+
+
+@contextmanager
+def _bank_put_back(layers: dict[str, nn.Module]):
+    """Each layer's own bank, or none, is put back after the body, however it ends."""
+    names = ("bank", "bank_name")
+    before = [(m, {n: vars(m)[n] for n in names if n in vars(m)}) for m in layers.values()]
+    try:
+        yield
+    finally:
+        for layer, found in before:
+            for name in names:
+                vars(layer).pop(name, None)
+            vars(layer).update(found)
+
+
+def _bank(model, data, M: int, num_samples: int, key: int, device) -> Bank:
+    torch.manual_seed(key)
+    count = 1 if M == len(data) else num_samples
+    bank, _ = gather(OP, model, find_source(OP, data, M), count, device=device)
+    return bank
+
+
+def _divergences(banks: list[Bank], prior) -> tuple[list[float], int]:
+    """The divergence of each bank, over the channels that vary in all of them, and how many do not."""
+    alive = {
+        name: torch.stack([(b.var[name] > 0).any(0) for b in banks]).all(0)
+        for name in banks[0].names
+    }
+    priors = prior if isinstance(prior, Mapping) else dict.fromkeys(alive, prior)
+    if priors.keys() != alive.keys():
+        refuse(OP, "prior", f"have the names of the layers' calls {list(alive)}", list(priors))
+    totals = []
+    for bank in banks:
+        q = observed_statistics(bank)
+        totals.append(sum(channel_kl(q[n], priors[n])[alive[n]].sum().item() for n in alive))
+    return totals, sum(int((~a).sum()) for a in alive.values())
+
+
+class _Scores(NamedTuple):
+    log_likelihood: float  # sum over rows
+    nll: float  # the rest: means
+    information: float | None
+    variance: float
+
+
+class _Judge:
+    """Scores the replicas of a model's bank on rows of a data set."""
+
+    def __init__(self, model, device, likelihood: str, noise_var, key: int, rows_at_a_time: int):
+        self.model, self.device, self.likelihood = model, device, likelihood
+        self.noise_var, self.key, self.rows_at_a_time = noise_var, key, rows_at_a_time
+
+    def both(self, data, rows: list[int], validation, num_samples: int) -> tuple:
+        """Scores on the training rows, scaled up to all, and on the validation data or None."""
+        train = self.scores(data, rows, num_samples)
+        train = train._replace(log_likelihood=train.log_likelihood * len(data) / len(rows))
+        if validation is None:
+            return train, None
+        return train, self.scores(validation, list(range(len(validation))), num_samples)
+
+    def scores(self, dataset, rows: list[int], num_samples: int) -> _Scores:
+        fetch, step = fetcher(dataset), self.rows_at_a_time
+        totals = torch.zeros(6, dtype=torch.float64)
+        for start in range(0, len(rows), step):
+            inputs, y = split_batch(OP, fetch(rows[start : start + step]))
+            pred = predict(
+                self.model, move(inputs, self.device), likelihood=self.likelihood, num_samples=num_samples,
+                seed=self.key, keep_samples=True,
+            )  # fmt: skip
+            totals += self._sums(pred.samples.double(), y)
+        log_likelihood, nll, count, information, variance, values = totals.tolist()
+        categorical = self.likelihood == "categorical"
+        return _Scores(
+            log_likelihood,
+            nll / count,
+            information / count if categorical else None,
+            variance / values,
+        )
+
+    def _sums(self, samples: Tensor, y) -> Tensor:
+        log_p = log_likelihood(samples, y, self.likelihood, self.noise_var)
+        mixed = log_p.logsumexp(0) - torch.tensor(float(len(log_p))).log()
+        information = torch.zeros(())
+        if self.likelihood == "categorical":
+            samples = samples.softmax(2)
+            information = mutual_information(samples, reduction="none").sum()
+        variance = samples.var(0, correction=0)
+        sums = (
+            log_p.mean(0).sum(),
+            -mixed.sum(),
+            mixed.numel(),
+            information,
+            variance.sum(),
+            variance.numel(),
+        )
+        return torch.tensor([float(s) for s in sums], dtype=torch.float64)
+
+
+def log_likelihood(samples: Tensor, y, likelihood: str, noise_var) -> Tensor:
+    """log p(y | replica): (T, N, *) for logits (T, N, K, *); (T, N) for means (T, N, ...), summed over outputs."""
+    categorical = likelihood == "categorical"
+    expected = (samples.shape[1], *samples.shape[3:]) if categorical else tuple(samples.shape[1:])
+    if not isinstance(y, Tensor) or tuple(y.shape) != expected:
+        got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        refuse(OP, "targets", f"be a tensor of shape {list(expected)}", got)
+    y = y.to(samples.device).expand(len(samples), *expected)
+    if categorical:
+        loss = F.cross_entropy(samples.flatten(0, 1), y.flatten(0, 1).long(), reduction="none")
+        return -loss.unflatten(0, (len(samples), -1))
+    noise = torch.distributions.Normal(samples, noise_var**0.5, validate_args=False)
+    return noise.log_prob(y.to(samples.dtype)).reshape(*samples.shape[:2], -1).sum(2)
+
+
+def _fit(sizes: list[int], kl: list[float], left_out: int, scores: list[tuple]) -> BatchSizeFit:
+    train = [pair[0] for pair in scores]
+    judged = [pair[1] or pair[0] for pair in scores]
+
+    def curve(values) -> Tensor | None:
+        values = list(values)
+        return None if None in values else torch.tensor(values, dtype=torch.float64)
+
+    return BatchSizeFit(
+        batch_sizes=torch.tensor(sizes),
+        log_likelihood=curve(s.log_likelihood for s in train),
+        kl=curve(kl),
+        nll=curve(None if pair[1] is None else pair[1].nll for pair in scores),
+        mutual_information=curve(s.information for s in judged),
+        epistemic_variance=curve(s.variance for s in judged),
+        left_out=left_out,
+    )
