@@ -76,13 +76,16 @@ class Known:
 
     @contextmanager
     def examining(self, op: str, model: nn.Module):
-        """Around a forward; around the first one of a model it warns of batch norm that is not covered."""
+        """Around a forward; around the first one of a model it warns of batch norm that is not covered.
+
+        Yields what counts there, or None.
+        """
         examined, self.examined = self.examined, True
         if examined or not named_stochastic_layers(model):
-            yield
+            yield None
             return
         with count_uncovered(model) as counter:
-            yield
+            yield counter
         if counter.uncovered:
             warnings.warn(
                 f"{op}: {counter.uncovered} batch-norm calls of the forward belong to no stochastic layer "

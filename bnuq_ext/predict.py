@@ -19,9 +19,18 @@ from .known import know
 from .nn import Stochastic, named_stochastic_layers
 from .ops.checks import check_integer, refuse
 from .prediction import Prediction, check_likelihood, check_noise_shape
+from .query import JoiningForward, take_batches
 from .replicas import Replicated
 from .restore import evaluating
-from .samplers import BankSampler, Sampler, check_key, check_sampler, draw_key, make_sampler
+from .samplers import (
+    BankSampler,
+    Sampler,
+    WeightSampler,
+    check_key,
+    check_sampler,
+    draw_key,
+    make_sampler,
+)
 from .stream import STRATEGIES, Replicas, Stream
 
 
@@ -37,6 +46,7 @@ def predict(
     first_replica: int = 0,
     loader: Iterable | None = None,
     batch_size: int | None = None,
+    query: str = "out",
     strategy: str = "auto",
     chunk: int | str = "auto",
     output_fn: Callable | None = None,
@@ -67,6 +77,10 @@ def predict(
         first_replica: global number of the first replica: 10 replicas from 10 on are the second half of 20.
         loader: batches for sampler "batch".
         batch_size: M that "joint", "lognormal" and "normal" rescale the bank to; see `Rescaling`.
+        query: whether with sampler "batch" a query's own row counts in the statistics. "out": they are the
+            batch's. "in": each query by itself takes the place of the last row of the batch, and the statistics
+            are those of the M rows together, in deeper layers too: exact, as in a training step, and slow,
+            since it takes a forward of M rows for each query and replica. Keeps all T batches in memory.
         strategy: "loop" runs one replica after another, which defines the answer; "folded" runs many as
             one batch or refuses; "auto" folds where the model has proved to give the loop's answer.
         chunk: replicas at a time, or "auto".
@@ -86,12 +100,15 @@ def predict(
     check_sampler("predict", sampler, batch_size)
     _check_options(sampler, seed, loader, strategy, output_fn)
     check_chunk("predict", chunk)
+    _check_query(query, sampler, strategy)
     device = device_of(modules)
     single = isinstance(x, (Tensor, tuple, Mapping))
     check_x("predict", x, device, single)
 
     known = know(model, modules)
-    if sampler == "batch":
+    if query == "in":
+        layers, drawn = stochastic_layers("predict", model), WeightSampler(device)
+    elif sampler == "batch":
         layers = named_stochastic_layers(model)
         drawn = _batch_sampler(model, loader, first_replica + num_samples, device)
     else:
@@ -100,6 +117,9 @@ def predict(
     layers |= bayes_layers(model, modules)
     key = draw_key(seed, device)
     forward = Forward(model, layers, drawn, key, output_fn, known)
+    if query == "in":
+        batches = take_batches("predict", loader, first_replica, num_samples, device)
+        forward, strategy = JoiningForward(forward, batches, first_replica), "loop"
     replicas = Replicas(first_replica, num_samples, strategy, chunk, keep_samples, progress)
     with torch.no_grad(), evaluating(model):
         stream = Stream(forward, modules, replicas, likelihood, device)
@@ -146,6 +166,15 @@ def _check_options(sampler, seed, loader, strategy, output_fn) -> None:
     if output_fn is not None and not callable(output_fn):
         refuse(op, "output_fn", "be callable", type(output_fn).__name__, TypeError)
     check_key(op, seed)
+
+
+def _check_query(query, sampler: str, strategy: str) -> None:
+    if query not in ("out", "in"):
+        refuse("predict", "query", 'be "out" or "in"', repr(query))
+    if query == "in" and sampler != "batch":
+        refuse("predict", "query", f'be "out" with sampler "{sampler}"', '"in"')
+    if query == "in" and strategy == "folded":
+        refuse("predict", "strategy", 'be "auto" or "loop" with query "in"', '"folded"')
 
 
 def check_x(op: str, x, device: torch.device, single: bool) -> None:
