@@ -99,7 +99,7 @@ def gather(
     batches are gone through at most until `num_batches` could be used.
     """
     record = _Record(op, stochastic_layers(op, model), input_fn, device, on_nonfinite)
-    with preserved_rng(*source.generators), evaluating(model), without_gradients():
+    with preserved_rng(*source.generators), evaluating(list(model.modules())), without_gradients():
         # Closed with the body, so that a loader's workers end with it.
         with closing(source.batches(most or num_batches)) as batches:
             shown = tqdm(batches, op, num_batches, disable=None if progress else True)

@@ -73,7 +73,12 @@ def doctor(model: nn.Module, x) -> Report:
     if not isinstance(x, (Tensor, tuple, dict)):
         refuse("doctor", "x", "be a tensor, a tuple or a dict", type(x).__name__, TypeError)
     layers = named_stochastic_layers(model)
-    with evaluating(model), preserved_rng(), without_gradients(), count_uncovered(model) as counter:
+    with (
+        evaluating(list(model.modules())),
+        preserved_rng(),
+        without_gradients(),
+        count_uncovered(model) as counter,
+    ):
         watch = DoctorPass(layers, counter)
         with running(watch):
             call(model, x)

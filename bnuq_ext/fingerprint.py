@@ -27,14 +27,18 @@ def fingerprint(modules: list[nn.Module]) -> list:
         attributes = module.__dict__
         seen += (id(module), type(module))
         for hooks in _HOOKS:
-            seen += [id(hook) for hook in attributes[hooks].values() if not hasattr(hook, OURS)]
+            if attributes[hooks]:
+                seen += [id(hook) for hook in attributes[hooks].values() if not hasattr(hook, OURS)]
         for tensors in (attributes["_parameters"], attributes["_buffers"]):
             for tensor in tensors.values():
                 seen += _of_tensor(tensor)
         for name, value in attributes.items():
             if name not in _BASE:
                 seen.append(name)
-                _append(seen, value)
+                if type(value) in _SCALARS:  # nearly all are
+                    seen.append(value)
+                else:
+                    _append(seen, value)
     return seen
 
 

@@ -243,7 +243,7 @@ def proven_plan(
     forward: Forward, modules: list[nn.Module], inputs, first_replica: int, num_samples: int
 ) -> Plan:
     """The plan for T replicas of a model that the caller runs itself, tried in eval at the actual size."""
-    with torch.no_grad(), evaluating(forward.model):
+    with torch.no_grad(), evaluating(modules):
         known = know(forward.model, modules)
         folding = Folding(forward._replace(known=known), modules, first_replica)
         plan = folding.plan(inputs)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from .ops import batch_norm_bank, batch_norm_fitted
+from .ops.batch_norm import batch_norm_fitted, batch_norm_snapshots
 from .ops.checks import acc_dtype, refuse
 from .replicas import Replicated, current_pass
 from .samplers import Draw, Fitted
@@ -41,14 +41,12 @@ class Stochastic(Replicated):
         """The rows of the draw's replicas, folded; see `Replicated`."""
         statistics = draw.tables[key]
         weight, bias, eps = self.affine_parameters()
-        parameters = {"weight": weight, "bias": bias, "eps": eps, "shared": shared}
         if isinstance(statistics, Fitted):
-            params, family = statistics
-            y = batch_norm_fitted(
-                x, params, draw.seed, stream, draw.num_samples, family, **parameters
-            )
-        else:
-            y = batch_norm_bank(x, *statistics, snapshot=draw.snapshot, **parameters)
+            source = (statistics.params, draw.seed, stream, draw.num_samples, statistics.family)
+            parameters = {"weight": weight, "bias": bias, "eps": eps, "shared": shared}
+            return self.finish(batch_norm_fitted(x, *source, **parameters))
+        mean, var = statistics
+        y = batch_norm_snapshots(x, mean, var, draw.snapshot, weight, bias, eps, shared)
         return self.finish(y)
 
     def check_input(self, x: Tensor) -> None:

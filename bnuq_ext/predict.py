@@ -121,7 +121,7 @@ def predict(
         batches = take_batches("predict", loader, first_replica, num_samples, device)
         forward, strategy = JoiningForward(forward, batches, first_replica), "loop"
     replicas = Replicas(first_replica, num_samples, strategy, chunk, keep_samples, progress)
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluating(modules):
         stream = Stream(forward, modules, replicas, likelihood, device)
         result = stream.run(x) if single else stream.run_all(x)
     check_noise_shape("predict", noise_var, result["mean"])

@@ -13,16 +13,15 @@ _EVAL_USERS: dict[int, tuple[int, bool]] = {}  # by module: bodies inside, flag 
 
 
 @contextmanager
-def evaluating(model: nn.Module):
-    """Every module in eval for the body; each one's own flag is put back after it, however it ends.
+def evaluating(modules: list[nn.Module]):
+    """All modules of a model in eval for the body; each one's own flag is put back, however it ends.
 
     The flags are set directly: a module's own train() or eval() may do more than that (merge weights,
     freeze layers), which nothing could undo. Where threads share modules, the last one to leave puts
     the flags back.
     """
-    modules = list(model.modules())
     with _EVAL_LOCK:
-        if not _EVAL_USERS and not any(module.training for module in modules):
+        if not _EVAL_USERS and not any([module.training for module in modules]):
             modules = []  # in eval already, and no other body will put flags back
     entered = []
     try:

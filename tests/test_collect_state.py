@@ -320,7 +320,7 @@ def test_sixteen_threads():
 def test_flags_when_the_first_to_come_is_the_first_to_leave():
     model = make_model()
     before = state(model)
-    first, second = evaluating(model), evaluating(model.body)
+    first, second = evaluating(list(model.modules())), evaluating(model.body)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -337,7 +337,7 @@ def test_flags_of_one_model_under_sixteen_threads():
         together.wait()
         for turn in range(20):
             part = (model, model.body, model.head)[(i + turn) % 3]
-            with evaluating(part):
+            with evaluating(list(part.modules())):
                 assert not any(module.training for module in part.modules())
         return i
 

@@ -5,10 +5,12 @@ from torch import Tensor
 
 from .. import _library  # noqa: F401
 from .batch_norm_checks import (
+    check_activations,
     check_bank,
     check_fitted,
     check_input,
     check_out,
+    check_parameter,
     prepare,
     slope_of,
     wants_grad,
@@ -75,12 +77,8 @@ def batch_norm_bank(
     num_samples = check_bank(op, x, mean, var, seed, snapshot, num_samples)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
     negative_slope = slope_of(op, activation, slope)
-    seed, snapshot = prepare(seed, torch.int64), prepare(snapshot, torch.int64)
-    acc = acc_dtype(x.dtype)
-    mean, var = prepare(mean, acc), prepare(var, acc)
-    weight, bias = prepare(weight, acc), prepare(bias, acc)
     args = (x, mean, var, seed, snapshot, num_samples, weight, bias, residual)
-    args += (eps, negative_slope, shared)
+    args = _prepared(*args) + (eps, negative_slope, shared)
     if out is None:
         return _call(torch.ops.bnuq.batch_norm_bank.default, *args)
     check_out(
@@ -88,6 +86,32 @@ def batch_norm_bank(
     )
     torch.ops.bnuq.batch_norm_bank_out.default(out, *args)
     return out
+
+
+def batch_norm_snapshots(
+    x: Tensor, mean: Tensor, var: Tensor, snapshot: Tensor, weight, bias, eps: float, shared: bool
+) -> Tensor:
+    """`batch_norm_bank` without checks of the statistics and snapshots, which this package has drawn."""
+    op = "batch_norm_bank"
+    check_activations(op, x)
+    check_parameter(op, "mean", mean, (mean.shape[0], x.shape[1]), x.device)
+    args = _prepared(x, mean, var, None, snapshot, snapshot.shape[0], weight, bias, None)
+    return _call(torch.ops.bnuq.batch_norm_bank.default, *args, eps, 1.0, shared)
+
+
+def _prepared(x, mean, var, seed, snapshot, num_samples, weight, bias, residual) -> tuple:
+    acc = acc_dtype(x.dtype)
+    return (
+        x,
+        prepare(mean, acc),
+        prepare(var, acc),
+        prepare(seed, torch.int64),
+        prepare(snapshot, torch.int64),
+        num_samples,
+        prepare(weight, acc),
+        prepare(bias, acc),
+        residual,
+    )
 
 
 def batch_norm_fitted(
