@@ -320,7 +320,7 @@ def test_sixteen_threads():
 def test_flags_when_the_first_to_come_is_the_first_to_leave():
     model = make_model()
     before = state(model)
-    first, second = evaluating(list(model.modules())), evaluating(model.body)
+    first, second = evaluating(list(model.modules())), evaluating(list(model.body.modules()))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
