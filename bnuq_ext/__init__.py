@@ -20,6 +20,8 @@ from .nn import StochasticBatchNorm1d as StochasticBatchNorm1d
 from .nn import StochasticBatchNorm2d as StochasticBatchNorm2d
 from .nn import StochasticBatchNorm3d as StochasticBatchNorm3d
 from .nn import StochasticSyncBatchNorm as StochasticSyncBatchNorm
+from .normality import StatisticsNormality as StatisticsNormality
+from .normality import statistics_normality as statistics_normality
 from .posterior import posterior_summary as posterior_summary
 from .posterior import prune as prune
 from .posterior import to_bayesian as to_bayesian
