@@ -284,7 +284,7 @@ class _Task:
         """The prediction of a stream over these models."""
         with torch.no_grad(), ExitStack() as flags:
             for model in models:
-                flags.enter_context(evaluating(model))
+                flags.enter_context(evaluating(list(model.modules())))
             result = stream.run(self.x) if self.single else stream.run_all(self.x)
         check_noise_shape(self.op, self.noise_var, result["mean"])
         count = stream.replicas.count
