@@ -16,6 +16,7 @@ from .context import replicas as replicas
 from .convert import convert as convert
 from .convert import revert as revert
 from .doctor import doctor as doctor
+from .freezing import freeze as freeze
 from .nn import StochasticBatchNorm1d as StochasticBatchNorm1d
 from .nn import StochasticBatchNorm2d as StochasticBatchNorm2d
 from .nn import StochasticBatchNorm3d as StochasticBatchNorm3d

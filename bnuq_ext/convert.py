@@ -163,7 +163,7 @@ def _check_new_object(name: str, layer: nn.Module, made: nn.Module) -> None:
 
 def _restore(layer: nn.Module) -> nn.Module:
     """The original of a stochastic layer, with the layer's parameters, buffers and flags."""
-    for attribute in ("bank", "bank_name"):
+    for attribute in ("bank", "bank_name", "frozen"):
         vars(layer).pop(attribute, None)
     original = vars(layer).pop(_ORIGINAL, None)
     if original is None:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .batch_norm_like import EXCLUDED, describe, survey
+from .guards import DropoutTrace, warnings_of
 from .inputs import call
 from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .ops.checks import refuse
@@ -33,6 +34,8 @@ class Report:
         converted: names of the stochastic layers, with the calls of each.
         excluded_layers: names of the layers that `filter_fn` has left out.
         unconverted: names of the other modules that do batch norm, with class and reason.
+        warnings: what is known to go wrong and was found: batch norm whose input went through dropout, batch
+            norm in train(), a bank of small batches.
     """
 
     covered: int
@@ -41,6 +44,7 @@ class Report:
     converted: dict[str, int]
     excluded_layers: list[str]
     unconverted: dict[str, str]
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         idle = [name for name, calls in self.converted.items() if calls == 0]
@@ -51,12 +55,13 @@ class Report:
             *(f"  stochastic, never called: {name}" for name in idle),
             *(f"  excluded: {name}" for name in self.excluded_layers),
             *(f"  not converted: {describe({n: r})}" for n, r in self.unconverted.items()),
+            *(f"  warning: {text}" for text in self.warnings),
         ]
         return "\n".join(lines)
 
 
 def doctor(model: nn.Module, x) -> Report:
-    """Run one forward, in eval and without gradients, and tell which batch norm is not covered.
+    """Run one forward, in eval and without gradients; tell which batch norm is not covered, and warn.
 
     Calls of functions (`torch.nn.functional.batch_norm`) and of compiled or scripted code are seen
     too, batch norm written out in arithmetic is not. An excluded layer without parameters and
@@ -79,8 +84,8 @@ def doctor(model: nn.Module, x) -> Report:
         without_gradients(),
         count_uncovered(model) as counter,
     ):
-        watch = DoctorPass(layers, counter)
-        with running(watch):
+        watch, trace = DoctorPass(layers, counter), DropoutTrace(model)
+        with running(watch), trace:
             call(model, x)
     found = survey(model)
     return Report(
@@ -93,6 +98,7 @@ def doctor(model: nn.Module, x) -> Report:
             **{uncompiled_name(n): type(m).__name__ for n, m in found.convertible.items()},
             **{uncompiled_name(n): reason for n, reason in found.unsupported.items()},
         },
+        warnings=tuple(warnings_of(model, list(trace.after))),
     )
 
 

@@ -16,6 +16,7 @@ _LEADING = {
     F.alpha_dropout: Tensor.dim,
     F.feature_alpha_dropout: lambda x: 2,
 }
+DROPOUTS = tuple(_LEADING)
 
 
 class Dropping(TorchFunctionMode):

@@ -23,6 +23,7 @@ class Stochastic(Replicated):
     needs_bank = True
     bank = None  # Bank, shared by all layers of a model
     bank_name = None  # the layer's key in the bank
+    frozen = False  # whether train() leaves the layer in eval; see `freeze`
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Proxy):  # torch.fx: one node, as for the torch layer
@@ -32,6 +33,11 @@ class Stochastic(Replicated):
             return self.plain_forward(x)
         self.check_input(x)
         return active.visit(self, x)
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self.training = self.training and not self.frozen
+        return self
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """What the original class does."""

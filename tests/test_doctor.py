@@ -96,12 +96,14 @@ def test_sees_compiled_batch_norm():
 
 def test_report_reads_well():
     partial = bnuq.convert(Network(), filter_fn=lambda name, module: name != "left")
-    model = nn.Sequential(partial, nn.BatchNorm2d(4))
+    model = nn.Sequential(partial, nn.BatchNorm2d(4)).eval()
     assert str(bnuq.doctor(model, x)).split("\n") == [
         "5 batch-norm calls: 2 by 2 stochastic layers, 1 by excluded layers, 2 not covered",
         "  stochastic, never called: 0.idle",
         "  excluded: 0.left",
         "  not converted: 1 (BatchNorm2d)",
+        "  warning: batch norm after dropout: 0.function, 1. Dropout changes the variance from train() to "
+        "eval(), so the running statistics do not fit; keep dropout behind the last batch norm",
     ]
 
 

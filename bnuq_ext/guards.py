@@ -1,0 +1,90 @@
+"""What is known to go wrong with batch norm, looked for in a model: the warnings of `doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .dropout import DROPOUTS
+from .inputs import tensors
+from .nn import Stochastic, uncompiled_name
+
+_SMALL = 16  # rows
+_SHOWN = 4  # names
+
+
+class DropoutTrace(TorchFunctionMode):
+    """Follows what comes out of dropout through a forward, in eval too, into batch norm.
+
+    Attributes:
+        after: names of the batch-norm layers whose input depends on a dropout with p above 0, in the order
+            of their calls.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.after: dict[str, None] = {}
+        self._dropped = WeakIdKeyDictionary()
+        self._owner = {
+            id(tensor): uncompiled_name(name)
+            for name, module in model.named_modules()
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func in DROPOUTS and kwargs.get("p", args[1] if len(args) > 1 else 0.5) > 0:
+            # In eval the output is the input itself, which others may use without dropout.
+            output = output.view_as(output)
+            self._dropped[output] = None
+        elif any(tensor in self._dropped for tensor in tensors((args, kwargs))):
+            if func is F.batch_norm:
+                self.after[self._name((*args, *kwargs.values()))] = None
+            for tensor in tensors(output):
+                self._dropped[tensor] = None
+        return output
+
+    def _name(self, arguments: tuple) -> str:
+        names = (self._owner.get(id(a)) for a in arguments if isinstance(a, Tensor))
+        return next((name for name in names if name is not None), "one without parameters")
+
+
+def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
+    """What the user should know, one sentence each.
+
+    Args:
+        model: with the training flags that the user gave it.
+        after_dropout: `DropoutTrace.after`.
+    """
+    if after_dropout:
+        yield (
+            f"batch norm after dropout: {_listed(after_dropout)}. Dropout changes the variance from train() to "
+            "eval(), so the running statistics do not fit; keep dropout behind the last batch norm"
+        )
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, (_BatchNorm, Stochastic))}
+    training = [uncompiled_name(name) for name, module in norms.items() if module.training]
+    if training:
+        yield (
+            f"batch norm in train(): {_listed(training)}. Outside predict a forward normalises with its own "
+            "batch and moves the running statistics, with no_grad and requires_grad_(False) too; call eval(), "
+            "or bnuq_ext.freeze to train the rest"
+        )
+    banks = {id(m.bank): m.bank for m in norms.values() if getattr(m, "bank", None) is not None}
+    for bank in banks.values():
+        if bank.batch_size <= _SMALL:
+            yield (
+                f"small batches: the bank's have {bank.batch_size} rows. With {_SMALL} or fewer the statistics are "
+                "noisy and predictions were found to be worse (Teye et al. 2018); good if the model was "
+                "trained with such batches"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(name or "the model" for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
