@@ -141,6 +141,25 @@ def test_auroc_matches_scikit_learn_with_ties():
     assert metrics.auroc(outside, inside).item() == pytest.approx(1 - expected, rel=1e-12)
 
 
+def test_auroc_of_nan_or_nothing_is_nan():
+    scores = torch.tensor([0.0, 1.0])
+    for other in (torch.tensor([0.5, math.nan]), scores[:0]):
+        assert metrics.auroc(scores, other).isnan() and metrics.auroc(other, scores).isnan()
+
+
+def test_nan_stays_in_its_row():
+    probs, y = torch.tensor([[math.nan, 0.5], [0.5, 0.5]]), torch.tensor([1, 1])
+    for values in (
+        metrics.brier(probs, y, reduction="none"),
+        metrics.nll(probs, y - 1, reduction="none"),
+        metrics.categorical_pll(probs[None], y - 1, reduction="none"),
+        metrics.predictive_entropy(probs[None], reduction="none"),
+        metrics.mutual_information(probs[None], reduction="none"),
+    ):
+        assert values.isnan().tolist() == [True, False]
+    assert metrics.ece(probs, y).isnan()
+
+
 def test_temperature_matches_scipy():
     logits, y = 4 * draw(300, 5), labels(300, 5)
     logits[torch.arange(300), y] += 3

@@ -147,7 +147,7 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         scores_out: (N',) scores of other data; higher means more foreign.
 
     Returns:
-        () between 0 and 1, float64; 0.5 is chance, nan if either is empty.
+        () between 0 and 1, float64; 0.5 is chance, nan if either is empty or has a nan.
     """
     for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
         check_floating("auroc", name, scores)
@@ -155,6 +155,8 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
             refuse("auroc", name, "have one dimension", scores.dim())
     ordered = scores_in.double().sort().values
     outside = scores_out.double().to(ordered.device)
+    if ordered.isnan().any() or outside.isnan().any():
+        return ordered.new_tensor(torch.nan)
     below = torch.searchsorted(ordered, outside, side="left")
     not_above = torch.searchsorted(ordered, outside, side="right")
     return (below + not_above).double().mean() / (2 * len(ordered))

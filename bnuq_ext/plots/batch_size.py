@@ -1,0 +1,62 @@
+"""Scores against the batch size of the statistics."""
+
+from itertools import cycle
+
+from ..ops.checks import refuse
+from .canvas import BLUE, COLORS, GREY, ORANGE, new_figure, take_axes
+
+ORDER = (BLUE, ORANGE, GREY, *COLORS[1:5])
+
+
+def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, ax=None):
+    """Curves of some score against the batch size M of the statistics, M on a logarithmic axis.
+
+    Args:
+        batch_sizes: (P,) values of M, ascending.
+        curves: dict of label -> (P,) scores; in the order blue, orange, grey, then others.
+        ylabel: the score and its unit.
+        levels: dict of label of a curve -> its height without sampling, drawn dashed.
+        marks: dict of batch size -> a word put under it, with a line through the plot.
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    ax, marks = take_axes(ax), marks or {}
+    for (label, values), color in zip(curves.items(), cycle(ORDER), strict=False):
+        if len(values) != len(batch_sizes):
+            requirement = f"have one value for each of {len(batch_sizes)} batch sizes"
+            refuse("against_batch_size", label, requirement, len(values))
+        ax.plot(batch_sizes, values, marker="o", markersize=4, color=color, label=label)
+        if label in (levels or {}):
+            level = {"color": color, "linestyle": "--", "linewidth": 1}
+            ax.axhline(levels[label], label=f"{label}, plug-in BN", **level)
+    for m in marks:
+        ax.axvline(m, color=GREY, linewidth=0.6, zorder=0)
+    ax.set_xscale("log", base=2)
+    ticks = [f"{m}\n{marks[m]}" if m in marks else str(m) for m in batch_sizes]
+    ax.set_xticks(list(batch_sizes), ticks)
+    ax.minorticks_off()
+    ax.set(xlabel="batch size M of the statistics", ylabel=ylabel)
+    ax.legend(frameon=False)
+    return ax
+
+
+def information_and_nll(batch_sizes, information, nll, *, levels=None, marks=None):
+    """Mutual information and negative log-likelihood against the batch size, side by side.
+
+    Args:
+        batch_sizes, levels, marks: see `against_batch_size`; `levels` are of the likelihood.
+        information, nll: dict of label -> (P,) values in nats.
+
+    Returns:
+        Figure with two Axes.
+    """
+    figure = new_figure(9.2, 3.5)
+    left, right = figure.subplots(1, 2)
+    label = "mutual information [nats]"
+    against_batch_size(batch_sizes, information, ylabel=label, marks=marks, ax=left)
+    left.set_ylim(bottom=0)
+    label = "negative log-likelihood [nats]"
+    against_batch_size(batch_sizes, nll, ylabel=label, levels=levels, marks=marks, ax=right)
+    return figure

@@ -1,0 +1,166 @@
+"""What class probabilities look like: their entropy, their calibration, one image's verdict."""
+
+from itertools import cycle
+
+import numpy as np
+
+from ..ops.checks import refuse
+from .canvas import BLUE, COLORS, GREY, ORANGE, new_figure, take_axes, take_values
+
+
+def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
+    """The fraction of inputs whose predictive entropy is at most the abscissa, one curve per entry.
+
+    Args:
+        entropies: dict of label -> (N,) entropies in nats.
+        num_classes: K; marks log K, the entropy of knowing nothing.
+        styles: dict of label -> arguments of `Axes.step`.
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    ax = take_axes(ax)
+    for label, values in entropies.items():
+        values = np.sort(take_values("entropy_cdf", label, values))
+        fraction = np.arange(len(values) + 1) / len(values)
+        edges = np.concatenate([[0], values])
+        ax.step(edges, fraction, where="post", label=label, **(styles or {}).get(label, {}))
+    if num_classes is not None:
+        ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)
+        place = (np.log(num_classes), 0.6)
+        ax.annotate(f" log {num_classes}", place, color=GREY, rotation=90, ha="right")
+    ax.set(xlabel="predictive entropy [nats]", ylabel="fraction of images at or below")
+    ax.set(xlim=(0, None), ylim=(0, 1.02))
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
+    ax.legend(frameon=False, fontsize="small", **above)
+    return ax
+
+
+def reliability_diagram(probs, y, *, num_bins=15, ax=None):
+    """How often the most probable class is right, against its probability.
+
+    The bins are those of `metrics.ece`: of equal width, (lower, upper]. The gap from a bin's
+    accuracy to its mean confidence, weighted with the fraction of rows in it, sums to the ECE that
+    the plot names.
+
+    Args:
+        probs: (N, K) probabilities.
+        y: (N,) integer labels.
+        num_bins: bins over [0, 1].
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    op, ax = "reliability_diagram", take_axes(ax)
+    probs, y = np.asarray(probs, dtype=float), np.asarray(y)
+    if probs.ndim != 2 or len(probs) == 0:
+        refuse(op, "probs", "have shape (N, K) with N > 0", list(probs.shape))
+    if y.shape != probs.shape[:1]:
+        refuse(op, "y", f"have shape {list(probs.shape[:1])}", list(y.shape))
+    if num_bins < 1:
+        refuse(op, "num_bins", "be positive", num_bins)
+    confidence = probs.max(1)
+    bins = np.clip(np.ceil(confidence * num_bins).astype(int), 1, num_bins) - 1
+    count, right, total = (
+        np.bincount(bins, weights, num_bins) for weights in (None, probs.argmax(1) == y, confidence)
+    )
+    seen, edges = count > 0, np.linspace(0, 1, num_bins + 1)
+    accuracy, claimed = right[seen] / count[seen], total[seen] / count[seen]
+    ece = (count[seen] * np.abs(accuracy - claimed)).sum() / len(y)
+    left = edges[:-1][seen]
+    style = {"align": "edge", "width": 1 / num_bins}
+    handles = [
+        ax.bar(left, accuracy, color=BLUE, alpha=0.5, ec="white", label="accuracy", **style),
+        ax.bar(
+            left,
+            claimed - accuracy,
+            bottom=accuracy,
+            label="gap to the mean confidence",
+            facecolor="none",
+            edgecolor=ORANGE,
+            hatch="////",
+            linewidth=0.8,
+            **style,
+        ),
+        ax.stairs(count / len(y), edges, color="black", label="fraction of rows"),
+        *ax.plot([0, 1], [0, 1], "--", color=GREY, linewidth=1, label="calibrated"),
+    ]
+    ax.set(xlabel="confidence, the largest probability", ylabel="accuracy, fraction of rows")
+    ax.set(xlim=(0, 1), ylim=(0, 1), title=f"ECE {ece:.3f} in {num_bins} bins")
+    ax.legend(handles=handles, frameon=False, fontsize="small", loc="upper left")
+    return ax
+
+
+def stacked_probabilities(probs, *, shown, ax=None):
+    """One column per prediction, its class probabilities stacked; classes not `shown` stay white.
+
+    Args:
+        probs: (T, K) probabilities.
+        shown: the classes to draw, from the bottom up, in the order of `COLORS`.
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    ax = take_axes(ax)
+    probs = np.asarray(probs, dtype=float)
+    if probs.ndim != 2:
+        refuse("stacked_probabilities", "probs", "have shape (T, K)", list(probs.shape))
+    bottom = np.zeros(len(probs))
+    for k, color in zip(shown, cycle(COLORS), strict=False):
+        columns = np.arange(1, len(probs) + 1)
+        ax.bar(
+            columns, probs[:, k], 1.0, bottom, color=color, edgecolor="white", lw=0.4, label=str(k)
+        )
+        bottom = bottom + probs[:, k]
+    ax.set(xlim=(0.5, len(probs) + 0.5), ylim=(0, 1))
+    return ax
+
+
+def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02):
+    """A noisy image, what one network says about it, and what its replicas say.
+
+    Args:
+        image: (H, W) pixels.
+        plug_in: (K,) probabilities of ordinary batch norm.
+        replicas: (T, K) probabilities of the replicas; drawn in the order of their verdicts.
+        clean: (H, W) the image without noise, shown above it.
+        truth: the true class.
+        visible: a class is drawn if its mean probability somewhere reaches this.
+
+    Returns:
+        Figure with Axes labelled "clean" (where given), "image", "plug-in" and "replicas".
+    """
+    plug_in, replicas = np.asarray(plug_in, dtype=float), np.asarray(replicas, dtype=float)
+    mean = replicas.mean(0)
+    by_mean = np.argsort(-mean)
+    shown = [int(k) for k in by_mean if max(mean[k], plug_in[k]) >= visible]
+    rank = np.argsort(by_mean)[replicas.argmax(1)]
+    order = np.lexsort((-replicas.max(1), rank))
+    figure = new_figure(8.6, 2.9)
+    rows = [["clean", "plug-in", "replicas"]] * (clean is not None) + [
+        ["image", "plug-in", "replicas"]
+    ]
+    places = figure.subplot_mosaic(rows, width_ratios=(0.5 if len(rows) == 2 else 1, 0.55, 2.6))
+    middle, right = places["plug-in"], places["replicas"]
+    what = "the input" if truth is None else f"a noisy {truth}"
+    for name, pixels, title in (("clean", clean, f"a {truth}"), ("image", image, what)):
+        if name in places:
+            places[name].imshow(pixels, cmap="gray_r", interpolation="nearest")
+            places[name].set(xticks=[], yticks=[])
+            places[name].set_title(title, fontsize="medium")
+    stacked_probabilities(plug_in[None], shown=shown, ax=middle)
+    middle.set(xticks=[], ylabel="probability")
+    middle.set_title("plug-in BN", fontsize="medium")
+    middle.set_xlabel(f"“{plug_in.argmax()}”, {plug_in.max():.0%}")
+    stacked_probabilities(replicas[order], shown=shown, ax=right)
+    right.set(yticks=[], xticks=[1, len(replicas)])
+    right.set_title(f"{len(replicas)} replicas, one column each", fontsize="medium")
+    right.set_xlabel(f"together: “{mean.argmax()}”, {mean.max():.0%}")
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, title="digit", loc="outside right center", frameon=False, reverse=True
+    )
+    return figure

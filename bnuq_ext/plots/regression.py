@@ -1,0 +1,112 @@
+"""Regression: what the uncertainty says beside what the errors are."""
+
+import numpy as np
+
+from ..ops.checks import refuse
+from .canvas import BLUE, GREY, take_axes, take_values
+
+# Half the width of the central interval of a Gaussian, in standard deviations.
+HALF_WIDTHS = {"95 %": 1.959964, "50 %": 0.674490}
+ALPHAS = {"95 %": 0.2, "50 %": 0.45}
+
+
+def _take_std(op: str, name: str, std, count: int):
+    std = take_values(op, name, std)
+    if len(std) != count:
+        refuse(op, name, f"have {count} values like mean", len(std))
+    if (std < 0).any():
+        refuse(op, name, "not be negative", std.min())
+    return std
+
+
+def uncertainty_error(
+    mean, std, y, *, constant_std=None, window=None, ylabel="absolute error", color=BLUE, ax=None
+):
+    """Absolute errors of the test points, sorted by estimated uncertainty, over what it claims.
+
+    A half-normal error lies in the dark band half the time and in the light one 95 % of it; where
+    the uncertainty means something the running mean rises with the bands (Teye et al. 2018, figure
+    2).
+
+    Args:
+        mean: (N,) predictive means.
+        std: (N,) predictive standard deviations, noise included.
+        y: (N,) targets.
+        constant_std: the standard deviation of the constant baseline; its 95 % interval is drawn
+            dashed.
+        window: points in the running mean; by default N / 10.
+        ylabel: what the error is of, and its unit.
+        color: of the bands.
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    op, ax = "uncertainty_error", take_axes(ax)
+    mean, y = take_values(op, "mean", mean), take_values(op, "y", y)
+    std = _take_std(op, "std", std, len(mean))
+    if len(y) != len(mean):
+        refuse(op, "y", f"have {len(mean)} values like mean", len(y))
+    window = max(len(y) // 10, 1) if window is None else window
+    if not 1 <= window <= len(y):
+        refuse(op, "window", f"lie in [1, {len(y)}]", window)
+    order = np.argsort(std, kind="stable")
+    error, std, rank = np.abs(y - mean)[order], std[order], np.arange(1, len(y) + 1)
+    for level, width in HALF_WIDTHS.items():
+        style = {"color": color, "alpha": ALPHAS[level], "linewidth": 0}
+        ax.fill_between(rank, 0, width * std, label=f"{level} of the errors, as estimated", **style)
+    size = 3 * min((500 / len(y)) ** 0.5, 1)  # so that thousands do not bury the bands
+    ax.plot(rank, error, "o", color=GREY, ms=size, mew=0, label="absolute errors")
+    running = np.convolve(error, np.full(window, 1 / window), "valid")
+    label = f"their running mean over {window}"
+    ax.plot(np.arange(len(running)) + (window + 1) / 2, running, color="#404040", label=label)
+    if constant_std is not None:
+        label = "95 %, constant uncertainty"
+        ax.axhline(HALF_WIDTHS["95 %"] * constant_std, color="black", ls="--", lw=1, label=label)
+    ax.set(xlabel="test points, sorted by estimated uncertainty", ylabel=ylabel)
+    ax.set(xlim=(1, max(len(y), 2)), ylim=(0, None))
+    ax.legend(frameon=False, fontsize="small", loc="upper left", markerscale=3 / size)
+    return ax
+
+
+def regression_band(
+    x, mean, std, *, data=None, constant_std=None, xlabel="x", ylabel="y", color=BLUE, ax=None
+):
+    """A predictive distribution over one input: mean, 50 % and 95 % bands, a constant one dashed.
+
+    Args:
+        x: (P,) inputs, in any order.
+        mean: (P,) predictive means.
+        std: (P,) predictive standard deviations, noise included.
+        data: (x, y) of the training data, drawn as dots.
+        constant_std: the standard deviation of the constant baseline; its 95 % band is drawn
+            dashed.
+        xlabel, ylabel: what they are, and their units.
+        color: of the mean and the bands.
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    op, ax = "regression_band", take_axes(ax)
+    x, mean = take_values(op, "x", x), take_values(op, "mean", mean)
+    std = _take_std(op, "std", std, len(mean))
+    if len(x) != len(mean):
+        refuse(op, "x", f"have {len(mean)} values like mean", len(x))
+    order = np.argsort(x, kind="stable")
+    x, mean, std = x[order], mean[order], std[order]
+    for level, width in HALF_WIDTHS.items():
+        style = {"color": color, "alpha": ALPHAS[level], "linewidth": 0, "label": f"{level} band"}
+        ax.fill_between(x, mean - width * std, mean + width * std, **style)
+    ax.plot(x, mean, color=color, label="predictive mean")
+    if constant_std is not None:
+        width = HALF_WIDTHS["95 %"] * constant_std
+        style = {"color": "black", "linestyle": "--", "linewidth": 1}
+        ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
+        ax.plot(x, mean - width, **style)
+    if data is not None:
+        ax.plot(*data, ".", color="#404040", markersize=4, label="training data")
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.margins(x=0)
+    ax.legend(frameon=False, fontsize="small")
+    return ax

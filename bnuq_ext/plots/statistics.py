@@ -1,0 +1,54 @@
+"""Batch statistics: how they are distributed, and what was fitted to them."""
+
+import numpy as np
+
+from ..ops.checks import refuse
+from .canvas import BLUE, COLORS, take_axes, take_values
+
+
+def _density(family: str, location: float, scale: float, points):
+    """The density of N(location, scale²), or of what has this as its logarithm."""
+    if family not in ("normal", "lognormal"):
+        refuse("statistic_marginals", "family", "be normal or lognormal", repr(family))
+    if not scale > 0:
+        refuse("statistic_marginals", "scale", "be positive", scale)
+    if family == "lognormal":
+        density = np.zeros_like(points)
+        above = points > 0
+        density[above] = _density("normal", location, scale, np.log(points[above])) / points[above]
+        return density
+    return np.exp(-0.5 * ((points - location) / scale) ** 2) / (scale * (2 * np.pi) ** 0.5)
+
+
+def statistic_marginals(
+    values, densities, *, xlabel="batch mean of one unit", num_bins="auto", ax=None
+):
+    """Histogram of one unit's batch statistic over many batches, under the densities fitted to it.
+
+    The axis spans the values, so a density that is much too wide shows as a flat line.
+
+    Args:
+        values: (B,) the statistic in each of B batches.
+        densities: dict of label -> (family, location, scale): "normal" with mean and standard
+            deviation, or "lognormal" with those of the logarithm.
+        xlabel: which statistic of what, and its unit.
+        num_bins: of equal width over the values; a number, or a rule of `numpy.histogram`.
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    ax = take_axes(ax)
+    values = take_values("statistic_marginals", "values", values)
+    low, high = values.min(), values.max()
+    margin = 0.15 * (high - low) or 0.5
+    heights, edges = np.histogram(values, num_bins, density=True)
+    label = f"{len(values)} batches"
+    ax.stairs(heights, edges, fill=True, color=BLUE, alpha=0.35, label=label)
+    points = np.linspace(low - margin, high + margin, 400)
+    for i, (label, (family, location, scale)) in enumerate(densities.items()):
+        color, line = COLORS[(2, 5, 3, 7)[i % 4]], ("-", "--", "-.", ":")[i % 4]
+        ax.plot(points, _density(family, location, scale, points), line, color=color, label=label)
+    ax.set(xlabel=xlabel, ylabel="density", xlim=(points[0], points[-1]), ylim=(0, None))
+    ax.legend(frameon=False, fontsize="small")
+    return ax

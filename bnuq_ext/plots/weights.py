@@ -1,0 +1,104 @@
+"""Weights with a posterior: histograms, signal-to-noise ratios, the error in training."""
+
+from itertools import cycle
+
+import numpy as np
+
+from .canvas import BLUE, COLORS, GREY, new_figure, take_axes, take_values
+
+
+def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]", ax=None):
+    """Curves of an error against the epoch, counted from 1.
+
+    Args:
+        errors: dict of label -> (E,) errors in percent, one per epoch.
+        levels: dict of label -> an error to compare with, drawn dashed.
+        best: dict of label of a curve -> the epoch that is marked on it.
+        ylabel: what the error is, and its unit.
+        ax: where to draw.
+
+    Returns:
+        Axes.
+    """
+    ax = take_axes(ax)
+    from matplotlib.ticker import MaxNLocator
+
+    for (label, values), color in zip(errors.items(), cycle(COLORS), strict=False):
+        values = take_values("error_over_epochs", label, values)
+        ax.plot(np.arange(1, len(values) + 1), values, color=color, label=label, linewidth=1.4)
+        if label in (best or {}):
+            epoch = best[label]
+            ax.plot(epoch, values[epoch - 1], marker="o", color=color)
+    for label, level in (levels or {}).items():
+        ax.axhline(level, color=GREY, linestyle="--", linewidth=1)
+        words = {"xycoords": ("axes fraction", "data"), "fontsize": "small", "color": GREY}
+        ax.annotate(label, (0.99, level), ha="right", va="bottom", **words)
+    ax.set(xlabel="epoch", ylabel=ylabel, xlim=(1, None), ylim=(0, None))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(frameon=False)
+    return ax
+
+
+def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None):
+    """One histogram of weights per entry, one under the other, over the same bins.
+
+    Args:
+        weights: dict of label -> (W,) weights.
+        limit: the bins span [-limit, limit]; the fraction outside is written into the plot, from
+            0.05 % on.
+        num_bins: their number.
+        initial: (W,) weights before training, drawn as a grey line in each.
+
+    Returns:
+        Figure with an Axes per entry.
+    """
+    edges = np.linspace(-limit, limit, num_bins + 1)
+    figure = new_figure(5.4, 0.6 + 1.5 * len(weights))
+    axes = figure.subplots(len(weights), 1, sharex=True, squeeze=False)[:, 0]
+    for ax, (label, values), color in zip(axes, weights.items(), cycle(COLORS), strict=False):
+        values = take_values("weight_histograms", label, values)
+        density = np.histogram(values, edges)[0] / len(values)
+        ax.stairs(100 * density, edges, fill=True, color=color, label=label)
+        if initial is not None:
+            before = np.histogram(initial, edges)[0] / len(initial)
+            ax.stairs(100 * before, edges, color=GREY, label="before training")
+        outside = np.mean(np.abs(values) > limit)
+        if outside >= 5e-4:
+            words = {"xycoords": "axes fraction", "va": "top", "fontsize": "small", "color": GREY}
+            ax.annotate(f"{outside:.1%} outside", (0.015, 0.93), **words)
+        top = 1.4 * ax.dataLim.y1  # room for the legend
+        ax.set(xlim=(-limit, limit), ylim=(0, top), ylabel="% a bin")
+        ax.legend(frameon=False, fontsize="small", loc="upper right", ncols=2)
+    axes[-1].set_xlabel("mean of a weight")
+    return figure
+
+
+def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120):
+    """Histogram of the weights' signal-to-noise ratios over their distribution function.
+
+    Args:
+        snr: (W,) |mu| / sigma; those that are 0 fall into the first bin.
+        cuts: fractions of the weights; the ratio below which each lies is marked in both.
+        num_bins: of equal width in the logarithm of the ratio.
+
+    Returns:
+        Figure with two Axes.
+    """
+    snr = np.sort(take_values("signal_to_noise", "snr", snr))
+    # The least thousandth may reach down to 0, which has no logarithm.
+    low, high = max(np.quantile(snr, 1e-3), snr[-1] * 1e-6), snr[-1]
+    edges = np.geomspace(low, high * (1 + 1e-6), num_bins + 1)
+    figure = new_figure(5.4, 4.6)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    counts = np.histogram(np.maximum(snr, low), edges)[0]
+    upper.stairs(100 * counts / len(snr), edges, fill=True, color=BLUE)
+    lower.step(snr, np.arange(1, len(snr) + 1) / len(snr), where="post", color=BLUE)
+    for cut, color in zip(cuts, cycle(COLORS[1:]), strict=False):
+        value = snr[min(int(cut * len(snr)), len(snr) - 1)]
+        for ax in (upper, lower):
+            ax.axvline(value, color=color, linewidth=1.2, label=f"{cut:.0%} below {value:.3g}")
+    upper.set(xscale="log", xlim=(edges[0], edges[-1]), ylabel="% of weights a bin")
+    lower.set(xlabel="signal-to-noise ratio |mean| / std", ylabel="fraction at or below")
+    lower.set_ylim(0, 1.02)
+    lower.legend(frameon=False, fontsize="small", loc="upper left")
+    return figure
