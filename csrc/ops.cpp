@@ -86,7 +86,7 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " Tensor sigma_scale, Tensor seed, int stream) -> ()");
   m.def(
       "bayes_grad_sigma(Tensor grad_y, Tensor x, Tensor grad_scale, Tensor x_scale, Tensor seed,"
-      " int stream) -> Tensor");
+      " int stream, int out_features, int in_features) -> Tensor");
 
   m.def("gaussian_kl(Tensor mu, Tensor rho, float prior_std) -> Tensor");
   m.def(

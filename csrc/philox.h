@@ -103,8 +103,9 @@ __device__ __forceinline__ void unit_pair(uint32_t w, float& z0, float& z1) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(lg) : "f"(float(w | 1u) * 2.3283064365386963e-10f));
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(fabsf(lg)));
   // 0x4b000000 is 2^23: the angle's bits become a float without a conversion instruction.
-  const float theta =
-      fmaf(__uint_as_float((w & 0x1ffeu) | 0x4b000001u), 7.669903939428206e-4f, -6433.98175455188f);
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, 0x1ffe, %2, 0xea;" : "=r"(bits) : "r"(w), "r"(0x4b000001u));
+  const float theta = fmaf(__uint_as_float(bits), 7.669903939428206e-4f, -6433.98175455188f);
   z0 = r * __cosf(theta);
   z1 = r * __sinf(theta);
 }

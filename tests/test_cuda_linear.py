@@ -34,40 +34,82 @@ def test_every_kernel_compiles_without_a_warning_or_a_spill(compiled):
 
 
 @pytest.fixture(scope="session")
-def fused(compiled):
-    """{(rows / 8, replicas, shared): kernel} of the forward on sm_90, for float16."""
+def hopper(compiled):
+    """{mangled name: kernel} on sm_90."""
     if release() != PINNED:
         pytest.skip(f"budgets are for nvcc {PINNED}, this is {release()}")
     if NVDISASM is None:
         pytest.skip("no nvdisasm, on PATH or in triton's package")
     cubin, _ = compiled["90"]
     text = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True).stdout
+    return sass.read_disassembly(text)
+
+
+@pytest.fixture(scope="session")
+def fused(hopper):
+    """{(rows / 8, replicas, shared): kernel} of the forward for float16."""
     pattern = re.compile(r"bayes_forward_kernelI6__halfLi(\d+)ELi(\d+)ELb([01])E")
-    kernels = sass.read_disassembly(text)
-    found = {pattern.search(name): kernel for name, kernel in kernels.items()}
+    found = {pattern.search(name): kernel for name, kernel in hopper.items()}
     return {tuple(map(int, m.groups())): kernel for m, kernel in found.items() if m}
 
 
+@pytest.fixture(scope="session")
+def backward(hopper):
+    """{(name, rows / 16 or 0): kernel} of the gradients for float16."""
+    pattern = re.compile(r"bayes_(grad_\w+?)_kernelI6__half(?:Li(\d+))?E")
+    found = {pattern.search(name): kernel for name, kernel in hopper.items()}
+    return {(m[1], int(m[2] or 0)): kernel for m, kernel in found.items() if m}
+
+
+def names(loop):
+    return [op.split(".")[0] for op, _ in loop]
+
+
 def noise_loop(kernel):
-    """The smallest loop that makes noise."""
-    loops = [lp for lp in kernel.loops() if any(op.startswith("MUFU") for op, _ in lp)]
-    return Counter(op.split(".")[0] for op, _ in min(loops, key=len))
+    """Counts of the smallest loop that makes noise."""
+    return Counter(min((names(lp) for lp in kernel.loops() if "MUFU" in names(lp)), key=len))
 
 
 @needs_nvcc
-@pytest.mark.parametrize(
-    "form,slots", [((1, 4, 1), 14.5), ((4, 4, 1), 14.5), ((4, 4, 0), 15.5), ((8, 2, 1), 16.5)]
-)
-def test_fused_loop_is_bound_by_its_noise(fused, form, slots):
-    """2 MUFU a weight are 8 weights a clock of an SM. 14.5 other issue slots are 8.8: the MUFU rate binds.
+def test_fused_loops_are_bound_by_their_noise(fused):
+    """2 MUFU a weight are 8 weights a clock of an SM. 14.5 other issue slots are 8.8: the MUFU rate binds."""
+    assert len(fused) == 2 * (3 + 3 + 2 + 1)
+    for (blocks, replicas, shared), kernel in fused.items():
+        loop = noise_loop(kernel)
+        weights = loop["MUFU"] / 2
+        assert weights in (WEIGHTS * replicas, 2 * WEIGHTS * replicas)  # one turn, or two
+        assert loop["HMMA"] == blocks * weights / WEIGHTS
+        assert (sum(loop.values()) - loop["HMMA"]) / weights <= 14.5, (blocks, replicas, shared)
+        assert not loop["I2F"] and not loop["LDL"] and not loop["STL"]
+        # x by whole matrices, or by the lane that needs it; no word by word through shared memory.
+        assert not loop["LDS"] and bool(loop["LDSM"]) == (blocks > 1)
 
-    The forms with more rows load more of x for a weight, and issue more.
-    """
-    loop, weights = noise_loop(fused[form]), WEIGHTS * form[1]
-    assert loop["MUFU"] == 2 * weights
-    assert loop["HMMA"] == form[0] * form[1]
-    assert (sum(loop.values()) - loop["HMMA"]) / weights <= slots
-    assert not loop["I2F"] and not loop["LDL"] and not loop["STL"]
+
+@needs_nvcc
+def test_one_row_costs_little_more_than_its_noise(fused):
+    """Words and normals are 88 instructions for eight weights. Products by multiplications would add at least
+    12 (two and a half for a pair of weights, half of one for sigma), the product by mma adds 10 to 19."""
+    floor = 88 / WEIGHTS
+    for (blocks, replicas, _), kernel in fused.items():
+        if blocks == 1:
+            loop = noise_loop(kernel)
+            assert (
+                sum(loop.values()) / (loop["MUFU"] / 2) <= floor + (20 if replicas == 1 else 17) / 8
+            )
+
+
+@needs_nvcc
+def test_gradient_loops_are_bound_by_their_noise(backward):
+    """That by x as the forward; that by sigma reads three groups of matrices for four products of 16 rows."""
+    for tiles in (1, 2, 8):
+        loop = noise_loop(backward["grad_x", tiles])
+        assert loop["MUFU"] == 2 * WEIGHTS and loop["HMMA"] == 2 * tiles
+        assert sum(loop.values()) - loop["HMMA"] <= 14.5 * WEIGHTS
+    loops = [
+        lp for lp in backward["grad_sigma", 0].loops() if any(op == "HMMA" for op in names(lp))
+    ]
+    rows = Counter(names(min(loops, key=len)))
+    assert rows["LDSM"] * 4 == rows["HMMA"] * 3 and sum(rows.values()) <= 3.5 * rows["HMMA"]
 
 
 @needs_nvcc

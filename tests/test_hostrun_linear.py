@@ -69,8 +69,8 @@ class Ops:
         )  # fmt: skip
         grad_x.copy_(result)
 
-    def bayes_grad_sigma(self, grad_y, x, grad_scale, x_scale, seed, stream):
-        (T, O, N), I = grad_y.shape, x.shape[1]  # noqa: E741
+    def bayes_grad_sigma(self, grad_y, x, grad_scale, x_scale, seed, stream, O, I):  # noqa: E741
+        T, N = grad_y.shape[:2]
         return self.run(
             "grad_sigma", grad_y.dtype, fresh((O, I), np.float32), grad=grad_y, x=x,
             grad_scale=grad_scale, x_scale=x_scale, seed=seed, stream=stream, T=T, N=N, O=O, I=I,
@@ -103,10 +103,13 @@ def noise64(seed, T, O, I):  # noqa: E741
     return eps, ops.philox_normal(seed, STREAM, (T, O), tag="bias").double()
 
 
-# One case for each form of the kernels: rows 1..8, ..32, ..64, more; edges inside and outside of tiles.
+# Each form of the kernels: rows 1..8, ..32, ..64, more; edges inside and outside of tiles;
+# one, two or four replicas a warp; warps that share a tile, and so many tiles that none does.
 CASES = [
-    (1, 1, 1, 1, True), (8, 20, 17, 5, False), (9, 784, 7, 2, True), (32, 65, 33, 4, False),
-    (33, 129, 16, 3, True), (64, 30, 40, 3, False), (65, 40, 129, 2, True), (140, 17, 20, 2, False),
+    (1, 1, 1, 1, True), (1, 129, 17, 7, False), (8, 20, 17, 5, False), (2, 784, 17, 1, True),
+    (9, 784, 7, 2, True), (32, 65, 33, 4, False), (16, 40, 129, 1, True), (33, 129, 16, 1, True),
+    (64, 30, 40, 3, False), (65, 140, 129, 2, True), (140, 17, 20, 2, False),
+    (1, 17, 250, 528, False), (9, 17, 250, 528, True),
 ]  # fmt: skip
 
 
@@ -192,9 +195,11 @@ def test_thread_order_does_not_matter():
         packed = made.pack_sigma(parameters[1], torch.ones(()), operand[:0])
         base = torch.zeros(3, 40, 20)
         y = made.bayes_forward(operand, packed, base, None, scale, torch.ones(()), seed, STREAM, 3)
-        grad, grad_scale = linear_cuda.half_operand(y.transpose(1, 2), torch.float16)
-        xt, x_scale = linear_cuda.half_operand(x.transpose(1, 2), torch.float16)
-        results.append([y, made.bayes_grad_sigma(grad, xt, grad_scale, x_scale, seed, STREAM)])
+        grad, grad_scale = linear_cuda.half_operand(y, torch.float16)
+        sizes = parameters[0].shape
+        results.append(
+            [y, made.bayes_grad_sigma(grad, operand, grad_scale, scale, seed, STREAM, *sizes)]
+        )
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

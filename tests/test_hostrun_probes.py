@@ -159,6 +159,24 @@ def test_mma_is_the_matrix_product(module, bfloat16):
     np.testing.assert_allclose(d, expected.numpy(), rtol=2e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_are_loaded_by_fragment(module, transposed):
+    """Register m of lane 4 g + t: matrix m, row g, columns 2 t and 2 t + 1; or column g, rows 2 t and 2 t + 1."""
+    name = "matrices_transposed" if transposed else "matrices"
+    y = run(module, name, np.zeros(1, np.float32), np.zeros((32, 4, 2), np.float32))
+    matrices = np.arange(256, dtype=np.float32).reshape(4, 8, 8)
+    matrices = matrices.transpose(0, 2, 1) if transposed else matrices
+    np.testing.assert_array_equal(y, matrices.reshape(4, 32, 2).transpose(1, 0, 2))
+
+
+def test_copies_come_when_they_are_waited_for(module):
+    x, y = np.full(1, 7, np.float32), np.full(3, -1, np.float32)
+    run(module, "copy", x, y, n=1, block=(1, 1, 1))
+    assert y.tolist() == [7, -1, 7]
+    with pytest.raises(RuntimeError, match="returns with a copy that it has not waited for"):
+        run(module, "copy", x, y, n=0, block=(1, 1, 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_conversions_are_torchs(dtype):
     module, bfloat16 = build.load(), dtype == torch.bfloat16

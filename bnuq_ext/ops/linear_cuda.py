@@ -84,16 +84,15 @@ def _backward(
 def _fused_backward(grad_y, xs, mu, rho, noise, half, need_x, need_weight):
     grad_x = grad_mu = grad_sigma = None
     summed = grad_y.sum(0, keepdim=True) if len(xs) == 1 else grad_y  # for the products with mu
+    operand, scale = half_operand(grad_y, half)
     if need_weight:
         grad_mu = summed.flatten(0, 1).t() @ xs.flatten(0, 1)
-        operand, scale = half_operand(grad_y.transpose(1, 2), half)
-        x_operand, x_scale = half_operand(xs.transpose(1, 2), half)
+        x_operand, x_scale = half_operand(xs, half)
         grad_sigma = _ops.bayes_grad_sigma(
-            operand, x_operand, scale, x_scale, noise.seed, noise.stream
+            operand, x_operand, scale, x_scale, noise.seed, noise.stream, *mu.shape
         )
     if need_x:
         grad_x = (summed @ mu).contiguous()
-        operand, scale = half_operand(grad_y, half)
         sigma, sigma_scale = pack(rho, half)
         _ops.bayes_grad_x_(grad_x, operand, sigma, scale, sigma_scale, noise.seed, noise.stream)
     return grad_x, grad_mu, grad_sigma

@@ -105,17 +105,22 @@ void bayes_grad_x_cuda(
   });
 }
 
-// (O, I) = sum over t of eps[t] * (grad_y[t] @ x[t]^T), both (T, *, padded N).
+// (O, I) = sum over t of eps[t] * (grad_y[t]^T @ x[t]), of (T, N, padded O) and (T or 1, N, padded
+// I).
 Tensor bayes_grad_sigma_cuda(
-    Tensor grad_y, Tensor x, Tensor grad_scale, Tensor x_scale, Tensor seed, int64_t stream) {
+    Tensor grad_y, Tensor x, Tensor grad_scale, Tensor x_scale, Tensor seed, int64_t stream,
+    int64_t O, int64_t I) {
   check_on_device_of(grad_y, {x, grad_scale, x_scale, seed});
   check_padded(grad_y);
   check_padded(x);
-  const int64_t T = grad_y.size(0), O = grad_y.size(1), N = grad_y.size(2), I = x.size(1);
-  STD_TORCH_CHECK(x.size(2) == N, "bayes_linear: x and grad_y must have the same rows");
+  const int64_t T = grad_y.size(0), N = grad_y.size(1);
+  STD_TORCH_CHECK(
+      x.size(1) == N && grad_y.size(2) == ceil_div<int64_t>(O, kEdge) * kEdge &&
+          x.size(2) == ceil_div<int64_t>(I, kEdge) * kEdge,
+      "bayes_linear: x and grad_y must have the same rows, and those of the weights' padded size");
   const DeviceGuard guard(grad_y.get_device_index());
   const Tensor out = torch::stable::new_zeros(grad_scale, {O, I});
-  if (out.numel() == 0 || T == 0) return out;
+  if (out.numel() == 0 || T == 0 || N == 0) return out;
   dispatch_half(grad_y, [&](auto zero) {
     using half_t = decltype(zero);
     run_bayes_grad_sigma<half_t>(

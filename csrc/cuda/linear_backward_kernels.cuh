@@ -17,52 +17,67 @@ struct BayesGradXArgs {
   int64_t T, N, O, I;  // O padded
   uint32_t stream;
   bool shared;
+  int parts = 1;
 };
 
-// A warp owns 16 columns of x and 16 kTiles rows; a block 8 such, of the same rows, which share
-// grad_y. The fragment of the weights is transposed, 8 x 8 at a time, into that of the second
-// operand.
+// A warp owns 16 columns of x and 16 kTiles rows, or a part of their sums; a block 8 such, of the
+// same rows, which share grad_y. The fragment of the weights is transposed, 8 x 8 at a time, into
+// that of the second operand.
 template <typename half_t, int kTiles>
 __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(BayesGradXArgs<half_t> p) {
-  BNUQ_DYNAMIC_SHARED(half_t, shared_grad);
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4,
-            pair = lane % 4 * 2;
+  BNUQ_DYNAMIC_SHARED(half_t, shared);
+  constexpr int kBuffer = kTiles * kEdge * kPitchBytes, kSteps = kStage / kEdge;
+  const Lane at;
+  const int part = at.warp % p.parts;
   const int64_t tiles_i = ceil_div<int64_t>(p.I, kEdge);
-  const int64_t tile_i = int64_t(blockIdx.x) * kLinearWarps + warp;
-  const int64_t row = int64_t(blockIdx.y) * kTiles * kEdge;
-  const int64_t first = p.shared ? 0 : blockIdx.z, last = p.shared ? p.T : first + 1;
+  const int64_t tile_i = int64_t(blockIdx.y) * (kLinearWarps / p.parts) + at.warp / p.parts;
+  const int64_t row = int64_t(blockIdx.z) * kTiles * kEdge;
+  const int64_t first = p.shared ? 0 : blockIdx.x, last = p.shared ? p.T : first + 1;
+  const int tiles_o = int(p.O / kEdge), stages = ceil_div(tiles_o, kSteps);
   const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
+  const SharedAddress start = shared_address(shared);
+  const auto stage = [&](int64_t t, int i, int buffer) {
+    const Rows<half_t> rows = {p.grad_y + t * p.N * p.O, p.N, p.O};
+    stage_rows(start + buffer * kBuffer, rows, row, kTiles * kEdge, int64_t(i) * kStage);
+  };
+  // Of matrices (rows 0, columns 0), (8, 0), (0, 8), (8, 8).
+  const SharedAddress own = start + at.lane % 16 * kPitchBytes + at.lane / 16 * 16;
+  int buffer = 0;
   float acc[kTiles][2][4] = {};
 
-  for (int64_t t = first; t < last; ++t) {
-    const Rows<half_t> rows = {p.grad_y + t * p.N * p.O, p.N, p.O};
-    for (int64_t column = 0; column < p.O; column += kStage) {
+  stage(first, 0, buffer);
+  for (int64_t t = first; t < last; ++t)
+    for (int i = 0; i < stages; ++i, buffer ^= 1) {
+      wait_for_copies();
       __syncthreads();
-      stage_rows(shared_grad, rows, row, kTiles * kEdge, column);
-      __syncthreads();
+      const bool more = i + 1 < stages;
+      if (more || t + 1 < last) stage(more ? t : t + 1, more ? i + 1 : 0, buffer ^ 1);
       if (tile_i >= tiles_i) continue;
-      const int steps = int(smaller<int64_t>(kStage, p.O - column)) / kEdge;
-      for (int step = 0; step < steps; ++step) {
-        const int64_t tile_o = column / kEdge + step;
-        const uint4 sigma = p.sigma[(tile_o * tiles_i + tile_i) * kWarp + lane];
+      SharedAddress columns = own + buffer * kBuffer + part * kEdge * 2;
+      int tile_o = i * kSteps + part;
+      const uint4* sigma = p.sigma + (tile_o * tiles_i + tile_i) * kWarp + at.lane;
+      const int stop = smaller((i + 1) * kSteps, tiles_o);
+#pragma unroll 1
+      for (; tile_o < stop; tile_o += p.parts) {
         uint32_t w[4];
         weight_fragment<half_t>(
-            w, sigma, keys, weight_index(tile_o, tile_i, lane), uint64_t(p.seed[1] + t));
+            w, __ldg(sigma), keys, uint32_t(tile_o), uint32_t(tile_i * kWarp) + at.lane,
+            uint64_t(p.seed[1] + t));
         const uint32_t low[2] = {transpose8(w[0]), transpose8(w[1])};
         const uint32_t high[2] = {transpose8(w[2]), transpose8(w[3])};
-        const int k = step * kEdge + pair;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
-          const int n = m * kEdge + g;
-          const uint32_t a[4] = {
-              staged_pair(shared_grad, n, k), staged_pair(shared_grad, n + 8, k),
-              staged_pair(shared_grad, n, k + 8), staged_pair(shared_grad, n + 8, k + 8)};
+          uint32_t a[4];
+          load_matrices<false>(a, columns + m * kEdge * kPitchBytes);
           mma<half_t>(acc[m][0], a, low);
           mma<half_t>(acc[m][1], a, high);
         }
+        sigma += p.parts * tiles_i * kWarp;
+        columns += p.parts * kEdge * 2;
       }
     }
-  }
+  add_parts(acc, reinterpret_cast<float*>(shared), part, p.parts);
+  if (part > 0) return;
 
   const float scale = *p.grad_scale * *p.sigma_scale;
 #pragma unroll
@@ -71,8 +86,8 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(BayesGradX
     for (int b = 0; b < 2; ++b)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int64_t n = row + m * kEdge + g + e / 2 * 8,
-                      i = tile_i * kEdge + b * 8 + pair + e % 2;
+        const int64_t n = row + m * kEdge + at.g + e / 2 * 8,
+                      i = tile_i * kEdge + b * 8 + at.pair + e % 2;
         if (n < p.N && i < p.I) p.grad_x[(first * p.N + n) * p.I + i] += scale * acc[m][b][e];
       }
 }
@@ -81,73 +96,107 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(BayesGradX
 
 template <typename half_t>
 struct BayesGradSigmaArgs {
-  const half_t* grad_y;  // (T, O, padded N)
-  const half_t* x;       // (T or 1, I, padded N)
+  const half_t* grad_y;  // (T, N, padded O)
+  const half_t* x;       // (T or 1, N, padded I)
   const float *grad_scale, *x_scale;
   const int64_t* seed;
-  float* grad_sigma;   // (O, I)
-  int64_t T, N, O, I;  // N padded
+  float* grad_sigma;  // (O, I)
+  int64_t T, N, O, I;
   uint32_t stream;
   bool shared;
 };
 
 constexpr int kGradWarpsO = 4, kGradWarpsI = 2, kGradTiles = 2;
-constexpr int kGradRowsO = kGradWarpsO * kEdge, kGradRowsI = kGradWarpsI * kGradTiles * kEdge;
+constexpr int kGradEdge = kGradWarpsO * kEdge;  // of the weights of a block
+static_assert(kGradEdge == kStage && kGradWarpsI * kGradTiles * kEdge == kStage);
+
+// eps of a lane's weights in two neighbouring tiles.
+struct GradNoise {
+  float z[kGradTiles][8];
+
+  BNUQ_DEVICE GradNoise(const RoundKeys& keys, uint32_t tile_o, uint32_t place, uint64_t replica) {
+#pragma unroll
+    for (int j = 0; j < kGradTiles; ++j) {
+      const Words4 words = keys.words(tile_o, place + j * kWarp, replica);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) unit_pair(words.v[r], z[j][2 * r], z[j][2 * r + 1]);
+    }
+  }
+};
+
+// product += grad_y^T @ x over `steps` x 16 staged rows, for a warp's 16 x 32 weights.
+template <typename half_t>
+BNUQ_DEVICE void multiply_rows(
+    float (&product)[kGradTiles][2][4], SharedAddress grads, SharedAddress xs, int steps) {
+  const int lane = threadIdx.x % kWarp, row = lane % 8, eight = lane / 8 % 2, other = lane / 16;
+  // Transposed, of matrices (rows 0, columns 0), (0, 8), (8, 0), (8, 8) and of (0, 0), (8, 0),
+  // (0, 8), (8, 8).
+  grads += (row + other * 8) * kPitchBytes + eight * 16;
+  xs += (row + eight * 8) * kPitchBytes + other * 16;
+  for (int step = 0; step < steps; ++step) {
+    uint32_t a[4];
+    load_matrices<true>(a, grads + step * kEdge * kPitchBytes);
+#pragma unroll
+    for (int j = 0; j < kGradTiles; ++j) {
+      uint32_t b[4];
+      load_matrices<true>(b, xs + step * kEdge * kPitchBytes + j * kEdge * 2);
+      mma<half_t>(product[j][0], a, {b[0], b[1]});
+      mma<half_t>(product[j][1], a, {b[2], b[3]});
+    }
+  }
+}
 
 // A warp owns a tile of 16 x 32 weights and all replicas; a block 64 x 64. The sums of an mma lie
-// in the lanes that hold the noise of the same weights.
+// in the lanes that hold the noise of the same weights. Rows are copied while noise is made.
 template <typename half_t>
 __global__ void __launch_bounds__(kLinearThreads, 2)
     bayes_grad_sigma_kernel(BayesGradSigmaArgs<half_t> p) {
-  BNUQ_DYNAMIC_SHARED(half_t, shared_grad);
-  half_t* shared_x = shared_grad + kGradRowsO * kPitch;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4,
-            pair = lane % 4 * 2;
-  const int warp_o = warp % kGradWarpsO, warp_i = warp / kGradWarpsO;
-  const int64_t row_o = int64_t(blockIdx.x) * kGradRowsO, row_i = int64_t(blockIdx.y) * kGradRowsI;
-  const int64_t tile_o = row_o / kEdge + warp_o, tile_i = row_i / kEdge + warp_i * kGradTiles;
-  const Key sub = subkey(p.seed[0], p.stream, kTagWeight);
+  BNUQ_DYNAMIC_SHARED(half_t, shared);
+  constexpr int kMatrix = kStage * kPitchBytes;
+  const Lane at;
+  const int warp_o = at.warp % kGradWarpsO, warp_i = at.warp / kGradWarpsO * kGradTiles;
+  const int64_t row_o = int64_t(blockIdx.x) * kGradEdge, row_i = int64_t(blockIdx.y) * kGradEdge;
+  const int64_t tile_o = row_o / kEdge + warp_o, tile_i = row_i / kEdge + warp_i;
+  const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
+  const int stages = int(ceil_div<int64_t>(p.N, kStage));
+  const auto rows_of = [&](int i) {
+    return int(smaller<int64_t>(kStage, ceil_div<int64_t>(p.N, kEdge) * kEdge - i * kStage));
+  };
+  const SharedAddress start = shared_address(shared);
+  const int64_t pitch_o = ceil_div<int64_t>(p.O, kEdge) * kEdge,
+                pitch_i = ceil_div<int64_t>(p.I, kEdge) * kEdge;
+  const auto stage = [&](int64_t t, int i, int buffer) {
+    const SharedAddress to = start + buffer * 2 * kMatrix;
+    const Rows<half_t> grads = {p.grad_y + t * p.N * pitch_o, p.N, pitch_o};
+    const Rows<half_t> xs = {p.x + (p.shared ? 0 : t) * p.N * pitch_i, p.N, pitch_i};
+    stage_rows(to, grads, i * kStage, rows_of(i), row_o);
+    stage_rows(to + kMatrix, xs, i * kStage, rows_of(i), row_i);
+  };
+  int buffer = 0;
   float sum[kGradTiles][2][4] = {};
 
+  stage(0, 0, buffer);
   for (int64_t t = 0; t < p.T; ++t) {
-    const Rows<half_t> grads = {p.grad_y + t * p.O * p.N, p.O, p.N};
-    const Rows<half_t> xs = {p.x + (p.shared ? 0 : t) * p.I * p.N, p.I, p.N};
+    const GradNoise noise(
+        keys, uint32_t(tile_o), uint32_t(tile_i * kWarp) + at.lane, uint64_t(p.seed[1] + t));
     float product[kGradTiles][2][4] = {};
-    for (int64_t column = 0; column < p.N; column += kStage) {
+    for (int i = 0; i < stages; ++i, buffer ^= 1) {
+      wait_for_copies();
       __syncthreads();
-      stage_rows(shared_grad, grads, row_o, kGradRowsO, column);
-      stage_rows(shared_x, xs, row_i, kGradRowsI, column);
-      __syncthreads();
-      const int steps = int(smaller<int64_t>(kStage, p.N - column)) / kEdge;
-      for (int step = 0; step < steps; ++step) {
-        const int k = step * kEdge + pair, o = warp_o * kEdge + g;
-        const uint32_t a[4] = {
-            staged_pair(shared_grad, o, k), staged_pair(shared_grad, o + 8, k),
-            staged_pair(shared_grad, o, k + 8), staged_pair(shared_grad, o + 8, k + 8)};
-#pragma unroll
-        for (int j = 0; j < kGradTiles; ++j)
-#pragma unroll
-          for (int b = 0; b < 2; ++b) {
-            const int i = (warp_i * kGradTiles + j) * kEdge + b * 8 + g;
-            const uint32_t fragment[2] = {
-                staged_pair(shared_x, i, k), staged_pair(shared_x, i, k + 8)};
-            mma<half_t>(product[j][b], a, fragment);
-          }
-      }
+      const bool more = i + 1 < stages;
+      if (more || t + 1 < p.T) stage(more ? t : t + 1, more ? i + 1 : 0, buffer ^ 1);
+      const SharedAddress grads = start + buffer * 2 * kMatrix;
+      multiply_rows<half_t>(
+          product, grads + warp_o * kEdge * 2, grads + kMatrix + warp_i * kEdge * 2,
+          rows_of(i) / kEdge);
     }
 #pragma unroll
-    for (int j = 0; j < kGradTiles; ++j) {
-      const Words4 words =
-          philox_at(sub, weight_index(tile_o, tile_i + j, lane), uint64_t(p.seed[1] + t));
+    for (int j = 0; j < kGradTiles; ++j)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        float z0, z1;
-        unit_pair(words.v[r], z0, z1);
-        const int b = r / 2, e = r % 2 * 2;
-        sum[j][b][e] += z0 * product[j][b][e];
-        sum[j][b][e + 1] += z1 * product[j][b][e + 1];
+      for (int slot = 0; slot < 8; ++slot) {
+        const int b = slot / 4, e = slot % 4;
+        sum[j][b][e] += noise.z[j][slot] * product[j][b][e];
       }
-    }
   }
 
   const float scale = kNormalScale * *p.grad_scale * *p.x_scale;
@@ -157,8 +206,8 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
     for (int b = 0; b < 2; ++b)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int64_t o = tile_o * kEdge + g + e / 2 * 8;
-        const int64_t i = (tile_i + j) * kEdge + b * 8 + pair + e % 2;
+        const int64_t o = tile_o * kEdge + at.g + e / 2 * 8;
+        const int64_t i = (tile_i + j) * kEdge + b * 8 + at.pair + e % 2;
         if (o < p.O && i < p.I) p.grad_sigma[o * p.I + i] = scale * sum[j][b][e];
       }
 }
@@ -166,11 +215,14 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
 // ---- launches ----------------------------------------------------------------------------------
 
 template <typename half_t, int kTiles>
-void launch_grad_x(const BayesGradXArgs<half_t>& p, cudaStream_t stream) {
+void launch_grad_x(BayesGradXArgs<half_t> p, cudaStream_t stream) {
+  const int64_t replicas = p.shared ? 1 : p.T, row_blocks = ceil_div<int64_t>(p.N, kTiles * kEdge),
+                tiles_i = ceil_div<int64_t>(p.I, kEdge);
+  p.parts = count_parts(replicas * row_blocks * tiles_i, kStage / kEdge);
   const dim3 grid(
-      unsigned(ceil_div<int64_t>(p.I, kEdge * kLinearWarps)),
-      unsigned(ceil_div<int64_t>(p.N, kTiles * kEdge)), unsigned(p.shared ? 1 : p.T));
-  const int shared = kTiles * kEdge * kPitch * int(sizeof(half_t));
+      unsigned(replicas), unsigned(ceil_div<int64_t>(tiles_i, kLinearWarps / p.parts)),
+      unsigned(row_blocks));
+  const int shared = larger(2 * kTiles * kEdge * kPitchBytes, parts_bytes(kTiles * 8, p.parts));
   const auto kernel = bayes_grad_x_kernel<half_t, kTiles>;
   BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), shared, stream, p);
 }
@@ -185,8 +237,8 @@ void run_bayes_grad_x(const BayesGradXArgs<half_t>& p, cudaStream_t stream) {
 template <typename half_t>
 void run_bayes_grad_sigma(const BayesGradSigmaArgs<half_t>& p, cudaStream_t stream) {
   const dim3 grid(
-      unsigned(ceil_div<int64_t>(p.O, kGradRowsO)), unsigned(ceil_div<int64_t>(p.I, kGradRowsI)));
-  const int shared = (kGradRowsO + kGradRowsI) * kPitch * int(sizeof(half_t));
+      unsigned(ceil_div<int64_t>(p.O, kGradEdge)), unsigned(ceil_div<int64_t>(p.I, kGradEdge)));
+  const int shared = 4 * kStage * kPitchBytes;
   const auto kernel = bayes_grad_sigma_kernel<half_t>;
   BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), shared, stream, p);
 }

@@ -8,42 +8,11 @@
 // two so that it fits float16.
 #pragma once
 #include "../linear.h"
-#include "mma.cuh"
+#include "staging.cuh"
 
 namespace bnuq {
 
 constexpr int kEdge = 16;  // of a tile of weights
-constexpr int kLinearWarps = 8;
-constexpr int kLinearThreads = kLinearWarps * kWarp;
-constexpr int kStage = 64;          // columns of a matrix that are in shared memory at a time
-constexpr int kPitch = kStage + 8;  // 36 words a row: the lanes of a fragment meet 32 banks
-
-// A 16-bit matrix whose rows are padded with zeros to a multiple of 16 columns.
-template <typename half_t>
-struct Rows {
-  const half_t* data;
-  int64_t rows, columns;
-};
-
-// Copies rows [first, first + kRows) and columns [column, column + kStage) into shared memory,
-// zeros for what lies outside. All threads of the block.
-template <typename half_t>
-BNUQ_DEVICE void stage_rows(
-    half_t* shared, const Rows<half_t>& m, int64_t first, int num_rows, int64_t column) {
-  constexpr int kVectors = kStage / 8;
-  for (int i = threadIdx.x; i < num_rows * kVectors; i += kLinearThreads) {
-    const int r = i / kVectors, c = i % kVectors * 8;
-    uint4 v = {0, 0, 0, 0};
-    if (first + r < m.rows && column + c < m.columns)
-      v = *reinterpret_cast<const uint4*>(m.data + (first + r) * m.columns + column + c);
-    *reinterpret_cast<uint4*>(shared + r * kPitch + c) = v;
-  }
-}
-
-template <typename half_t>
-BNUQ_DEVICE uint32_t staged_pair(const half_t* shared, int row, int column) {
-  return *reinterpret_cast<const uint32_t*>(shared + row * kPitch + column);
-}
 
 // The keys of all rounds, held in registers: made anew they are two additions a round.
 struct RoundKeys {
@@ -61,9 +30,10 @@ struct RoundKeys {
 #endif
   }
 
-  BNUQ_DEVICE Words4 words(uint64_t index, uint64_t replica) const {
-    uint32_t c[4] = {
-        uint32_t(index), uint32_t(index >> 32), uint32_t(replica), uint32_t(replica >> 32)};
+  // The words of weight_index(tile_o, tile_i, lane), whose low word is `place`. What stays the same
+  // in a loop over places the compiler makes before it.
+  BNUQ_DEVICE Words4 words(uint32_t tile_o, uint32_t place, uint64_t replica) const {
+    uint32_t c[4] = {place, tile_o, uint32_t(replica), uint32_t(replica >> 32)};
 #pragma unroll
     for (int round = 0; round < kPhiloxRounds; ++round)
       philox_round(c, k[2 * round], k[2 * round + 1]);
@@ -74,8 +44,8 @@ struct RoundKeys {
 // eps of one lane as an A fragment.
 template <typename half_t>
 BNUQ_DEVICE void noise_fragment(
-    uint32_t (&a)[4], const RoundKeys& keys, uint64_t index, uint64_t replica) {
-  const Words4 words = keys.words(index, replica);
+    uint32_t (&a)[4], const RoundKeys& keys, uint32_t tile_o, uint32_t place, uint64_t replica) {
+  const Words4 words = keys.words(tile_o, place, replica);
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     float z0, z1;
@@ -87,8 +57,9 @@ BNUQ_DEVICE void noise_fragment(
 // sigma * eps of one lane as an A fragment.
 template <typename half_t>
 BNUQ_DEVICE void weight_fragment(
-    uint32_t (&a)[4], const uint4& sigma, const RoundKeys& keys, uint64_t index, uint64_t replica) {
-  noise_fragment<half_t>(a, keys, index, replica);
+    uint32_t (&a)[4], const uint4& sigma, const RoundKeys& keys, uint32_t tile_o, uint32_t place,
+    uint64_t replica) {
+  noise_fragment<half_t>(a, keys, tile_o, place, replica);
   a[0] = mul2<half_t>(a[0], sigma.x);
   a[1] = mul2<half_t>(a[1], sigma.y);
   a[2] = mul2<half_t>(a[2], sigma.z);
@@ -120,6 +91,45 @@ __global__ void __launch_bounds__(kLinearThreads) pack_sigma_kernel(
       pack2<half_t>(v[6], v[7])};
 }
 
+// ---- where a warp works, and with which others -------------------------------------------------
+
+constexpr int64_t kBusyBlocks = 264;  // two for each multiprocessor of an H200
+
+// The warps of a block that share an output tile, each with a part of its sum: one, unless the
+// tiles alone are too few to keep a GPU busy.
+inline int count_parts(int64_t warps, int most) {
+  int parts = 1;
+  while (parts < most && warps * parts < kBusyBlocks * kLinearWarps) parts *= 2;
+  return parts;
+}
+
+struct Lane {
+  int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int g = lane / 4, pair = lane % 4 * 2;  // of a fragment, as mma.cuh has them
+};
+
+// Adds up, in the order of the warps, what the `parts` warps of a tile have summed; the first of
+// them gets it. All threads of the block.
+template <int A, int B>
+BNUQ_DEVICE void add_parts(float (&acc)[A][B][4], float* shared, int part, int parts) {
+  const Lane at;
+  float* sums = shared + at.warp / parts * A * B * 4 * kWarp + at.lane;
+  for (int from = 1; from < parts; ++from) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < A * B * 4; ++i)
+      if (part == from) sums[i * kWarp] = acc[i / 4 / B][i / 4 % B][i % 4];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < A * B * 4; ++i)
+      if (part == 0) acc[i / 4 / B][i / 4 % B][i % 4] += sums[i * kWarp];
+  }
+}
+
+constexpr int parts_bytes(int sums, int parts) {
+  return parts == 1 ? 0 : kLinearWarps / parts * sums * kWarp * int(sizeof(float));
+}
+
 // ---- y[t] = base[t] + bias[t] + x[t] @ (sigma * eps[t])^T --------------------------------------
 
 template <typename half_t>
@@ -134,60 +144,136 @@ struct BayesForwardArgs {
   int64_t T, N, O, I;  // I padded
   uint32_t stream;
   bool shared;
+  int parts = 1;
 };
 
-// The B fragments of 8 kBlocks staged rows at columns k, k + 1, k + 8 and k + 9.
-template <typename half_t, int kBlocks>
-BNUQ_DEVICE void load_columns(uint32_t (&x)[kBlocks][2], const half_t* shared, int g, int k) {
+// A warp owns 16 outputs, 8 kBlocks rows and kReplicas replicas, or a part of their sums; a block
+// 8 such, of the same rows and replicas.
+template <typename half_t, int kReplicas>
+struct ForwardPlace : Lane {
+  int part;
+  int64_t tile_o, row, t0;
+  int tiles_i;
+  const uint4* sigma;  // of the lane, in the first tile of the row of tiles
+  uint64_t replica;    // number of the first
+
+  BNUQ_DEVICE ForwardPlace(const BayesForwardArgs<half_t>& p, int rows) {
+    part = warp % p.parts;
+    tile_o = int64_t(blockIdx.y) * (kLinearWarps / p.parts) + warp / p.parts;
+    row = int64_t(blockIdx.z) * rows;
+    t0 = int64_t(blockIdx.x) * kReplicas;
+    tiles_i = int(p.I / kEdge);
+    sigma = p.sigma + tile_o * tiles_i * kWarp + lane;
+    replica = uint64_t(p.seed[1] + t0);
+  }
+
+  BNUQ_DEVICE bool inside(const BayesForwardArgs<half_t>& p) const { return tile_o * kEdge < p.O; }
+
+  // The replica of x that replica r reads.
+  BNUQ_DEVICE int64_t source(const BayesForwardArgs<half_t>& p, int r) const {
+    return p.shared ? 0 : smaller<int64_t>(t0 + r, p.T - 1);
+  }
+};
+
+// Up to 8 rows: the little that a lane needs of x it reads for itself, and no warp waits for
+// another. A row beyond the last gives sums that are not stored.
+template <typename half_t, int kReplicas, bool kShared>
+BNUQ_DEVICE void multiply_direct(
+    float (&acc)[kReplicas][1][4], const BayesForwardArgs<half_t>& p, const RoundKeys& keys,
+    const ForwardPlace<half_t, kReplicas>& at) {
+  constexpr int kCopies = kShared ? 1 : kReplicas;
+  const uint32_t* x[kCopies];
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-    x[b][0] = staged_pair(shared, b * 8 + g, k);
-    x[b][1] = staged_pair(shared, b * 8 + g, k + 8);
+  for (int r = 0; r < kCopies; ++r) {
+    const int64_t n = at.source(p, r) * p.N + smaller<int64_t>(at.row + at.g, p.N - 1);
+    x[r] = reinterpret_cast<const uint32_t*>(p.x + n * p.I + at.pair);
+  }
+  const uint4* own_sigma = at.sigma + at.part * kWarp;
+  uint32_t place = at.part * kWarp + at.lane;
+#pragma unroll(kReplicas == 1 ? 2 : 1)
+  for (; place < uint32_t(at.tiles_i * kWarp); place += p.parts * kWarp) {
+    const uint4 sigma = __ldg(own_sigma);
+    uint32_t b[kCopies][2];
+#pragma unroll
+    for (int r = 0; r < kCopies; ++r) {
+      b[r][0] = __ldg(x[r] + place / kWarp * (kEdge / 2));
+      b[r][1] = __ldg(x[r] + place / kWarp * (kEdge / 2) + 4);
+    }
+#pragma unroll
+    for (int r = 0; r < kReplicas; ++r) {
+      uint32_t a[4];
+      weight_fragment<half_t>(a, sigma, keys, uint32_t(at.tile_o), place, at.replica + r);
+      mma<half_t>(acc[r][0], a, b[kShared ? 0 : r]);
+    }
+    own_sigma += p.parts * kWarp;
   }
 }
 
-// A warp owns 16 outputs, 8 kBlocks rows and kReplicas replicas; a block 8 such, of the same rows
-// and replicas, which share x in shared memory.
+// More rows: x passes through shared memory, the next columns while these are used.
 template <typename half_t, int kBlocks, int kReplicas, bool kShared>
-__global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(BayesForwardArgs<half_t> p) {
-  BNUQ_DYNAMIC_SHARED(half_t, shared_x);
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4,
-            pair = lane % 4 * 2;
-  const int64_t tiles_o = ceil_div<int64_t>(p.O, kEdge), tiles_i = p.I / kEdge;
-  const int64_t tile_o = int64_t(blockIdx.x) * kLinearWarps + warp;
-  const int64_t row = int64_t(blockIdx.y) * kBlocks * 8, t0 = int64_t(blockIdx.z) * kReplicas;
-  constexpr int copies = kShared ? 1 : kReplicas;
-  const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
-  const int64_t first = p.seed[1] + t0;
-  float acc[kReplicas][kBlocks][4] = {};
-
-  for (int64_t column = 0; column < p.I; column += kStage) {
-    __syncthreads();
-    for (int r = 0; r < copies; ++r) {
-      const int64_t t = kShared ? 0 : smaller<int64_t>(t0 + r, p.T - 1);
-      const Rows<half_t> rows = {p.x + t * p.N * p.I, p.N, p.I};
-      stage_rows(shared_x + r * kBlocks * 8 * kPitch, rows, row, kBlocks * 8, column);
+BNUQ_DEVICE void multiply_staged(
+    float (&acc)[kReplicas][kBlocks][4], half_t* shared, const BayesForwardArgs<half_t>& p,
+    const RoundKeys& keys, const ForwardPlace<half_t, kReplicas>& at) {
+  constexpr int kCopies = kShared ? 1 : kReplicas, kCopy = kBlocks * 8 * kPitchBytes;
+  constexpr int kTiles = kStage / kEdge;
+  const SharedAddress start = shared_address(shared);
+  const auto stage = [&](int tile_i, int buffer) {
+#pragma unroll
+    for (int r = 0; r < kCopies; ++r) {
+      const Rows<half_t> rows = {p.x + at.source(p, r) * p.N * p.I, p.N, p.I};
+      stage_rows(
+          start + (buffer * kCopies + r) * kCopy, rows, at.row, kBlocks * 8,
+          int64_t(tile_i) * kEdge);
     }
+  };
+  // Of matrices (rows 0, columns 0), (0, 8), (8, 0), (8, 8).
+  const SharedAddress own =
+      start + (at.lane / 16 * 8 + at.lane % 8) * kPitchBytes + at.lane / 8 % 2 * 16;
+  int buffer = 0;
+  if (at.tiles_i > 0) stage(0, buffer);
+  for (int first = 0; first < at.tiles_i; first += kTiles, buffer ^= 1) {
+    wait_for_copies();
     __syncthreads();
-    if (tile_o >= tiles_o) continue;
-    const int steps = int(smaller<int64_t>(kStage, p.I - column)) / kEdge;
-    for (int step = 0; step < steps; ++step) {
-      const int64_t tile_i = column / kEdge + step;
-      const uint4 sigma = p.sigma[(tile_o * tiles_i + tile_i) * kWarp + lane];
-      const uint64_t index = weight_index(tile_o, tile_i, lane);
-      const int k = step * kEdge + pair;
-      uint32_t x[kBlocks][2];
-      if (kShared) load_columns<half_t, kBlocks>(x, shared_x, g, k);
+    if (first + kTiles < at.tiles_i) stage(first + kTiles, buffer ^ 1);
+    if (!at.inside(p)) continue;
+    SharedAddress columns = own + buffer * kCopies * kCopy + at.part * kEdge * 2;
+    const uint4* own_sigma = at.sigma + (first + at.part) * kWarp;
+    uint32_t place = (first + at.part) * kWarp + at.lane;
+    const int tiles = smaller(kTiles, at.tiles_i - first);
+#pragma unroll 1
+    for (int left = tiles - at.part; left > 0; left -= p.parts) {
+      const uint4 sigma = __ldg(own_sigma);
 #pragma unroll
       for (int r = 0; r < kReplicas; ++r) {
         uint32_t a[4];
-        weight_fragment<half_t>(a, sigma, keys, index, uint64_t(first + r));
-        if (!kShared) load_columns<half_t, kBlocks>(x, shared_x + r * kBlocks * 8 * kPitch, g, k);
+        weight_fragment<half_t>(a, sigma, keys, uint32_t(at.tile_o), place, at.replica + r);
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) mma<half_t>(acc[r][b], a, x[b]);
+        for (int b = 0; b < kBlocks; b += 2) {
+          uint32_t m[4];
+          load_matrices<false>(m, columns + (kShared ? 0 : r) * kCopy + b * 8 * kPitchBytes);
+          mma<half_t>(acc[r][b], a, {m[0], m[1]});
+          mma<half_t>(acc[r][b + 1], a, {m[2], m[3]});
+        }
       }
+      own_sigma += p.parts * kWarp;
+      columns += p.parts * kEdge * 2;
+      place += p.parts * kWarp;
     }
   }
+}
+
+template <typename half_t, int kBlocks, int kReplicas, bool kShared>
+__global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(BayesForwardArgs<half_t> p) {
+  BNUQ_DYNAMIC_SHARED(half_t, shared);
+  const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
+  const ForwardPlace<half_t, kReplicas> at(p, kBlocks * 8);
+  float acc[kReplicas][kBlocks][4] = {};
+  if constexpr (kBlocks > 1)
+    multiply_staged<half_t, kBlocks, kReplicas, kShared>(acc, shared, p, keys, at);
+  else if (at.inside(p))
+    multiply_direct<half_t, kReplicas, kShared>(acc, p, keys, at);
+  add_parts(acc, reinterpret_cast<float*>(shared), at.part, p.parts);
+  if (at.part > 0) return;
 
   const float scale = *p.x_scale * *p.sigma_scale;
 #pragma unroll
@@ -196,8 +282,8 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(BayesForw
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int64_t t = t0 + r, n = row + b * 8 + pair + e % 2,
-                      o = tile_o * kEdge + g + e / 2 * 8;
+        const int64_t t = at.t0 + r, n = at.row + b * 8 + at.pair + e % 2,
+                      o = at.tile_o * kEdge + at.g + e / 2 * 8;
         if (t >= p.T || n >= p.N || o >= p.O) continue;
         const float base = p.base[((kShared ? 0 : t) * p.N + n) * p.O + o];
         const float bias = p.bias ? p.bias[t * p.O + o] : 0.0f;
@@ -218,23 +304,38 @@ void run_pack_sigma(
 }
 
 template <typename half_t, int kBlocks, int kReplicas>
-void launch_forward(const BayesForwardArgs<half_t>& p, cudaStream_t stream) {
+void launch_forward(BayesForwardArgs<half_t> p, cudaStream_t stream) {
+  const int64_t groups = ceil_div<int64_t>(p.T, kReplicas),
+                row_blocks = ceil_div<int64_t>(p.N, kBlocks * 8),
+                tiles_o = ceil_div<int64_t>(p.O, kEdge);
+  p.parts = count_parts(groups * row_blocks * tiles_o, kBlocks > 1 ? 4 : 8);
   const dim3 grid(
-      unsigned(ceil_div<int64_t>(p.O, kEdge * kLinearWarps)),
-      unsigned(ceil_div<int64_t>(p.N, kBlocks * 8)), unsigned(ceil_div<int64_t>(p.T, kReplicas)));
-  const int shared = (p.shared ? 1 : kReplicas) * kBlocks * 8 * kPitch * int(sizeof(half_t));
+      unsigned(groups), unsigned(ceil_div<int64_t>(tiles_o, kLinearWarps / p.parts)),
+      unsigned(row_blocks));
+  const int copies = p.shared ? 1 : kReplicas, rows = kBlocks > 1 ? 2 * copies * kBlocks * 8 : 0;
+  const int shared = larger(rows * kPitchBytes, parts_bytes(kReplicas * kBlocks * 4, p.parts));
   const auto kernel = p.shared ? bayes_forward_kernel<half_t, kBlocks, kReplicas, true>
                                : bayes_forward_kernel<half_t, kBlocks, kReplicas, false>;
   BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), shared, stream, p);
+}
+
+// Four replicas a warp share what it loads; two or one where that many would be made for nothing.
+template <typename half_t, int kBlocks>
+void launch_replicas(const BayesForwardArgs<half_t>& p, cudaStream_t stream) {
+  const int64_t made = ceil_div<int64_t>(p.T, 4) * 4;
+  if (p.T == 1) return launch_forward<half_t, kBlocks, 1>(p, stream);
+  if ((made - p.T) * 8 > p.T) return launch_forward<half_t, kBlocks, 2>(p, stream);
+  launch_forward<half_t, kBlocks, 4>(p, stream);
 }
 
 // The noise is made again for every 8 kBlocks rows, so a warp's rows cover N as far as registers
 // go: 64 sums a lane.
 template <typename half_t>
 void run_bayes_forward(const BayesForwardArgs<half_t>& p, cudaStream_t stream) {
-  if (p.N <= 8) return launch_forward<half_t, 1, 4>(p, stream);
-  if (p.N <= 32) return launch_forward<half_t, 4, 4>(p, stream);
-  if (p.N <= 64) return launch_forward<half_t, 8, 2>(p, stream);
+  if (p.N <= 8) return launch_replicas<half_t, 1>(p, stream);
+  if (p.N <= 32) return launch_replicas<half_t, 4>(p, stream);
+  if (p.N <= 64 && p.T > 1) return launch_forward<half_t, 8, 2>(p, stream);
+  if (p.N <= 64) return launch_forward<half_t, 8, 1>(p, stream);
   launch_forward<half_t, 16, 1>(p, stream);
 }
 

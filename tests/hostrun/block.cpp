@@ -37,6 +37,7 @@ struct Thread {
   unsigned mask;  // of the collective, as are these two
   Combine combine;
   void* operand;
+  std::vector<std::function<void()>> begun;
 };
 
 struct SharedArray {
@@ -108,6 +109,10 @@ void thread_main() {
     block.error = std::current_exception();
   }
   Thread& self = block.threads[block.current];
+  if (!self.begun.empty() && !block.error)
+    block.error = std::make_exception_ptr(
+        std::runtime_error("hostrun: a thread returns with a copy that it has not waited for"));
+  self.begun.clear();
   self.state = State::kDone;
   self.fiber->suspend(true);
 }
@@ -272,6 +277,16 @@ void warp_collective(unsigned mask, Combine combine, void* operand, Site site) {
   self.operand = operand;
   if (!(mask >> lane() & 1)) fail("a lane is not in its own mask: " + whereabouts(self));
   wait_here();
+}
+
+void begin(std::function<void()> action) {
+  block.threads[block.current].begun.push_back(std::move(action));
+}
+
+void finish_all() {
+  std::vector<std::function<void()>>& begun = block.threads[block.current].begun;
+  for (const auto& action : begun) action();
+  begun.clear();
 }
 
 void* static_shared(const void* key, size_t bytes, size_t alignment) {

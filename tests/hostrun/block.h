@@ -46,6 +46,10 @@ std::remove_reference_t<Array>& shared_array(Declaration) {
   return *static_cast<Array*>(static_shared(&key, sizeof(Array), alignof(Array)));
 }
 
+// What the current thread has begun and what is done only when it waits: an asynchronous copy.
+void begin(std::function<void()> action);
+void finish_all();
+
 int lane();
 
 [[noreturn]] void refuse_source(int source);

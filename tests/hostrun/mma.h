@@ -1,5 +1,5 @@
-// mma.sync.aligned.m16n8k16 with 16-bit operands and a float32 accumulator, by the fragment layout
-// of the PTX ISA. With g = lane / 4 and t = lane % 4:
+// ldmatrix, and mma.sync.aligned.m16n8k16 with 16-bit operands and a float32 accumulator, by the
+// fragment layout of the PTX ISA. With g = lane / 4 and t = lane % 4:
 //   A (16 x 16): register r holds row g + 8 * (r & 1), columns 2 t + 8 * (r >> 1) and the next
 //   B (16 x 8):  register r holds rows 2 t + 8 * r and the next, column g
 //   C, D (16 x 8): element e is row g + 8 * (e >> 1), column 2 t + (e & 1)
@@ -51,6 +51,39 @@ void mma_m16n8k16(
   };
   warp_collective(~0u, combine, &operand, {file, line});
   for (int e = 0; e < 4; ++e) d[e] = operand.d[e];
+}
+
+struct LoadMatrices {
+  const void* row;
+  uint32_t matrix[4];
+};
+
+inline uint16_t matrix_element(void* const* lanes, int m, int row, int column) {
+  const void* start = static_cast<const LoadMatrices*>(lanes[8 * m + row])->row;
+  return static_cast<const uint16_t*>(start)[column];
+}
+
+// ldmatrix.x4: lane l gives row l % 8 of matrix l / 8 (8 x 8 numbers of 16 bits); lane 4 g + t gets
+// of each matrix row g, columns 2 t and the next; transposed, column g, rows 2 t and the next.
+template <bool kTransposed>
+void load_matrices(
+    uint32_t (&matrix)[4], const void* row, const char* file = __builtin_FILE(),
+    int line = __builtin_LINE()) {
+  check_aligned(row, 16, {file, line});
+  LoadMatrices operand = {row, {}};
+  const auto combine = [](void* const* lanes) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int m = 0; m < 4; ++m) {
+        const int g = lane / 4, t = lane % 4 * 2;
+        const uint32_t low =
+            kTransposed ? matrix_element(lanes, m, t, g) : matrix_element(lanes, m, g, t);
+        const uint32_t high =
+            kTransposed ? matrix_element(lanes, m, t + 1, g) : matrix_element(lanes, m, g, t + 1);
+        static_cast<LoadMatrices*>(lanes[lane])->matrix[m] = low | high << 16;
+      }
+  };
+  warp_collective(~0u, combine, &operand, {file, line});
+  for (int m = 0; m < 4; ++m) matrix[m] = operand.matrix[m];
 }
 
 }  // namespace hostrun

@@ -125,6 +125,27 @@ __global__ void place_kernel(const float*, float* y, int64_t) {
 
 using Kernel = void (*)(const float*, float*, int64_t);
 
+// Numbers 0 to 255 in four 8 x 8 matrices, as a lane gets them: as they are, or transposed.
+template <bool kTransposed>
+__global__ void matrices_kernel(const float*, float* y, int64_t) {
+  BNUQ_SHARED(__half, rows, [32][8]);
+  const int lane = int(threadIdx.x);
+  for (int c = 0; c < 8; ++c) rows[lane][c] = __half(float(lane * 8 + c));
+  __syncwarp();
+  uint32_t matrix[4];
+  hostrun::load_matrices<kTransposed>(matrix, rows[lane]);
+  for (int e = 0; e < 8; ++e) y[lane * 8 + e] = hostrun::packed_value<__half>(matrix[e / 2], e % 2);
+}
+
+// A copy that is begun comes when it is waited for; a thread must wait before it returns.
+__global__ void copy_kernel(const float* x, float* y, int64_t n) {
+  hostrun::begin([=] { y[0] = x[0]; });
+  y[1] = y[0];
+  if (n == 0) return;
+  hostrun::finish_all();
+  y[2] = y[0];
+}
+
 Kernel find_kernel(const std::string& name) {
   static const std::pair<const char*, Kernel> kernels[] = {
       {"sum", sum_kernel<true>},
@@ -145,6 +166,9 @@ Kernel find_kernel(const std::string& name) {
       {"large_static", large_static_kernel},
       {"lanes", lanes_kernel},
       {"place", place_kernel},
+      {"matrices", matrices_kernel<false>},
+      {"matrices_transposed", matrices_kernel<true>},
+      {"copy", copy_kernel},
   };
   for (const auto& [known, kernel] : kernels)
     if (name == known) return kernel;

@@ -25,7 +25,7 @@ def run(kernels, name, dtype, results, **arguments):
 def run_products(kernels, random_bits, random, dtype, shape, shared):
     """The products with weights made in registers; an operand's rows are padded to 16."""
     (N, O, I), T, one = shape, 2, np.ones((), np.float32)  # noqa: E741
-    N16, O16, I16 = (-(-size // 16) * 16 for size in shape)
+    O16, I16 = (-(-size // 16) * 16 for size in (O, I))
     first = 1 if shared else T
     sizes = {"N": N, "O": O, "I": I, "shared": shared}
     common = {"x_scale": one, "sigma_scale": one, "grad_scale": one}
@@ -45,8 +45,8 @@ def run_products(kernels, random_bits, random, dtype, shape, shared):
     )
     run(kernels, "grad_x", dtype, {"out": zeros((first, N, I), np.float32)}, **given)
 
-    given = common | sizes | {"N": N16, "grad": random_bits(random, (T, O, N16), dtype)}
-    given["x"] = random_bits(random, (first, I, N16), dtype)
+    given = common | sizes | {"grad": random_bits(random, (T, N, O16), dtype)}
+    given["x"] = random_bits(random, (first, N, I16), dtype)
     run(kernels, "grad_sigma", dtype, {"out": fresh((O, I), np.float32)}, **given)
 
 
