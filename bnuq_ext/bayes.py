@@ -167,6 +167,14 @@ class BayesLinear(Replicated, nn.Module):
         kl = self.prior.divergence(self.weight_mu, self.weight_rho, seed, stream, num_samples)
         return kl + self._bias_divergence(seed, stream, num_samples)
 
+    def gaussian_divergence(self) -> list[tuple[Tensor, Tensor, float]] | None:
+        """(mu, rho, std of the prior) of weights and biases for `gaussian_kl_sum`; None with another prior."""
+        if type(self.prior) is not GaussianPrior or self.weight_mask is not None:
+            return None
+        weight = (self.weight_mu, self.weight_rho, self.prior.std)
+        bias = (self.bias_mu, self.bias_rho, self.prior.std)
+        return [weight] if self.bias_mu is None else [weight, bias]
+
     def _bias_divergence(self, seed: Tensor, stream: int, num_samples: int) -> Tensor | float:
         if self.bias_mu is None:
             return 0.0

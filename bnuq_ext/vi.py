@@ -10,11 +10,13 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .bayes import BayesLinear, require_bayes_layers
+from .chunks import keep_freed_pages
 from .folding import Forward, Plan, proven_plan
 from .inputs import num_rows
 from .known import know
 from .ops import new_seed
 from .ops.checks import check_integer, refuse
+from .ops.kl import gaussian_kl_sum
 from .predict import device_of
 from .probe import expand
 from .replicas import current_pass
@@ -87,10 +89,15 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
 
 
 def _divergence(layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, int]) -> Tensor:
-    terms = [
-        layer.kl_divergence(draw.seed, streams[name], draw.num_samples)
-        for name, layer in layers.items()
-    ]
+    terms, closed = [], []
+    for name, layer in layers.items():
+        parameters = layer.gaussian_divergence()
+        if parameters is None:
+            terms.append(layer.kl_divergence(draw.seed, streams[name], draw.num_samples))
+        else:
+            closed += parameters
+    if closed:
+        terms.append(gaussian_kl_sum(closed))
     return torch.stack([t.to(terms[0].device, terms[0].dtype) for t in terms]).sum()
 
 
@@ -150,6 +157,8 @@ def elbo_loss(
     check_key(op, seed)
     modules = list(model.modules())
     device = device_of(modules)
+    if device.type == "cpu":
+        keep_freed_pages()
     key = draw_key(seed, device)
     forward = Forward(model, layers, WeightSampler(device), key, None, know(model, modules), op)
     outputs, draw, streams = _outputs(forward, modules, x, num_samples)

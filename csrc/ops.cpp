@@ -59,6 +59,7 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
 
   // The pieces of bayes_linear on the CPU, where the matrix product is torch's.
   m.def("spread(Tensor rho) -> Tensor");
+  m.def("spread_backward_(Tensor(a!) grad, Tensor rho) -> ()");
   m.def(
       "sample_weights_(Tensor(a!) weight, Tensor mu, Tensor sigma, Tensor seed, int stream, int "
       "first)"

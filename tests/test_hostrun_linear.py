@@ -236,6 +236,27 @@ def test_weights_in_memory_match_the_cpu(kernels, O, I, dtype):  # noqa: E741
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_first_replica_sets_the_gradient_by_sigma(kernels, dtype):
+    shape = 33, 70
+    _, mu, rho, *_ = make(1, shape[1], shape[0], 1, True, torch.float32)
+    mu, sigma = mu.to(dtype), torch.nn.functional.softplus(rho).to(dtype)
+    seed, grad = ops.new_seed(3), torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    storage = np.float64 if dtype == torch.float64 else np.float32
+    common = dict(mu=mu, sigma=sigma, seed=seed, first=0, T=1, O=shape[0], I=shape[1])
+    old = np.full(shape, 7, storage)
+    kernels.run(
+        "weight_backward", dtype, fresh(shape, storage), grad=grad.to(dtype), out3=old, **common
+    )
+    noise = ops.philox_normal(seed, STREAM, (1, *shape))[0].to(dtype)
+    torch.testing.assert_close(torch.from_numpy(old), grad.to(dtype) * noise, rtol=1e-5, atol=5e-6)
+    empty, set_by_cpu = mu.new_empty(0), torch.full_like(mu, 7)
+    torch.ops.bnuq.weight_backward_(
+        empty, empty, set_by_cpu, grad.to(dtype), mu, empty, seed, STREAM, 0
+    )
+    torch.testing.assert_close(set_by_cpu, grad.to(dtype) * noise, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1,), (4100,), (17, 33), (64, 80)], ids=str)
 def test_divergences_match_the_cpu(kernels, shape, dtype):
     generator = torch.Generator().manual_seed(4)

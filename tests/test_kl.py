@@ -7,6 +7,7 @@ import torch
 from scipy.integrate import quad
 
 from bnuq_ext import ops, reference_bayes
+from bnuq_ext.ops.kl import gaussian_kl_sum
 
 MIXTURE = dict(pi=0.25, std1=1.0, std2=math.exp(-6))
 STREAM = 3
@@ -224,3 +225,17 @@ def test_mixture_rejects(change, error, message):
     arguments = dict(mu=ZERO, rho=ZERO, seed=ops.new_seed(0), stream=0, num_samples=1)
     with pytest.raises(error, match=f"mixture_kl: {message}"):
         ops.mixture_kl(**(arguments | change))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float32, torch.float64)])
+def test_sum_over_layers_is_the_sum_of_each(dtypes, device):
+    shapes, stds = [(5, 3), (7,)], (0.7, 1.3)
+    pairs = [make(s, d, device) for s, d in zip(shapes, dtypes, strict=True)]
+    total = gaussian_kl_sum([(*pair, std) for pair, std in zip(pairs, stds, strict=True)])
+    parts = [ops.gaussian_kl(*pair, std) for pair, std in zip(pairs, stds, strict=True)]
+    assert total.dtype == dtypes[0]
+    torch.testing.assert_close(total, sum(parts).to(dtypes[0]), rtol=1e-6, atol=1e-6)
+    tensors = [t for pair in pairs for t in pair]
+    expected = torch.autograd.grad(sum(3 * part for part in parts), tensors)
+    for a, e in zip(torch.autograd.grad(3 * total, tensors), expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-7)

@@ -373,3 +373,17 @@ def test_divergence_rejects(args, error, message):
     model = args[0] or network()
     with pytest.raises(error, match=f"kl_divergence: {message}"):
         bnuq.kl_divergence(model, *args[1:])
+
+
+def test_layers_with_other_priors_stand_beside_gaussian_ones():
+    """A mixture, a pruned layer and a Gaussian one: the sum of what each has by itself."""
+    torch.manual_seed(0)
+    layers = [
+        bnuq.BayesLinear(4, 6, prior=bnuq.ScaleMixturePrior()),
+        bnuq.BayesLinear(6, 5),
+        bnuq.BayesLinear(5, 3, bias=False, prior=bnuq.GaussianPrior(0.3)),
+    ]
+    model = nn.Sequential(*layers)
+    bnuq.prune(layers[1], 0.5)
+    own = [layer.kl_divergence(ops.new_seed(3), k << 16, 1) for k, layer in enumerate(layers)]
+    torch.testing.assert_close(bnuq.kl_divergence(model, seed=3), sum(own))

@@ -29,6 +29,33 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
     return torch.ops.bnuq.gaussian_kl(mu.contiguous(), rho.contiguous(), prior_std)
 
 
+def gaussian_kl_sum(parameters: list[tuple[Tensor, Tensor, float]]) -> Tensor:
+    """The sum of `gaussian_kl` of all (mu, rho, prior_std), in dtype and on the device of the first."""
+    stds = [std for *_, std in parameters]
+    return _GaussianSum.apply(stds, *(tensor for mu, rho, _ in parameters for tensor in (mu, rho)))
+
+
+class _GaussianSum(torch.autograd.Function):
+    """One node for all layers: a node of its own costs each of them more than its arithmetic."""
+
+    @staticmethod
+    def forward(ctx, stds, *tensors):
+        tensors = [tensor.contiguous() for tensor in tensors]
+        ctx.stds = stds
+        ctx.save_for_backward(*tensors)
+        triples = zip(tensors[::2], tensors[1::2], stds, strict=True)
+        parts = [torch.ops.bnuq.gaussian_kl(*triple) for triple in triples]
+        return torch.stack([part.to(tensors[0]) for part in parts]).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        tensors, grads = ctx.saved_tensors, []
+        for mu, rho, std in zip(tensors[::2], tensors[1::2], ctx.stds, strict=True):
+            grads += torch.ops.bnuq.gaussian_kl_backward(grad.to(mu), mu, rho, std)
+        return None, *grads
+
+
 def mixture_kl(
     mu: Tensor,
     rho: Tensor,

@@ -32,6 +32,8 @@ def _backward(
         grads = products.backward(grad_y, xs, mu, sigma, noise, need_x, need_weight)
     else:
         grads = _few_rows_backward(grad_y, xs, mu, sigma, noise, need_x, need_weight)
+    if need_weight:
+        _ops.spread_backward_(grads[2], rho.contiguous())
     bias_grads = products.grad_bias(grad_y, bias_rho, noise) if need_bias else None
     return products.pack_grads(x, rho, *grads, bias_grads)
 

@@ -77,6 +77,8 @@ def _backward(
     else:
         sigma = products.spread(rho).contiguous()
         grads = products.backward(grad_y, xs, mu.contiguous(), sigma, noise, need_x, need_weight)
+    if need_weight:
+        grads[2].mul_(torch.sigmoid(rho))
     bias_grads = products.grad_bias(grad_y, bias_rho, noise) if need_bias else None
     return products.pack_grads(x, rho, *grads, bias_grads)
 

@@ -82,12 +82,12 @@ def backward(
     grad_x = torch.empty_like(xs) if need_x else None
     weight = torch.empty_like(mu)[None] if need_x else empty
     if need_weight:
-        grad_mu, grad_sigma = torch.empty_like(mu), torch.zeros_like(mu)
+        grad_mu, grad_sigma = torch.empty_like(mu), torch.empty_like(mu)
         grad_weight = torch.empty_like(mu) if len(grad_y) > 1 else empty
     for t in range(len(grad_y)):
         k = t % len(xs)
         if need_weight:
-            # The first replica's product lies where the sum over replicas is wanted.
+            # The first replica's product lies where the sum over replicas is wanted, and starts the other.
             product, total = (grad_weight, grad_mu) if t else (grad_mu, empty)
             torch.mm(grad_y[t].t(), xs[k], out=product)
             _ops.weight_backward_(
@@ -102,15 +102,14 @@ def backward(
     return (grad_x, grad_mu, grad_sigma) if need_weight else (grad_x, None, None)
 
 
-def pack_grads(x, rho, grad_x, grad_mu, grad_sigma, bias_grads) -> tuple[Tensor, ...]:
+def pack_grads(x, rho, grad_x, grad_mu, grad_rho, bias_grads) -> tuple[Tensor, ...]:
     """The results of bayes_linear_backward: in the shapes and dtypes of its inputs, empty for None."""
     none = rho.new_empty(0)
     if grad_x is not None:
         grad_x = (grad_x if x.dim() == 3 else grad_x.sum(0)).to(x.dtype)
-    grad_rho = none if grad_sigma is None else grad_sigma.mul_(torch.sigmoid(rho))
     return (
         x.new_empty(0) if grad_x is None else grad_x,
         none if grad_mu is None else grad_mu,
-        grad_rho,
+        none if grad_rho is None else grad_rho,
         *((none, none) if bias_grads is None else bias_grads),
     )

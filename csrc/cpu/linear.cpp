@@ -39,9 +39,9 @@ BNUQ_CLONES void add_scaled(acc_t* __restrict__ y, acc_t a, const acc_t* x, int6
 }
 
 template <typename acc_t>
-BNUQ_CLONES void add_product(acc_t* __restrict__ y, const acc_t* x, const float* z, int64_t n) {
+BNUQ_CLONES void set_product(acc_t* __restrict__ y, const acc_t* x, const float* z, int64_t n) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) y[i] += x[i] * acc_t(z[i]);
+  for (int64_t i = 0; i < n; ++i) y[i] = x[i] * acc_t(z[i]);
 }
 
 template <typename acc_t>
@@ -59,6 +59,12 @@ template <typename acc_t>
 BNUQ_CLONES void softplus_row(acc_t* __restrict__ sigma, const acc_t* rho, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) sigma[i] = softplus(rho[i]);
+}
+
+template <typename acc_t>
+BNUQ_CLONES void sigmoid_row(acc_t* __restrict__ grad, const acc_t* rho, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) grad[i] *= sigmoid(rho[i]);
 }
 
 // ---- arguments ---------------------------------------------------------------------------------
@@ -109,6 +115,20 @@ Tensor spread_cpu(Tensor rho) {
   return sigma;
 }
 
+// A gradient by sigma becomes one by rho.
+void spread_backward_cpu(Tensor grad, Tensor rho) {
+  check_like(rho, rho, rho.numel());
+  check_like(grad, rho, rho.numel());
+  dispatch_acc(rho, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
+    acc_t* g = static_cast<acc_t*>(grad.mutable_data_ptr());
+    st::parallel_for(0, rho.numel(), 16384, [&](int64_t begin, int64_t end) {
+      sigmoid_row(g + begin, r + begin, end - begin);
+    });
+  });
+}
+
 // ---- many rows a replica: weights into memory for torch's matrix product ------------------------
 
 void sample_weights_cpu(
@@ -135,9 +155,9 @@ void sample_weights_cpu(
   });
 }
 
-// Adds one replica's gradient by its weights to those by mu (unless grad_mu is empty) and sigma,
-// and makes its weights again where the gradient by x needs them (unless weight, and then sigma, is
-// empty): the noise is drawn once for both.
+// Adds one replica's gradient by its weights to those by mu and sigma; of the first replica, whose
+// grad_mu is empty, that by sigma is set. Makes its weights again where the gradient by x needs
+// them (unless weight, and then sigma, is empty): the noise is drawn once for both.
 void weight_backward_cpu(
     Tensor weight, Tensor grad_mu, Tensor grad_sigma, Tensor grad_weight, Tensor mu, Tensor sigma,
     Tensor seed, int64_t stream, int64_t first) {
@@ -160,7 +180,7 @@ void weight_backward_cpu(
         if (need_mu)
           add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
         else
-          add_product(gs + o * I, g + o * I, z, I);
+          set_product(gs + o * I, g + o * I, z, I);
         if (w) sample_row(w + o * I, m + o * I, s + o * I, z, I);
       };
       for (int64_t band = begin; band < end; ++band)
@@ -270,6 +290,7 @@ std::tuple<Tensor, Tensor> bayes_rows_grad_weight_cpu(
 
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
   m.impl("spread", TORCH_BOX(&spread_cpu));
+  m.impl("spread_backward_", TORCH_BOX(&spread_backward_cpu));
   m.impl("sample_weights_", TORCH_BOX(&sample_weights_cpu));
   m.impl("weight_backward_", TORCH_BOX(&weight_backward_cpu));
   m.impl("bayes_rows", TORCH_BOX(&bayes_rows_cpu));

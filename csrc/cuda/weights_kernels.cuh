@@ -69,8 +69,9 @@ __global__ void __launch_bounds__(kWeightsThreads) weight_backward_kernel(
   normals8(
       philox_at(sub, weight_index(at.tile_o, at.tile_i, at.lane), uint64_t(seed[1] + first)), z);
   for_lane_weights(at.tile_o, at.tile_i, at.lane, O, I, [&](int slot, int64_t k) {
+    const acc_t noisy = grad_weight[k] * acc_t(z[slot]);
+    grad_sigma[k] = grad_mu ? grad_sigma[k] + noisy : noisy;
     if (grad_mu) grad_mu[k] += grad_weight[k];
-    grad_sigma[k] += grad_weight[k] * acc_t(z[slot]);
     if (weight) weight[k] = mu[k] + sigma[k] * acc_t(z[slot]);
   });
 }
