@@ -5,7 +5,7 @@ from types import ModuleType
 
 from ..ops.checks import refuse
 
-NAMES = ()
+NAMES = ("uci",)
 
 
 def protocol(name: str) -> ModuleType:

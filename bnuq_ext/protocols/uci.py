@@ -1,0 +1,160 @@
+"""`bnuq reproduce uci`: MCBN and MCDO on regression tables, against a constant variance (Teye et al. 2018)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .. import data, metrics
+from ..data import Part
+from ..ops.checks import refuse
+from .results import Unit
+from .uci_report import report as report
+from .uci_search import (
+    METHODS,
+    Found,
+    Regression,
+    Scaled,
+    plain_mean,
+    replicas,
+    scale,
+    search,
+    split_of,
+    train_final,
+)
+
+TITLE = "UCI regression: normalised CRPS and PLL (Teye et al. 2018, Tables 1 and 4 to 7)"
+
+
+@dataclass(frozen=True)
+class Settings(Regression):
+    """The paper's protocol. QUICK uses 3 of the 5 folds, 3 batch sizes, 3 weight decays, 3 dropout rates, and
+    trains a network at most 1,000 epochs and on at most 1,000,000 rows (protein: 34 epochs)."""
+
+
+FULL = Settings()
+QUICK = Settings(
+    folds_used=3,
+    batch_sizes=(32, 128, 512),
+    weight_decays=(1e-2, 1e-4, 1e-6),
+    dropout_rates=(0.1, 0.05, 0.005),
+    max_epochs=1000,
+    max_rows=1_000_000,
+    patience=5,
+)
+
+
+def tables_at(data_root: str | None) -> dict[str, Path | None]:
+    """name -> file of the data sets; scikit-learn's diabetes without a data root.
+
+    Args:
+        data_root: a folder with uci/*.npz, a folder of npz or csv files, or one such file.
+    """
+    if data_root is None:
+        return {"diabetes": None}
+    root = Path(data_root)
+    if root.is_file():
+        return {root.stem: root}
+    folder = root / "uci" if (root / "uci").is_dir() else root
+    found = {p.stem: p for p in sorted(folder.glob("*")) if p.suffix in (".npz", ".csv")}
+    if not found:
+        requirement = (
+            f"hold npz files with X and y or csv files, as those of {data.array_files.UCI}"
+        )
+        refuse("uci", "data_root", requirement, str(folder))
+    return found
+
+
+def load(data_root: str | None, name: str) -> Part:
+    path = tables_at(data_root)[name]
+    return data.diabetes() if path is None else data.table(path)
+
+
+def by_size(data_root: str | None) -> dict[str, int]:
+    """name -> rows of the data sets, the largest first: the work is then shared evenly."""
+    sizes = {name: len(load(data_root, name).y) for name in tables_at(data_root)}
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
+    return [
+        Unit(f"{name}-{method}-{split}", {"data": name, "method": method, "split": split})
+        for name in by_size(data_root)
+        for method in METHODS
+        for split in range(1, settings.num_splits + 1)
+    ]
+
+
+def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
+    """One split of a data set with one method: the choice, the noise, and the scores of each seed."""
+    name, method, split = (unit.arguments[key] for key in ("data", "method", "split"))
+    part = load(data_root, name)
+    train, test = split_of(part, split)
+    hidden = settings.width(len(part.y))
+    found = search(train, method, settings, hidden, 1000 * split)
+    scaled = scale(train, test)
+    seeds = range(1000 * split + 500, 1000 * split + 500 + settings.num_seeds)
+    networks = train_final(scaled, found.choice, hidden, seeds)
+    result = {"choice": found.choice._asdict(), "rows": len(part.y), "features": part.x.shape[1]}
+    return result | scores(found, networks, scaled, settings, seeds, points=split == 1)
+
+
+def scores(
+    found: Found, networks: list[nn.Sequential], scaled: Scaled, settings, seeds, points=False
+) -> dict:
+    """The noise by the CRPS of the held-out folds, and the test scores of each network.
+
+    Args:
+        points: whether the first network's predictive means, standard deviations and targets are wanted.
+    """
+    num_samples = settings.num_samples
+    noise_var, constant_var = fit_noise(found, num_samples)
+    noise_var = max(noise_var, settings.least_noise * scaled.spread**2)
+    runs = []
+    result = {"noise_var": noise_var, "constant_var": constant_var, "runs": runs}
+    for net, seed in zip(networks, seeds, strict=True):
+        samples = replicas(net, scaled, found.choice, num_samples, seed)
+        run = run_scores(samples, scaled.test_y, noise_var, constant_var)
+        plain = plain_mean(net, scaled)
+        runs.append(run | {"plain_rmse": metrics.rmse(plain, scaled.test_y).item()})
+        if points and len(runs) == 1:
+            var, mean = torch.var_mean(samples, 0, correction=0)
+            values = {"mean": mean, "std": (var + noise_var).sqrt(), "y": scaled.test_y}
+            result["points"] = {
+                k: [float(f"{v:.6g}") for v in t.tolist()] for k, t in values.items()
+            }
+    return result
+
+
+def fit_noise(found: Found, num_samples: int) -> tuple[float, float]:
+    """(noise variance beside that of the replicas, constant variance), both by CRPS over the held-out rows."""
+    parts = [
+        replicas(net, fold, found.choice, num_samples, k)
+        for k, (net, fold) in enumerate(zip(found.networks, found.folds, strict=True))
+    ]
+    samples, y = torch.cat(parts, 1), torch.cat([fold.test_y for fold in found.folds])
+    constant = metrics.fit_constant_variance(samples.mean(0), y, score="crps")
+    return metrics.fit_noise_variance(samples, y, score="crps"), constant
+
+
+def run_scores(
+    samples: Tensor, y: Tensor, noise_var: float, constant_var: float
+) -> dict[str, float]:
+    """Scores of (T, m) replicas beside those of the constant variance and of the best one of each point."""
+    var, mean = torch.var_mean(samples, 0, correction=0)
+    crps = {
+        "crps": metrics.gaussian_crps(mean, (var + noise_var).sqrt(), y),
+        "constant_crps": metrics.gaussian_crps(mean, constant_var**0.5, y),
+        "best_crps": metrics.best_crps(mean, y),
+    }
+    pll = {
+        "pll": metrics.gaussian_pll(samples, y, noise_var),
+        "constant_pll": metrics.gaussian_pll(mean[None], y, constant_var),
+        "best_pll": metrics.best_pll(mean, y),
+    }
+    return {k: v.item() for k, v in (crps | pll).items()} | {
+        "normalised_crps": metrics.normalised_score(*crps.values()).item(),
+        "normalised_pll": metrics.normalised_score(*pll.values()).item(),
+        "rmse": metrics.rmse(mean, y).item(),
+    }

@@ -1,0 +1,174 @@
+"""The report of `bnuq reproduce uci`: the paper's tables beside ours, and a figure per data set."""
+
+import math
+from pathlib import Path
+
+from .. import metrics
+from ..plots import uncertainty_error
+from ..plots.canvas import BLUE, ORANGE, new_figure
+from .results import Report, Table, agrees, mean_and_error, read_table, shown
+
+PLAIN = {"MCBN": "BN", "MCDO": "DO"}
+CONSTANT = {"MCBN": "CUBN", "MCDO": "CUDO"}
+COLORS = {"MCBN": BLUE, "MCDO": ORANGE}
+
+
+def report(results: dict[str, dict], settings, folder: Path) -> Report:
+    groups = grouped(results)
+    tables, remarks = [], []
+    for table, sentences in (normalised(groups), raw(groups), root_errors(groups)):
+        tables.append(table)
+        remarks += sentences
+    tables.append(choices(groups))
+    figures = [draw(name, groups, folder) for name in dict.fromkeys(name for name, _ in groups)]
+    return Report(tables, figures, remarks)
+
+
+def grouped(results: dict[str, dict]) -> dict[tuple[str, str], list[dict]]:
+    """(data set, method) -> its splits in their order, data sets by name."""
+    groups = {}
+    for unit in sorted(results, key=lambda name: (name.rsplit("-", 2)[0], name)):
+        name, method, _ = unit.rsplit("-", 2)
+        groups.setdefault((name, method), []).append(results[unit])
+    return groups
+
+
+def over_runs(splits: list[dict], score: str) -> list[float]:
+    return [run[score] for split in splits for run in split["runs"]]
+
+
+def stars(p: float) -> str:
+    """The paper's marks: ns, then one star below 0.05 and one more below 0.01, 0.001, 0.0001."""
+    found = sum(p < level for level in (0.05, 0.01, 0.001, 0.0001))
+    return "*" * found or ("ns" if p >= 0.05 else "")
+
+
+def printed(table: str, **key) -> dict | None:
+    """A paper's (mean, error, p), or None where it has no such row."""
+    for row in read_table(table):
+        if all(row[name] == value for name, value in key.items()):
+            mean = float(row.get("mean_pct") or row["mean"])
+            p = float(row["p_value"]) if "p_value" in row else math.nan
+            return {"mean": mean, "error": float(row["standard_error"]), "p": p}
+    return None
+
+
+def beside(values: list[float], paper: dict | None, digits: int = 2) -> list:
+    """Cells: ours, the paper's, whether they agree within two standard errors."""
+    mean, error = mean_and_error(values)
+    if paper is None:
+        return [shown(mean, error, digits), None, None]
+    same = agrees(mean, error, paper["mean"], paper["error"])
+    cell = None if same is None else "yes" if same else "no"
+    return [shown(mean, error, digits), shown(paper["mean"], paper["error"], digits), cell]
+
+
+def normalised(groups: dict) -> tuple[Table, list[str]]:
+    """Tables 1, 4 and 5: percent of the way from a constant variance to the best one of each point."""
+    rows, remarks = [], []
+    columns = ["data set", "score", "method", "ours [%]", "p", "", "paper [%]", "paper p", "agree"]
+    for score, number in (("crps", "04_normalised_crps"), ("pll", "05_normalised_pll")):
+        better = {}
+        for (name, method), splits in groups.items():
+            values = over_runs(splits, f"normalised_{score}")
+            paper = printed(f"teye_table{number}", dataset=name, method=method)
+            p = metrics.t_test(values)[1] if len(values) > 1 else math.nan
+            cells = beside(values, paper)
+            paper_p = paper["p"] if paper else None
+            p_cell = None if math.isnan(p) else p
+            rows.append(
+                [
+                    name,
+                    score.upper(),
+                    method,
+                    cells[0],
+                    p_cell,
+                    stars(p),
+                    cells[1],
+                    paper_p,
+                    cells[2],
+                ]
+            )
+            better.setdefault(method, []).append((name, mean_and_error(values)[0], p))
+        remarks += [verdict(score.upper(), method, found) for method, found in better.items()]
+    title = "Normalised scores: 0 is a constant variance, 100 the best variance of each point"
+    remarks.append(agreement("normalised scores", rows))
+    return Table("normalised", title, columns, rows), remarks
+
+
+def verdict(score: str, method: str, found: list[tuple[str, float, float]]) -> str:
+    above = [name for name, mean, p in found if mean > 0 and p < 0.05]
+    below = [name for name, mean, p in found if mean < 0 and p < 0.05]
+    parts = [f"better than a constant variance (p < 0.05) on {', '.join(above) or 'none'}"]
+    if below:
+        parts.append(f"worse on {', '.join(below)}")
+    level = [name for name, _, _ in found if name not in above + below]
+    if level:
+        parts.append(f"undecided on {', '.join(level)}")
+    return f"{score}: {method} is {'; '.join(parts)}."
+
+
+def agreement(what: str, rows: list[list]) -> str:
+    """How many rows, with "agree" in the last column, are within two standard errors of the paper."""
+    compared = [row for row in rows if row[-1] is not None]
+    if not compared:
+        return f"The paper has no {what} to compare with."
+    apart = [f"{row[0]} {' '.join(row[1:3])}" for row in compared if row[-1] == "no"]
+    text = f"{len(compared) - len(apart)} of {len(compared)} {what} agree with the paper's within two standard errors"
+    return text + (f"; not: {', '.join(apart)}." if apart else ".")
+
+
+def raw(groups: dict) -> tuple[Table, list[str]]:
+    """Table 6, with the constant variances that the paper does not print."""
+    rows = []
+    columns = ["data set", "score", "method", "ours", "constant variance", "paper", "agree"]
+    for score in ("crps", "pll"):
+        for (name, method), splits in groups.items():
+            key = {"dataset": name, "metric": score.upper(), "method": method}
+            paper = printed("teye_table06_raw_crps_pll", **key)
+            ours, theirs, same = beside(over_runs(splits, score), paper)
+            constant = shown(*mean_and_error(over_runs(splits, f"constant_{score}")))
+            rows.append([name, score.upper(), method, ours, constant, theirs, same])
+    title = "CRPS (smaller is better, unit of the target) and PLL (larger is better, nats) of the test rows"
+    return Table("raw", title, columns, rows), [agreement("raw scores", rows)]
+
+
+def root_errors(groups: dict) -> tuple[Table, list[str]]:
+    """Table 7."""
+    rows, columns = [], ["data set", "score", "method", "ours", "paper", "agree"]
+    for (name, method), splits in groups.items():
+        for label, score in ((method, "rmse"), (PLAIN[method], "plain_rmse")):
+            paper = printed("teye_table07_rmse", dataset=name, method=label)
+            rows.append([name, "RMSE", label, *beside(over_runs(splits, score), paper)])
+    title = "RMSE of the predictive mean, and of the network without noise (unit of the target)"
+    return Table("rmse", title, columns, rows), [agreement("RMSE", rows)]
+
+
+def choices(groups: dict) -> Table:
+    """What cross-validation chose on the training part of each split."""
+    columns = ["data set", "method", "split", "batch size", "weight decay", "dropout", "epochs"]
+    columns += ["CV RMSE", "noise std", "constant std"]
+    rows = []
+    for (name, method), splits in groups.items():
+        for number, split in enumerate(splits, 1):
+            c = split["choice"]
+            cells = [c[k] for k in ("batch_size", "weight_decay", "dropout", "epochs", "rmse")]
+            deviations = [split[k] ** 0.5 for k in ("noise_var", "constant_var")]
+            rows.append([name, method, number, *cells, *deviations])
+    return Table("choices", "Chosen by cross-validation within the training part", columns, rows)
+
+
+def draw(name: str, groups: dict, folder: Path) -> str:
+    """Uncertainty against error for the first seed of the first split."""
+    figure = new_figure(9.2, 3.8)
+    methods = [method for (data, method) in groups if data == name]
+    for ax, method in zip(figure.subplots(1, len(methods), squeeze=False)[0], methods, strict=True):
+        split = groups[name, method][0]
+        constant_std = split["constant_var"] ** 0.5
+        points = split["points"]
+        uncertainty_error(**points, constant_std=constant_std, color=COLORS[method], ax=ax)
+        ax.set_title(f"{name}, {method} and {CONSTANT[method]}", fontsize="medium")
+        ax.set_ylabel("absolute error [unit of the target]")
+    file = f"uncertainty-{name}.png"
+    figure.savefig(folder / file, dpi=110)
+    return file

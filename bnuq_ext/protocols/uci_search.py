@@ -1,0 +1,256 @@
+"""What the regression protocols train: splits, folds, the grid by cross-validated error, the networks chosen."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import collect, convert, mc_dropout, predict
+from ..data import Part
+from ..ops.checks import refuse
+from .stacked import Network, Stack, Training, networks_at_once
+
+METHODS = ("MCBN", "MCDO")
+
+
+@dataclass(frozen=True)
+class Regression:
+    """The networks and their choice (Teye et al. 2018, section 4.3, and the authors' code).
+
+    `max_rows` bounds the epochs by the rows that a network sees. `least_noise` is the least noise variance
+    over that of the training targets: the authors search tau in a range per data set, whose upper end
+    means 1e-4 (energy) to 1e-2 (kin8nm) where it is known.
+    """
+
+    num_splits: int = 5
+    num_seeds: int = 5
+    num_folds: int = 5
+    folds_used: int = 5
+    batch_sizes: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
+    weight_decays: tuple[float, ...] = tuple(10.0**-k for k in range(1, 16))
+    dropout_rates: tuple[float, ...] = (0.2, 0.1, 0.05, 0.01, 0.005, 0.001)
+    dropout_batch_size: int = 32
+    max_epochs: int = 2000
+    max_rows: int | None = None
+    check_every: int = 20
+    patience: int = 10
+    num_samples: int = 500
+    least_noise: float = 1e-4
+    hidden: int = 50
+    hidden_large: int = 100
+    large_from: int = 20_000
+
+    def width(self, num_rows: int) -> int:
+        """H: the paper gives protein alone the wider network."""
+        return self.hidden_large if num_rows >= self.large_from else self.hidden
+
+    def epochs(self, num_rows: int) -> int:
+        """At most, for so many training rows."""
+        most = self.max_epochs if self.max_rows is None else self.max_rows // num_rows
+        return max(1, min(self.max_epochs, most))
+
+    def checks(self, num_rows: int) -> int:
+        """Epochs between two looks at the validation error."""
+        return max(1, min(self.check_every, self.epochs(num_rows) // 12))
+
+    def fold_rows(self, num_rows: int) -> int:
+        """Rows that a network of the cross-validation is trained on, of so many in the set."""
+        n = num_rows - round(0.2 * num_rows)
+        return n - n // self.num_folds
+
+
+class Scaled(NamedTuple):
+    """A training and a test part, normalised by mean and standard deviation of the training part.
+
+    Attributes:
+        x, y: (n, Q), (n,) float32.
+        test_x: (m, Q) float32.
+        test_y: (m,) float64 in the unit of the data.
+        center, spread: of y: f spread + center is in the unit of the data.
+    """
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    center: float
+    spread: float
+
+
+def scale(train: Part, test: Part) -> Scaled:
+    std, mean = torch.std_mean(train.x, 0, correction=0)
+    std = torch.where(std > 0, std, 1.0)
+    spread, center = (v.item() for v in torch.std_mean(train.y, correction=0))
+    if not spread > 0:
+        refuse("uci", "y", "take more than one value", center)
+    x, test_x = (((part.x - mean) / std).float() for part in (train, test))
+    return Scaled(x, ((train.y - center) / spread).float(), test_x, test.y, center, spread)
+
+
+def take(part: Part, rows) -> Part:
+    rows = torch.as_tensor(np.array(rows))
+    return Part(part.x[rows], part.y[rows])
+
+
+def split_of(part: Part, split: int) -> tuple[Part, Part]:
+    """(train, test) of the paper's split 1, 2, ...: 80 % and 20 % of the rows as its code shuffles them."""
+    rows = np.arange(len(part.y))
+    np.random.RandomState(split).shuffle(rows)
+    cut = round(0.2 * len(rows))
+    return take(part, rows[cut:]), take(part, rows[:cut])
+
+
+def folds_of(train: Part, settings: Regression) -> list[Scaled]:
+    """The first `folds_used` of the folds; all of one size, the rest of the rows is always trained on."""
+    rows = np.random.RandomState(1).permutation(len(train.y))
+    size = len(rows) // settings.num_folds
+    held_out = [slice(k * size, (k + 1) * size) for k in range(settings.folds_used)]
+    return [scale(take(train, np.delete(rows, h)), take(train, rows[h])) for h in held_out]
+
+
+class Choice(NamedTuple):
+    """A point of the grid with what cross-validation found: epochs and mean RMSE, in the data's unit."""
+
+    batch_size: int
+    weight_decay: float
+    dropout: float | None
+    epochs: int = 0
+    rmse: float = math.inf
+
+
+class Found(NamedTuple):
+    """The best choice, its network of each fold at the best epoch, and the folds."""
+
+    choice: Choice
+    networks: list[nn.Sequential]
+    folds: list[Scaled]
+
+
+def grid(method: str, settings: Regression, num_rows: int) -> list[list[Choice]]:
+    """The choices of a method, those of one batch size together; none above the rows of a fold."""
+    if method == "MCDO":
+        pairs = itertools.product(settings.weight_decays, settings.dropout_rates)
+        return [[Choice(settings.dropout_batch_size, wd, rate) for wd, rate in pairs]]
+    sizes = [M for M in settings.batch_sizes if M <= num_rows]
+    return [[Choice(M, wd, None) for wd in settings.weight_decays] for M in sizes]
+
+
+def stacks(method: str, settings: Regression, num_rows: int, hidden: int) -> list[list[Choice]]:
+    """The grid in parts that are trained together, each of a size that a core's cache holds."""
+    parts = []
+    for choices in grid(method, settings, num_rows):
+        most = networks_at_once(choices[0].batch_size, hidden) // settings.folds_used
+        parts += [choices[i : i + max(1, most)] for i in range(0, len(choices), max(1, most))]
+    return parts
+
+
+def search(train: Part, method: str, settings: Regression, hidden: int, seed: int) -> Found:
+    """The grid by the mean RMSE over the folds of the network without noise, at its best epoch.
+
+    Args:
+        train: the training part of a split, in the data's unit.
+        method: one of METHODS.
+        hidden: units of a hidden layer.
+        seed: of the networks; fold k has seed + k, whatever the choice.
+    """
+    folds = folds_of(train, settings)
+    num_rows, best = len(folds[0].y), None
+    parts = stacks(method, settings, num_rows, hidden)
+    if not parts:
+        requirement = f"have one of at most {num_rows} rows, those of a fold"
+        refuse("uci", "batch_sizes", requirement, list(settings.batch_sizes))
+    for choices in parts:
+        tried, stack = cross_validate(choices, folds, settings, hidden, seed)
+        c = min(range(len(tried)), key=lambda i: tried[i].rmse)
+        if best is None or tried[c].rmse < best.choice.rmse:
+            F = len(folds)
+            networks = [stack.network(c * F + f, folds[f].x) for f in range(F)]
+            best = Found(tried[c], networks, folds)
+    return best
+
+
+def cross_validate(
+    choices: list[Choice], folds: list[Scaled], settings: Regression, hidden: int, seed: int
+) -> tuple[list[Choice], Stack]:
+    """Trains each choice of one batch size on each fold; all in one stack.
+
+    A choice is given up after `patience` looks without a better mean RMSE.
+
+    Returns:
+        the choices with their epochs and RMSE, and the stack at each choice's best epoch: network
+        c F + f is that of choice c and fold f.
+    """
+    C, F, n = len(choices), len(folds), len(folds[0].y)
+    networks = [Network(seed + f, c.weight_decay, c.dropout) for c in choices for f in range(F)]
+    stack = Stack(networks, folds[0].x.shape[1], hidden)
+    x, y, test_x = (torch.stack([f[i] for f in folds]).repeat(C, *shape) for i, shape in _PARTS)
+    training = Training(stack, x, y, choices[0].batch_size)
+    best, flat = torch.full((C,), math.inf, dtype=torch.float64), stack.flat.clone()
+    epochs, alive = torch.zeros(C, dtype=torch.int64), torch.ones(C, dtype=torch.bool)
+    every = settings.checks(n)
+    for epoch in range(every, settings.epochs(n) + 1, every):
+        training.run(every)
+        rmse = _rmse(stack.predict(test_x, x).view(C, F, -1), folds)
+        better = alive & (rmse < best)
+        best, epochs = torch.where(better, rmse, best), torch.where(better, epoch, epochs)
+        for name, part in stack.views(flat).items():
+            rows = better.repeat_interleave(F)
+            part[rows] = stack.parameters[name][rows]
+        alive &= epoch - epochs < settings.patience * every
+        if not alive.any():
+            break
+    stack.flat.copy_(flat)
+    found = zip(choices, epochs.tolist(), best.tolist(), strict=True)
+    return [c._replace(epochs=max(e, 1), rmse=r) for c, e, r in found], stack
+
+
+_PARTS = ((0, (1, 1)), (1, (1,)), (2, (1, 1)))  # of Scaled: x, y, test_x, and how they are repeated
+
+
+def _rmse(outputs: Tensor, folds: list[Scaled]) -> Tensor:
+    """(C,) mean over the folds of the root mean squared error, from (C, F, m) normalised outputs."""
+    errors = [
+        (outputs[:, f].double() * fold.spread + fold.center - fold.test_y).square().mean(1).sqrt()
+        for f, fold in enumerate(folds)
+    ]
+    return torch.stack(errors).mean(0)
+
+
+def train_final(data: Scaled, choice: Choice, hidden: int, seeds: range) -> list[nn.Sequential]:
+    """Networks of a choice, one a seed, trained on all of a training part."""
+    networks = [Network(seed, choice.weight_decay, choice.dropout) for seed in seeds]
+    stack, S = Stack(networks, data.x.shape[1], hidden), len(seeds)
+    Training(stack, data.x.repeat(S, 1, 1), data.y.repeat(S, 1), choice.batch_size).run(
+        choice.epochs
+    )
+    return [stack.network(s, data.x) for s in range(S)]
+
+
+def replicas(
+    net: nn.Sequential, data: Scaled, choice: Choice, num_samples: int, seed: int
+) -> Tensor:
+    """(T, m) outputs of a network's replicas for the test part, float64 in the data's unit.
+
+    MCBN: each replica has the statistics of a batch of M training rows, drawn without replacement; no
+    query is among them. MCDO: each has its own masks.
+    """
+    options = {"likelihood": "gaussian", "num_samples": num_samples, "seed": seed}
+    if choice.dropout is not None:
+        pred = mc_dropout(net, data.test_x, keep_samples=True, **options)
+    else:
+        model, rng = convert(net), np.random.default_rng(seed)
+        draw = lambda: rng.choice(len(data.y), choice.batch_size, replace=False, shuffle=False)  # noqa: E731
+        batches = [data.x[torch.from_numpy(draw())] for _ in range(num_samples)]
+        collect(model, batches, num_samples, progress=False)
+        pred = predict(model, data.test_x, keep_samples=True, **options)
+    return pred.samples.squeeze(2).double() * data.spread + data.center
+
+
+def plain_mean(net: nn.Sequential, data: Scaled) -> Tensor:
+    """(m,) outputs of the network without noise, float64 in the data's unit."""
+    with torch.no_grad():
+        return net(data.test_x).squeeze(1).double() * data.spread + data.center

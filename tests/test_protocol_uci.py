@@ -1,0 +1,314 @@
+"""The UCI protocol on tiny tables: end to end, and its parts against independent computations."""
+
+import copy
+import json
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.special
+import scipy.stats
+import torch
+from torch import nn
+
+from bnuq_ext import data
+from bnuq_ext.protocols import runner, uci, uci_report, uci_search
+from bnuq_ext.protocols.stacked import Network, Stack, Training
+
+TINY = replace(
+    uci.QUICK,
+    num_splits=2,
+    num_seeds=2,
+    num_folds=4,
+    folds_used=2,
+    batch_sizes=(8, 16, 512),
+    weight_decays=(1e-1, 1e-4),
+    dropout_rates=(0.1,),
+    dropout_batch_size=8,
+    max_epochs=6,
+    check_every=2,
+    num_samples=6,
+    hidden=8,
+)
+
+
+def table(num_rows=60, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(num_rows, 3)) * [1, 5, 0.1] + [0, 3, -1]
+    return x, 2 * x[:, 0] + x[:, 1] + rng.normal(size=num_rows) * (1 + x[:, 0] ** 2)
+
+
+def part(num_rows=60, seed=0):
+    return data.Part(*map(torch.from_numpy, table(num_rows, seed)))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    root, folder = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("uci")
+    x, y = table()
+    np.savez(root / "boston.npz", X=x, y=y)
+    np.savetxt(root / "mine.csv", np.column_stack(table(50, 1)), delimiter=",")
+    return folder, runner.run(uci, "uci", folder, TINY, root, 1, False)
+
+
+def runs_of(folder, name, method, score):
+    units = [
+        json.loads((folder / "units" / f"{name}-{method}-{s}.json").read_text()) for s in (1, 2)
+    ]
+    return np.array([run[score] for unit in units for run in unit["result"]["runs"]])
+
+
+def test_tables_are_those_of_the_runs(finished):
+    folder, results = finished
+    rows = results["tables"]["normalised"]["rows"]
+    assert [row[:3] for row in rows][:2] == [["boston", "CRPS", "MCBN"], ["boston", "CRPS", "MCDO"]]
+    assert len(rows) == 8
+    for name, score, method, ours, p, *_ in rows:
+        values = runs_of(folder, name, method, f"normalised_{score.lower()}")
+        assert len(values) == 4
+        mean, error = values.mean(), values.std(ddof=1) / 2
+        assert ours == f"{mean:.2f} ± {error:.2f}"
+        assert p == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue, rel=1e-6)
+    assert rows[0][6:] == ["8.50 ± 0.86", 6.39e-10, rows[0][8]] and rows[-1][6:] == [None] * 3
+    raw = results["tables"]["raw"]["rows"]
+    assert raw[1][5] == "1.41 ± 0.02" and raw[1][:3] == ["boston", "CRPS", "MCDO"]
+    errors = {tuple(r[:3]): r for r in results["tables"]["rmse"]["rows"]}
+    assert errors["boston", "RMSE", "DO"][4] == "2.69 ± 0.05"
+    values = runs_of(folder, "mine", "MCBN", "plain_rmse")
+    assert errors["mine", "RMSE", "BN"][3].startswith(f"{values.mean():.2f} ±")
+    assert len(results["tables"]["choices"]["rows"]) == 8
+
+
+def test_figures_and_remarks(finished):
+    folder, results = finished
+    assert results["figures"] == ["uncertainty-boston.png", "uncertainty-mine.png"]
+    for name in results["figures"]:
+        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = (folder / "report.md").read_text()
+    assert "| data set | score | method | ours [%] | p |" in text
+    assert any(re.match(r"\d of 4 normalised scores agree with", r) for r in results["remarks"])
+    assert any(r.startswith("CRPS: MCBN is better than") for r in results["remarks"])
+
+
+def test_split_is_that_of_the_code():
+    given = part(53)
+    train, test = uci_search.split_of(given, 3)
+    rows = np.arange(53)
+    np.random.RandomState(3).shuffle(rows)
+    assert torch.equal(test.x, given.x[rows[:11]]) and torch.equal(train.y, given.y[rows[11:]])
+
+
+def test_folds_share_no_row_with_their_validation():
+    train = data.Part(torch.arange(47.0, dtype=torch.float64)[:, None], torch.arange(47.0).double())
+    settings = replace(TINY, num_folds=5, folds_used=5)
+    folds = uci_search.folds_of(train, settings)
+    held_out = torch.cat([fold.test_y for fold in folds])
+    assert len(held_out) == len(set(held_out.tolist())) == 45
+    for fold in folds:
+        trained = (fold.y.double() * fold.spread + fold.center).round()
+        assert len(trained) == 38
+        assert set(trained.tolist()) == set(range(47)) - set(fold.test_y.tolist())
+        torch.testing.assert_close(fold.x.mean(), torch.tensor(0.0), rtol=0, atol=1e-6)
+        torch.testing.assert_close(fold.x.std(correction=0), torch.tensor(1.0))
+        back = fold.test_x.squeeze(1).double() * fold.spread + fold.center
+        torch.testing.assert_close(back, fold.test_y, rtol=1e-6, atol=1e-5)
+
+
+def test_nothing_is_chosen_on_the_test_part(monkeypatch):
+    """Other test rows change the scores and nothing else."""
+    unit = uci.make_units(TINY, None)[0]
+    given = part()
+    rows = np.arange(60)
+    np.random.RandomState(1).shuffle(rows)
+    other = data.Part(given.x.clone(), given.y.clone())
+    other.x[rows[:12]] += 2
+    other.y[rows[:12]] -= 50
+    found = []
+    for case in (given, other):
+        monkeypatch.setattr(uci, "load", lambda *_, case=case: case)
+        found.append(uci.compute(unit, TINY, None))
+    for name in ("choice", "noise_var", "constant_var"):
+        assert found[0][name] == found[1][name]
+    assert found[1]["runs"][0]["rmse"] > 5 * found[0]["runs"][0]["rmse"]
+
+
+@pytest.mark.parametrize("method", uci_search.METHODS)
+def test_search_finds_the_least_error_of_the_grid(method):
+    train, settings = part(48), replace(TINY, patience=100)
+    found = uci_search.search(train, method, settings, 8, 5)
+    folds = uci_search.folds_of(train, settings)
+    tried = {}
+    for rate in (0.1,) if method == "MCDO" else (None,):
+        for M in (8,) if method == "MCDO" else (8, 16):
+            for decay in settings.weight_decays:
+                nets = []
+                for f, fold in enumerate(folds):
+                    stack = Stack([Network(5 + f, decay, rate)], 3, 8)
+                    nets.append((stack, Training(stack, fold.x[None], fold.y[None], M)))
+                for epoch in (1, 2, 3, 4, 5, 6):
+                    for _, training in nets:
+                        training.run(1)
+                    tried[M, decay, rate, epoch] = np.mean(
+                        [
+                            (uci_search.plain_mean(stack.network(0, fold.x), fold) - fold.test_y)
+                            .square()
+                            .mean()
+                            .sqrt()
+                            .item()
+                            for (stack, _), fold in zip(nets, folds, strict=True)
+                        ]
+                    )
+    best = min(tried, key=tried.get)
+    assert settings.checks(36) == 1 and settings.fold_rows(60) == 36
+    assert found.choice[:4] == best
+    assert found.choice.rmse == pytest.approx(tried[best], rel=1e-4)
+    # The networks are those of the best epoch.
+    errors = [
+        (uci_search.plain_mean(net, fold) - fold.test_y).square().mean().sqrt().item()
+        for net, fold in zip(found.networks, found.folds, strict=True)
+    ]
+    assert np.mean(errors) == pytest.approx(tried[best], rel=1e-4)
+
+
+def test_patience_ends_a_choice():
+    train = part(48)
+    settings = replace(TINY, max_epochs=600, check_every=1, patience=2)
+    folds = uci_search.folds_of(train, settings)
+    choice = uci_search.Choice(8, 0.0, None)
+    (found,), _ = uci_search.cross_validate([choice], folds, settings, 8, 0)
+    curve = []
+    stack = Stack([Network(0 + f, 0.0) for f in range(2)], 3, 8)
+    x, y = (torch.stack([f[i] for f in folds]) for i in (0, 1))
+    training = Training(stack, x, y, 8)
+    while len(curve) - int(np.argmin(curve or [0])) <= 2:
+        training.run(1)
+        outputs = stack.predict(torch.stack([f.test_x for f in folds]), x)
+        curve.append(uci_search._rmse(outputs[None], folds).item())
+    assert found.epochs == 1 + int(np.argmin(curve)) < 500
+    assert found.rmse == pytest.approx(min(curve), rel=1e-6)
+
+
+def test_replicas_take_the_statistics_of_training_batches():
+    """The package's prediction is that of the trained stack with each batch's own statistics."""
+    scaled = uci_search.scale(part(60), part(9, 2))
+    choice = uci_search.Choice(16, 1e-4, None, 4)
+    (net,) = uci_search.train_final(scaled, choice, 8, range(7, 8))
+    actual = uci_search.replicas(net, scaled, choice, 5, seed=3)
+    rng, expected = np.random.default_rng(3), []
+    for _ in range(5):
+        batch = scaled.x[rng.choice(60, 16, replace=False, shuffle=False)].double()
+        h, query = batch, scaled.test_x.double()
+        for module in copy.deepcopy(net).double():
+            if isinstance(module, nn.BatchNorm1d):
+                mean, std = h.mean(0), (h.var(0, correction=0) + 1e-10).sqrt()
+                h, query = ((v - mean) / std * module.weight + module.bias for v in (h, query))
+            else:
+                h, query = module(h), module(query)
+        expected.append(query.squeeze(1).detach() * scaled.spread + scaled.center)
+    # A replica's place is the bank's; the sets are equal.
+    expected = torch.stack(expected)
+    order = [(expected - row).abs().sum(1).argmin().item() for row in actual]
+    assert sorted(order) == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(actual, expected[order], rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_replicas_have_the_moments_of_train_mode():
+    """1,000 replicas against 20,000 passes: means at five standard errors, deviations at 20 %, which is
+    four standard errors for a kurtosis of up to 11."""
+    scaled = uci_search.scale(part(60), part(9, 2))
+    choice = uci_search.Choice(16, 1e-4, 0.3, 40)
+    (net,) = uci_search.train_final(scaled, choice, 8, range(7, 8))
+    samples = uci_search.replicas(net, scaled, choice, 1000, seed=3)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        passes = copy.deepcopy(net).train()(scaled.test_x.repeat(20_000, 1)).view(20_000, 9)
+    passes = passes.double() * scaled.spread + scaled.center
+    off = (samples.mean(0) - passes.mean(0)).abs() / (
+        passes.std(0) * (1 / 1000 + 1 / 20_000) ** 0.5
+    )
+    assert off.max() < 5
+    assert (samples.std(0) / passes.std(0) - 1).abs().max() < 0.2
+
+
+def test_scores_against_quadrature():
+    rng = np.random.default_rng(0)
+    samples, y = rng.normal(size=(7, 5)) * 0.4, rng.normal(size=5)
+    found = uci.run_scores(torch.from_numpy(samples), torch.from_numpy(y), 0.3, 0.7)
+    mean, std = samples.mean(0), np.sqrt(samples.var(0) + 0.3)
+
+    def crps(m, s, target):
+        below = scipy.integrate.quad(lambda v: scipy.stats.norm.cdf(v, m, s) ** 2, m - 12, target)[
+            0
+        ]
+        above = scipy.integrate.quad(lambda v: scipy.stats.norm.sf(v, m, s) ** 2, target, m + 12)[0]
+        return below + above
+
+    score = np.mean([crps(*v) for v in zip(mean, std, y, strict=True)])
+    constant = np.mean([crps(m, 0.7**0.5, v) for m, v in zip(mean, y, strict=True)])
+    best = np.mean(
+        [crps(m, abs(v - m) / math.log(2) ** 0.5, v) for m, v in zip(mean, y, strict=True)]
+    )
+    assert found["crps"] == pytest.approx(score, rel=1e-6)
+    assert found["constant_crps"] == pytest.approx(constant, rel=1e-6)
+    assert found["normalised_crps"] == pytest.approx(
+        100 * (score - constant) / (best - constant), rel=1e-4
+    )
+    density = scipy.stats.norm.logpdf(y, samples, 0.3**0.5)
+    pll = np.mean(scipy.special.logsumexp(density, 0) - math.log(7))
+    constant = scipy.stats.norm.logpdf(y, mean, 0.7**0.5).mean()
+    best = scipy.stats.norm.logpdf(y, mean, np.abs(y - mean)).mean()
+    assert found["pll"] == pytest.approx(pll)
+    assert found["normalised_pll"] == pytest.approx(100 * (pll - constant) / (best - constant))
+    assert found["rmse"] == pytest.approx(np.sqrt(np.mean((y - mean) ** 2)))
+
+
+def test_noise_has_a_floor():
+    scaled = uci_search.scale(part(60), part(9, 2))
+    found = uci_search.search(part(60), "MCBN", TINY, 8, 1)
+    settings = replace(TINY, least_noise=5.0)
+    result = uci.scores(found, [], scaled, settings, range(0))
+    assert result["noise_var"] == pytest.approx(5 * table()[1].var())
+
+
+def test_data_sets(tmp_path):
+    assert uci.tables_at(None) == {"diabetes": None}
+    assert [u.name for u in uci.make_units(TINY, None)][:2] == [
+        "diabetes-MCBN-1",
+        "diabetes-MCBN-2",
+    ]
+    with pytest.raises(
+        ValueError, match=r"^uci: data_root must hold npz files .*UCI_Datasets, got"
+    ):
+        uci.tables_at(tmp_path)
+    (tmp_path / "uci").mkdir()
+    for name, rows in (("small", 30), ("large", 40)):
+        np.savez(tmp_path / "uci" / f"{name}.npz", X=np.ones((rows, 2)), y=np.arange(rows))
+    assert uci.by_size(tmp_path) == {"large": 40, "small": 30}
+    assert uci.by_size(tmp_path / "uci" / "small.npz") == {"small": 30}
+    with pytest.raises(ValueError, match="^uci: batch_sizes must have one of at most 18 rows"):
+        uci_search.search(part(24), "MCBN", replace(TINY, batch_sizes=(32, 64)), 8, 0)
+    constant = data.Part(torch.zeros(5, 2).double(), torch.ones(5).double())
+    with pytest.raises(ValueError, match="^uci: y must take more than one value, got 1.0$"):
+        uci_search.scale(constant, constant)
+
+
+def test_settings_of_the_paper():
+    assert uci.FULL.width(45730) == 100 and uci.FULL.width(9568) == 50
+    assert uci.FULL.epochs(29267) == 2000 and uci.FULL.checks(29267) == 20
+    assert uci.QUICK.epochs(29267) == 34 and uci.QUICK.checks(29267) == 2
+    assert len(uci.FULL.weight_decays) == 15 and uci.FULL.weight_decays[-1] == 1e-15
+    sizes = [(p[0].batch_size, len(p)) for p in uci_search.grid("MCBN", uci.FULL, 500)]
+    assert sizes == [(32, 15), (64, 15), (128, 15), (256, 15)]
+    (dropout,) = uci_search.grid("MCDO", uci.FULL, 500)
+    assert len(dropout) == 90 and {c.batch_size for c in dropout} == {32}
+    parts = uci_search.stacks("MCDO", uci.FULL, 500, 50)
+    assert [c for p in parts for c in p] == dropout and max(map(len, parts)) == 16
+
+
+def test_stars():
+    assert [uci_report.stars(p) for p in (0.2, 0.04, 9e-3, 9e-4, 9e-5, math.nan)] == [
+        "ns", "*", "**", "***", "****", "",
+    ]  # fmt: skip
