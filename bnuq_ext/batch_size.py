@@ -75,7 +75,7 @@ def fit_batch_size(
     candidates: Iterable[int],
     *,
     likelihood: str,
-    prior: StatisticsGaussian | Mapping[str, StatisticsGaussian],
+    prior: StatisticsGaussian | Mapping[str, StatisticsGaussian] | None = None,
     validation=None,
     num_samples: int = 32,
     noise_var: float | None = None,
@@ -106,7 +106,7 @@ def fit_batch_size(
         likelihood: "categorical": outputs are logits (N, K, *), targets (N, *). "gaussian": means, targets
             of their shape.
         prior: over the statistics: for all layers, such as `implied_prior(...)`, or by the layers' names in a
-            bank.
+            bank. None takes q_M of the smallest candidate, which has then no divergence.
         validation: a data set like `data`. Where the mutual information and the variance are taken too; without
             it, on `data`.
         num_samples: T, batches and replicas for each M; at least 2.
@@ -131,8 +131,7 @@ def fit_batch_size(
     num_samples = check_integer(OP, "num_samples", num_samples, 2)
     rows_at_a_time = check_integer(OP, "rows_at_a_time", rows_at_a_time, 1)
     _check_likelihood(likelihood, noise_var)
-    for each in prior.values() if isinstance(prior, Mapping) else [prior]:
-        check_prior(OP, each)
+    _check_prior(prior, sizes, len(data))
     if validation is not None:
         _size("validation", validation)
     num_rows = _checked_rows(data, num_rows)
@@ -168,6 +167,14 @@ def _checked_sizes(data, candidates) -> list[int]:
     if max(sizes) > N:
         refuse(OP, "candidates", f"be at most the data's {N} rows", max(sizes))
     return sorted(sizes)
+
+
+def _check_prior(prior, sizes: list[int], N: int) -> None:
+    if prior is None and sizes[0] == N:
+        refuse(OP, "prior", f"be given without a batch size below N = {N}", None)
+    if prior is not None:
+        for each in prior.values() if isinstance(prior, Mapping) else [prior]:
+            check_prior(OP, each)
 
 
 def _size(name: str, dataset) -> int:
@@ -219,6 +226,7 @@ def _divergences(banks: list[Bank], prior) -> tuple[list[float], int]:
         name: torch.stack([(b.var[name] > 0).any(0) for b in banks]).all(0)
         for name in banks[0].names
     }
+    prior = observed_statistics(banks[0]) if prior is None else prior
     priors = prior if isinstance(prior, Mapping) else dict.fromkeys(alive, prior)
     if priors.keys() != alive.keys():
         refuse(OP, "prior", f"have the names of the layers' calls {list(alive)}", list(priors))

@@ -101,6 +101,18 @@ def test_divergence_is_that_of_the_snapshots():
     torch.testing.assert_close(found.elbo, found.log_likelihood - found.kl)
 
 
+def test_without_a_prior_the_smallest_batch_is_it():
+    net = network()
+    found, expected = fit(bnuq.convert(net), candidates=[6, 5], prior=None), 0
+    for name in ("1", "4"):
+        banks = bank_of(net, 6), bank_of(net, 5)
+        for values in ([b.mean[name] for b in banks], [b.var[name].sqrt() for b in banks]):
+            q, p = (Normal(v.double().mean(0), v.double().std(0)) for v in values)
+            expected += kl_divergence(q, p).sum()
+    assert found.kl[0] == 0
+    torch.testing.assert_close(found.kl[1], expected, rtol=1e-6, atol=0)
+
+
 def test_gaussian_likelihood_matches_a_plain_loop():
     net, data = network(outputs=2), dataset(outputs=2)
     options = {"likelihood": "gaussian", "noise_var": 0.3, "data": data, "validation": data}
@@ -242,6 +254,9 @@ CASES = {
     "noise": ({"noise_var": 1.0}, ValueError, "noise_var must be None"),
     "no noise": ({"likelihood": "gaussian"}, ValueError, "noise_var must be a positive number .* got None"),
     "prior": ({"prior": 1.0}, TypeError, "prior must be a StatisticsGaussian"),
+    "no prior": (
+        {"prior": None, "candidates": [N]}, ValueError, "prior must be given without a batch size below N = 60"
+    ),
     "prior names": ({"prior": {"9": PRIOR}}, ValueError, r"names of the layers' calls \['1', '4'\]"),
     "rows": ({"num_rows": N + 1}, ValueError, "num_rows must be at most the data's 60 rows"),
     "seed": ({"seed": 2**63}, ValueError, "seed must lie in"),
