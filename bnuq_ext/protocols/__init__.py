@@ -5,7 +5,7 @@ from types import ModuleType
 
 from ..ops.checks import refuse
 
-NAMES = ("uci",)
+NAMES = ("normality", "uci")
 
 
 def protocol(name: str) -> ModuleType:
