@@ -5,7 +5,7 @@ from types import ModuleType
 
 from ..ops.checks import refuse
 
-NAMES = ("normality", "uci")
+NAMES = ("normality", "uci", "ood")
 
 
 def protocol(name: str) -> ModuleType:

@@ -1,0 +1,297 @@
+"""What the networks of `ood` say together: tables, differences, figures."""
+
+import base64
+from collections import defaultdict
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import metrics, plots
+from ..plots.canvas import COLORS, new_figure
+from .results import Report, Table, agrees, mean_and_error, read_table, shown
+
+STATISTICS = {"running": None, "SBN": "lognormal", "MCBN": "bank"}
+METHODS = ("one network", "dropout", "deep ensemble")
+# Score -> heading, decimals, and the sign of what is better.
+SCORES = {
+    "error": ("error (%)", 2, -1),
+    "nll": ("NLL", 3, -1),
+    "ece": ("ECE", 3, -1),
+    "auroc": ("AUROC of the entropy", 3, 1),
+    "entropy_known": ("entropy, known", 3, 0),
+    "entropy_unknown": ("entropy, unseen", 3, 0),
+}
+CORRUPTED = ("error", "nll", "ece")
+PAPER = {
+    ("mnist", "lenet-5"): ("LeNet-5", "MNIST"),
+    ("cifar10", "vgg-11"): ("VGG-11", "CIFAR5"),
+    ("cifar10", "resnet-18"): ("ResNet-18", "CIFAR5"),
+}
+PAPER_METHODS = {"SBN": "one network", "Dropout": "dropout", "Deep Ensembles": "deep ensemble"}
+
+
+def encode(values: Tensor) -> dict:
+    """A tensor as JSON: its shape, and its values as float32 in base64."""
+    array = values.detach().cpu().float().numpy().astype("<f4")
+    return {"shape": list(array.shape), "float32": base64.b64encode(array.tobytes()).decode()}
+
+
+def decode(value: dict) -> Tensor:
+    """What `encode` was given, in float64."""
+    array = np.frombuffer(base64.b64decode(value["float32"]), "<f4").reshape(value["shape"])
+    return torch.from_numpy(array.astype(np.float64))
+
+
+class Outcomes:
+    """The predictions of one case: `probs[method, statistics]` is a list of {images: (N, K)}, one per repetition.
+
+    One network is repeated by every member of every ensemble, the others by run. An ensemble's probabilities are
+    the mean of its members' (`bnuq_ext.ensemble`).
+    """
+
+    def __init__(self, units: list[dict]):
+        self.y = torch.tensor(units[0]["y"])
+        self.probs: dict[tuple[str, str], list[dict[str, Tensor]]] = {}
+        runs = defaultdict(list)
+        for unit in units:
+            if not unit["dropout"]:
+                runs[unit["run"]].append(unit)
+        for name in STATISTICS:
+            members = [[_probs(unit, name) for unit in run] for run in runs.values()]
+            self.probs["one network", name] = [unit for run in members for unit in run]
+            self.probs["dropout", name] = [_probs(u, name) for u in units if u["dropout"]]
+            self.probs["deep ensemble", name] = [_mean(run) for run in members]
+        self.images = [key for key in members[0][0] if key != "unknown"]
+
+    def scores(self, method: str, statistics: str, images: str = "known") -> dict[str, list[float]]:
+        """The scores of each repetition; those of the entropy for the known images alone."""
+        found = defaultdict(list)
+        for probs in self.probs[method, statistics]:
+            p = probs[images]
+            found["error"].append(100 * (1 - metrics.accuracy(p, self.y).item()))
+            found["nll"].append(metrics.nll(p, self.y).item())
+            found["ece"].append(metrics.ece(p, self.y).item())
+            if images == "known":
+                known, unknown = entropy(p), entropy(probs["unknown"])
+                found["auroc"].append(metrics.auroc(known, unknown).item())
+                found["entropy_known"].append(known.mean().item())
+                found["entropy_unknown"].append(unknown.mean().item())
+        return dict(found)
+
+    def entropies(self, method: str, statistics: str, images: str) -> Tensor:
+        """(N,) of all repetitions together."""
+        return torch.cat([entropy(probs[images]) for probs in self.probs[method, statistics]])
+
+
+def _probs(unit: dict, name: str) -> dict[str, Tensor]:
+    return {key: decode(value) for key, value in unit["probs"][name].items()}
+
+
+def _mean(members: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.stack([m[key] for m in members]).mean(0) for key in members[0]}
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """(N,) entropies of (N, K) probabilities, in nats."""
+    return metrics.predictive_entropy(probs[None], reduction="none")
+
+
+def report(results: dict[str, dict], settings, folder: Path) -> Report:
+    """Tables, remarks and figures of the units' results."""
+    units = defaultdict(list)
+    for result in results.values():
+        units[result["dataset"], result["network"]].append(result)
+    cases = {case: Outcomes(found) for case, found in units.items()}
+    paper = _paper()
+    tables = [scores_table(cases, paper), differences_table(cases), corrupted_table(cases)]
+    tables.append(_paper_table())
+    figures = []
+    for case, outcomes in cases.items():
+        for name, draw in (("entropy", draw_entropies), ("corrupted", draw_corrupted)):
+            figures.append(f"{name}-{'-'.join(case)}.png")
+            draw(outcomes, settings.num_known).savefig(folder / figures[-1], dpi=150)
+    remarks = [*_missing(cases, settings), *_beside_paper(cases, paper, settings)]
+    return Report(tables, figures, remarks)
+
+
+def _row(values: dict[str, list[float]], names) -> list[str]:
+    return [shown(*mean_and_error(values[name]), SCORES[name][1]) for name in names]
+
+
+def scores_table(cases: dict, paper: dict) -> Table:
+    """Errors and likelihoods on the known classes, and how the others stand out, beside the paper's."""
+    rows = []
+    for case, outcomes in cases.items():
+        for method, name in product(METHODS, STATISTICS):
+            values = outcomes.scores(method, name)
+            printed = paper.get((*case, method, name), {})
+            beside = [shown(*p, SCORES[s][1]) if (p := printed.get(s)) else None for s in PAPERS]
+            rows.append([*case, method, name, len(values["nll"]), *_row(values, SCORES), *beside])
+    columns = ["data", "network", "method", "statistics", "repetitions"]
+    columns += [heading for heading, *_ in SCORES.values()]
+    columns += [f"paper: {SCORES[score][0]}" for score in PAPERS]
+    title = "Known classes, and the entropy of unseen ones (mean ± standard error)"
+    return Table("ood", title, columns, rows)
+
+
+def differences_table(cases: dict) -> Table:
+    """Drawn statistics minus running ones, repetition by repetition."""
+    names = ("error", "nll", "auroc")
+    rows = []
+    for case, outcomes in cases.items():
+        corrupted = [key for key in outcomes.images if key != "known"]
+        for method, name in product(METHODS, list(STATISTICS)[1:]):
+            drawn, running = (outcomes.scores(method, n) for n in (name, "running"))
+            cells = [_difference(drawn[s], running[s], s) for s in names]
+            if corrupted:
+                parts = [
+                    [outcomes.scores(method, n, key)["nll"] for key in corrupted]
+                    for n in (name, "running")
+                ]
+                means = [[float(np.mean(column)) for column in zip(*p, strict=True)] for p in parts]
+                cells.append(_difference(*means, "nll"))
+            rows.append([*case, method, name, *cells])
+    columns = ["data", "network", "method", "statistics", *(SCORES[s][0] for s in names)]
+    title = (
+        "Drawn minus running statistics, paired: + better, - worse, = within two standard errors"
+    )
+    return Table(
+        "differences", title, [*columns, "NLL, mean of the corruptions"][: len(rows[0])], rows
+    )
+
+
+def _difference(drawn: list[float], running: list[float], score: str) -> str:
+    mean, error = mean_and_error([a - b for a, b in zip(drawn, running, strict=True)])
+    _, digits, better = SCORES[score]
+    if np.isnan(error):
+        return shown(mean, error, digits)
+    mark = "=" if abs(mean) <= 2 * error else ("+" if mean * better > 0 else "-")
+    return f"{mark} {shown(mean, error, digits)}"
+
+
+def corrupted_table(cases: dict) -> Table:
+    """The known classes' test images, corrupted."""
+    rows = [
+        [*case, method, name, images, *_row(outcomes.scores(method, name, images), CORRUPTED)]
+        for case, outcomes in cases.items()
+        for images, method, name in product(outcomes.images[1:], METHODS, STATISTICS)
+    ]
+    columns = ["data", "network", "method", "statistics", "corruption"]
+    columns += [SCORES[score][0] for score in CORRUPTED]
+    return Table("corrupted", "Corrupted images of the known classes", columns, rows)
+
+
+PAPERS = ("error", "nll")
+
+
+def _paper() -> dict:
+    """(data, network, method, statistics) -> {score: (mean, error)} of the printed table."""
+    printed = defaultdict(dict)
+    for row, case in product(read_table("atanov_table1"), PAPER):
+        if (row["network"], row["data"]) != PAPER[case]:
+            continue
+        for score, name in product(PAPERS, ("running", "SBN")):
+            column = f"{'error_pct' if score == 'error' else 'nll'}_{'sbn' if name == 'SBN' else 'no_sbn'}"
+            if row[column]:
+                place = (*case, PAPER_METHODS[row["method"]], name)
+                printed[place][score] = float(row[column]), float(row[f"{column}_pm"])
+    return dict(printed)
+
+
+def _paper_table() -> Table:
+    rows = read_table("atanov_table1")
+    cells = [[row[column] or None for column in row] for row in rows]
+    return Table("paper", "As printed: Atanov et al. 2019, Table 1", list(rows[0]), cells)
+
+
+def _missing(cases: dict, settings) -> list[str]:
+    asked = {(data, network) for data, network, _ in settings.cases}
+    return [
+        f"Not run, since its folder is missing: {' with '.join(case)}."
+        for case in sorted(asked - cases.keys())
+    ]
+
+
+def _beside_paper(cases: dict, paper: dict, settings) -> list[str]:
+    remarks = []
+    for case, outcomes in cases.items():
+        words = []
+        for method, name in product(METHODS, STATISTICS):
+            values = outcomes.scores(method, name)
+            for score, printed in paper.get((*case, method, name), {}).items():
+                ours = mean_and_error(values[score])
+                same = {True: "within", False: "outside", None: "not to be told, one repetition"}
+                words.append(
+                    f"{method}, {name}, {SCORES[score][0]}: {same[agrees(*ours, *printed)]}"
+                )
+        if words:
+            remarks.append(
+                f"{' with '.join(case)} against the paper, two standard errors: {'; '.join(words)}. "
+                + _conditions(case, settings)
+            )
+    return remarks
+
+
+def _conditions(case: tuple[str, str], settings) -> str:
+    epochs = {(data, network): epochs for data, network, epochs in settings.cases}[case]
+    images = "all" if settings.num_train is None else f"the first {settings.num_train}"
+    classes = (
+        f"The paper's MNIST has ten classes, this one {settings.num_known}. "
+        if case[0] == "mnist"
+        else ""
+    )
+    return (
+        f"{classes}Trained here for {epochs} epochs on {images} of the training images of the known classes; "
+        "what the paper's ± means it does not say (taken as a standard error)."
+    )
+
+
+def draw_entropies(outcomes: Outcomes, num_classes: int):
+    """Entropy CDFs, a panel per method: unseen classes solid, known ones dashed."""
+    figure = new_figure(10.5, 4.0)
+    panels = figure.subplots(1, len(METHODS), sharex=True, sharey=True)
+    for method, ax in zip(METHODS, panels, strict=True):
+        curves, styles = {}, {}
+        for name, color in zip(STATISTICS, COLORS, strict=False):
+            for images, kind in (("unknown", "unseen"), ("known", "known")):
+                label = f"{name}, {kind}"
+                curves[label] = outcomes.entropies(method, name, images).numpy()
+                styles[label] = {"color": color, "linestyle": "-" if kind == "unseen" else "--"}
+        plots.entropy_cdf(curves, num_classes=num_classes, styles=styles, ax=ax)
+        ax.get_legend().remove()
+        ax.set_title(method, fontsize="medium")
+        ax.set_ylabel("fraction of images at or below" if ax is panels[0] else "")
+    _legend(figure, panels[0])
+    return figure
+
+
+def draw_corrupted(outcomes: Outcomes, num_classes: int):
+    """NLL on clean and corrupted images of the known classes, a panel per method."""
+    figure = new_figure(10.5, 4.0)
+    panels = figure.subplots(1, len(METHODS), sharey=True)
+    places = np.arange(len(outcomes.images))
+    for method, ax in zip(METHODS, panels, strict=True):
+        for shift, name, color in zip((-0.15, 0, 0.15), STATISTICS, COLORS, strict=False):
+            scores = [
+                mean_and_error(outcomes.scores(method, name, i)["nll"]) for i in outcomes.images
+            ]
+            means, errors = np.array(scores).T
+            bars = {"yerr": np.nan_to_num(errors), "capsize": 2, "fmt": "o", "markersize": 4}
+            ax.errorbar(places + shift, means, **bars, color=color, label=name)
+        ax.axhline(np.log(num_classes), color=plots.canvas.GREY, linewidth=0.8)
+        labels = ["clean", *outcomes.images[1:]]
+        ax.set_xticks(places, labels, rotation=45, ha="right", rotation_mode="anchor")
+        ax.set_title(method, fontsize="medium")
+    panels[0].set(ylabel="NLL [nats]", ylim=(0, None))
+    note = {"color": plots.canvas.GREY, "fontsize": "small", "va": "bottom"}
+    panels[0].text(-0.3, np.log(num_classes), f"log {num_classes}", **note)
+    _legend(figure, panels[0])
+    return figure
+
+
+def _legend(figure, ax) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)

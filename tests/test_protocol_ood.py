@@ -1,0 +1,325 @@
+"""The protocol of unseen classes, end to end on the digits, and its parts."""
+
+import gzip
+import json
+import math
+import os
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.ndimage
+import sklearn.metrics
+import torch
+from torch import nn
+
+import bnuq_ext as bnuq
+from bnuq_ext.protocols import ood, ood_networks, ood_report, runner
+
+SETTINGS = ood.Settings(
+    cases=(("digits", "lenet-5", 4),),
+    num_train=200,
+    num_test=60,
+    num_members=2,
+    num_runs=2,
+    num_samples=3,
+    most_batches=6,
+    noise_stds=(0.5,),
+    blur_stds=(),
+    rotations=(30.0,),
+)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ood")
+    results = runner.run(ood, "ood", folder, SETTINGS, None, 1, progress=False)
+    return folder, results
+
+
+def outcomes_of(folder):
+    units = ood.make_units(SETTINGS, None)
+    found = [json.loads((folder / "units" / f"{u.name}.json").read_text()) for u in units]
+    return ood_report.Outcomes([entry["result"] for entry in found])
+
+
+def test_tables_have_every_method_with_every_kind_of_statistics(done):
+    _, results = done
+    table = results["tables"]["ood"]
+    assert [row[:5] for row in table["rows"]] == [
+        ["digits", "lenet-5", method, statistics, 4 if method == "one network" else 2]
+        for method in ("one network", "dropout", "deep ensemble")
+        for statistics in ("running", "SBN", "MCBN")
+    ]
+    assert table["columns"][5:] == [
+        "error (%)", "NLL", "ECE", "AUROC of the entropy", "entropy, known", "entropy, unseen",
+        "paper: error (%)", "paper: NLL",
+    ]  # fmt: skip
+    assert all(row[-2:] == [None, None] for row in table["rows"])
+    assert len(results["tables"]["differences"]["rows"]) == 6
+    corrupted = results["tables"]["corrupted"]["rows"]
+    assert len(corrupted) == 18 and {row[4] for row in corrupted} == {"noise 0.5", "rotation 30"}
+    paper = results["tables"]["paper"]
+    assert paper["rows"][1][:5] == ["LeNet-5", "MNIST", "Deep Ensembles", "0.43", "0.00"]
+
+
+def test_scores_are_those_of_another_package(done):
+    folder, results = done
+    outcomes = outcomes_of(folder)
+    rows = {tuple(row[2:4]): row for row in results["tables"]["ood"]["rows"]}
+    for (method, statistics), repetitions in outcomes.probs.items():
+        scores = {"error": [], "nll": [], "auroc": []}
+        for probs in repetitions:
+            known, unknown = probs["known"].numpy(), probs["unknown"].numpy()
+            scores["error"].append(100 * np.mean(known.argmax(1) != outcomes.y.numpy()))
+            sums = known.sum(1, keepdims=True)  # 1 up to float32
+            nll = sklearn.metrics.log_loss(outcomes.y, known / sums, labels=range(5))
+            scores["nll"].append(nll)
+            entropies = [scipy.stats.entropy(p, axis=1) for p in (known, unknown)]
+            truth = [0] * len(known) + [1] * len(unknown)
+            scores["auroc"].append(sklearn.metrics.roc_auc_score(truth, np.concatenate(entropies)))
+        row = rows[method, statistics]
+        for name, place, digits in (("error", 5, 2), ("nll", 6, 3), ("auroc", 8, 3)):
+            values = np.array(scores[name])
+            error = values.std(ddof=1) / math.sqrt(len(values))
+            assert row[place] == f"{values.mean():.{digits}f} ± {error:.{digits}f}"
+
+
+def test_an_ensemble_is_that_of_its_networks(done):
+    outcomes = outcomes_of(done[0])
+    images = ood.read_images("digits", SETTINGS, None)
+    units = [u.arguments for u in ood.make_units(SETTINGS, None) if u.arguments["run"] == 1]
+    models = []
+    for arguments in units[:2]:
+        torch.manual_seed(1000 + arguments["member"])
+        models.append(ood.make_model(arguments, images.train, SETTINGS, torch.device("cpu")))
+    x, options = images.known.x, {"likelihood": "categorical"}
+    pred = bnuq.ensemble(models, x, **options)
+    found = outcomes.probs["deep ensemble", "running"][1]["known"]
+    torch.testing.assert_close(found.float(), pred.mean, rtol=1e-4, atol=1e-6)
+    # The members' seeds follow one another, as the protocol's do.
+    options |= {"num_samples": 3, "seed": 1000}
+    for statistics, sampler in (("SBN", "lognormal"), ("MCBN", "bank")):
+        pred = bnuq.ensemble(models, x, sampler=sampler, **options)
+        found = outcomes.probs["deep ensemble", statistics][1]["known"]
+        torch.testing.assert_close(found.float(), pred.mean, rtol=1e-3, atol=1e-5)
+
+
+def test_only_convolutions_are_stochastic_and_dropout_is_behind_batch_norm(done):
+    images = ood.read_images("digits", SETTINGS, None)
+    arguments = ood.make_units(SETTINGS, None)[2].arguments
+    assert arguments["dropout"]
+    model = ood.make_model(arguments, images.train, SETTINGS, torch.device("cpu"))
+    report = bnuq.doctor(model, images.known.x)
+    assert list(report.converted) == ["1", "5"] and report.excluded_layers == ["10"]
+    assert not any("dropout" in text for text in report.warnings)
+
+
+def test_training_learns_and_ends_with_a_rate_of_zero(monkeypatch):
+    images = ood.read_images("digits", replace(SETTINGS, num_train=400), None)
+    rates = []
+    step = torch.optim.Adam.step
+    monkeypatch.setattr(
+        torch.optim.Adam,
+        "step",
+        lambda self: (rates.append(self.param_groups[0]["lr"]), step(self)),
+    )
+    torch.manual_seed(0)
+    network = ood_networks.LeNet5(1, 8, 5, 0.0)
+    options = {"epochs": 3, "batch_size": 16, "learning_rate": 1e-3, "augment": False}
+    ood_networks.train(network, *images.train, **options)
+    expected = 1e-3 * (1 - torch.arange(75) / 75)
+    torch.testing.assert_close(torch.tensor(rates), expected, rtol=1e-4, atol=1e-9)
+    with torch.no_grad():
+        assert (network(images.known.x).argmax(1) == images.known.y).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    "name, size", [("lenet-5", 28), ("lenet-5", 8), ("vgg-11", 32), ("resnet-18", 32)]
+)
+def test_networks(name, size):
+    network = ood_networks.NETWORKS[name](3, size, 5, 0.5)
+    assert network(torch.randn(2, 3, size, size)).shape == (2, 5)
+    norms = sum(isinstance(m, nn.BatchNorm2d) for m in network.modules())
+    assert norms == {"lenet-5": 2, "vgg-11": 8, "resnet-18": 20}[name]
+    assert sum(isinstance(m, nn.Dropout) for m in network.modules()) == 1
+
+
+def test_shifts_and_flips():
+    x = torch.arange(2 * 36.0).view(1, 2, 6, 6) + 1
+    padded = nn.functional.pad(x, (4, 4, 4, 4))
+    possible = {
+        view.tobytes()
+        for i in range(9)
+        for j in range(9)
+        for crop in [padded[0, :, i : i + 6, j : j + 6]]
+        for view in (crop.contiguous().numpy(), crop.flip(2).contiguous().numpy())
+    }
+    torch.manual_seed(0)
+    made = ood_networks._shifted(x.expand(500, 2, 6, 6))
+    seen = {image.numpy().tobytes() for image in made}
+    assert seen <= possible and len(seen) > 100
+
+
+def test_blur_and_rotation():
+    x = torch.rand(3, 2, 12, 12)
+    expected = scipy.ndimage.gaussian_filter(
+        x.double().numpy(), (0, 0, 1.5, 1.5), radius=(0, 0, 4, 4), mode="nearest"
+    )
+    torch.testing.assert_close(
+        ood.blur(x, 1.5).double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(ood.rotate(x, 90.0), torch.rot90(x, 1, (2, 3)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ood.rotate(x, 0.0), x, rtol=1e-5, atol=1e-5)
+
+
+def test_numbers_survive_json():
+    values = torch.rand(7, 3)
+    again = ood_report.decode(json.loads(json.dumps(ood_report.encode(values))))
+    assert torch.equal(again, values.double())
+
+
+def write_idx(path, values):
+    header = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
+    with gzip.open(path, "wb") as file:
+        file.write(header + values.astype(np.uint8).tobytes())
+
+
+@pytest.fixture
+def data_root(tmp_path):
+    """A folder of 60 training and 40 test images of MNIST's format."""
+    folder = tmp_path / "data" / "mnist"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for part, rows in (("train", 60), ("t10k", 40)):
+        write_idx(folder / f"{part}-images-idx3-ubyte.gz", rng.integers(256, size=(rows, 28, 28)))
+        write_idx(folder / f"{part}-labels-idx1-ubyte.gz", np.arange(rows) % 10)
+    return folder.parent
+
+
+def test_files_are_parted_by_class(data_root):
+    settings = replace(SETTINGS, num_train=None, num_test=15)
+    images = ood.read_images("mnist", settings, str(data_root))
+    assert images.train.x.shape == (30, 1, 28, 28) and images.train.y.unique().tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert images.known.x.shape == images.unknown.shape == (15, 1, 28, 28)
+    assert set(images.known.y.tolist()) == set(range(5))
+    shown = ood.shown_images(images, settings)
+    assert list(shown) == ["known", "unknown", "noise 0.5", "rotation 30"]
+
+
+@pytest.mark.skipif("BNUQ_DATA" not in os.environ, reason="BNUQ_DATA names no folder of data sets")
+def test_real_files():
+    root = os.environ["BNUQ_DATA"]
+    here = [case for case in ood.FULL.cases if case[0] != "digits"]
+    here = [case for case in here if (Path(root) / ood.FOLDERS[case[0]]).is_dir()]
+    for dataset in {case[0] for case in here}:
+        images = ood.read_images(dataset, ood.QUICK, root)
+        assert len(images.train.x) == 4000 and images.known.y.max() == 4
+
+
+def test_units_are_those_whose_data_is_there(data_root):
+    names = {u.arguments["dataset"] for u in ood.make_units(ood.FULL, str(data_root))}
+    assert names == {"digits", "mnist"}
+    units = ood.make_units(ood.QUICK, None)
+    assert len(units) == 12 and units[3].name == "digits-lenet-5-0-dropout"
+    message = (
+        r"ood: data_root must hold a folder cifar10, fashion-mnist, mnist \(MNIST's come from .*got"
+    )
+    with pytest.raises(ValueError, match=message):
+        ood.make_units(ood.FULL, str(data_root / "mnist"))
+    with pytest.raises(ValueError, match="ood: data_root must hold a folder mnist .* got None"):
+        ood.make_units(replace(ood.QUICK, cases=(("mnist", "lenet-5", 1),)), None)
+
+
+def invented(dataset="mnist", network="lenet-5"):
+    """Units with probabilities out of thin air; those of drawn statistics are twice as sharp."""
+    generator = torch.Generator().manual_seed(0)
+    units = {}
+    for run in range(3):
+        for member in range(3):
+            logits = torch.randn(2, 50, 5, generator=generator)
+            logits[0, torch.arange(50), torch.arange(50) % 5] += 2
+            parts = [
+                {"known": (k * logits[0]).softmax(1), "unknown": (k * logits[1]).softmax(1)}
+                for k in (1, 2, 2)
+            ]
+            probs = {
+                name: {key: ood_report.encode(p) for key, p in part.items()}
+                for name, part in zip(ood_report.STATISTICS, parts, strict=True)
+            }
+            about = {"dataset": dataset, "network": network, "run": run, "member": member}
+            about |= {"dropout": member == 2, "y": (torch.arange(50) % 5).tolist()}
+            units[f"{run}-{member}"] = about | {"probs": probs}
+    return units
+
+
+def test_the_papers_numbers_stand_beside(tmp_path):
+    settings = replace(SETTINGS, cases=(("mnist", "lenet-5", 4), ("cifar10", "vgg-11", 9)))
+    report = ood.report(invented(), settings, tmp_path)
+    rows = {tuple(row[2:4]): row[-2:] for row in report.tables[0].rows}
+    assert rows["one network", "SBN"] == ["0.53 ± 0.05", "0.025 ± 0.003"]
+    assert rows["dropout", "running"] == ["0.51 ± 0.00", "0.016 ± 0.000"]
+    assert rows["deep ensemble", "SBN"] == ["0.43 ± 0.00", "0.014 ± 0.001"]
+    assert rows["one network", "running"] == rows["dropout", "MCBN"] == [None, None]
+    missing, beside = report.remarks
+    assert missing == "Not run, since its folder is missing: cifar10 with vgg-11."
+    assert beside.startswith(
+        "mnist with lenet-5 against the paper, two standard errors: one network, SBN,"
+    )
+    assert "error (%): outside" in beside and "ten classes" in beside and "4 epochs" in beside
+
+
+def test_differences_are_paired(tmp_path):
+    report = ood.report(invented("digits"), SETTINGS, tmp_path)
+    table = next(t for t in report.tables if t.name == "differences")
+    outcomes = ood_report.Outcomes(list(invented("digits").values()))
+    for row in table.rows:
+        drawn, running = (outcomes.scores(row[2], n)["nll"] for n in (row[3], "running"))
+        gaps = np.array(drawn) - np.array(running)
+        error = gaps.std(ddof=1) / math.sqrt(len(gaps))
+        mark = "=" if abs(gaps.mean()) <= 2 * error else "+" if gaps.mean() < 0 else "-"
+        assert row[5] == f"{mark} {gaps.mean():.3f} ± {error:.3f}"
+        assert row[4].startswith(
+            "="
+        )  # sharper probabilities have the same classes (but in ensembles)
+    assert len(table.columns) == len(table.rows[0]) == 7
+    one = {name: unit for name, unit in invented().items() if unit["run"] == 0}
+    single = ood.report(one, replace(SETTINGS, cases=(("mnist", "lenet-5", 4),)), tmp_path)
+    assert single.tables[1].rows[2][4] == "0.00" and "not to be told" in single.remarks[0]
+
+
+def test_figures_show_every_curve(done):
+    folder, results = done
+    assert results["figures"] == ["entropy-digits-lenet-5.png", "corrupted-digits-lenet-5.png"]
+    assert all((folder / name).stat().st_size > 10_000 for name in results["figures"])
+    outcomes = outcomes_of(folder)
+    figure = ood_report.draw_entropies(outcomes, 5)
+    assert [ax.get_title() for ax in figure.axes] == ["one network", "dropout", "deep ensemble"]
+    for method, ax in zip(ood_report.METHODS, figure.axes, strict=True):
+        lines = {line.get_label(): line for line in ax.get_lines()}
+        for statistics in ood_report.STATISTICS:
+            for kind, images in (("unseen", "unknown"), ("known", "known")):
+                x = lines[f"{statistics}, {kind}"].get_xdata()[1:]
+                expected = outcomes.entropies(method, statistics, images).sort().values
+                np.testing.assert_allclose(x, expected)
+    (legend,) = figure.legends
+    assert [t.get_text() for t in legend.get_texts()][:2] == ["running, unseen", "running, known"]
+    figure = ood_report.draw_corrupted(outcomes, 5)
+    for method, ax in zip(ood_report.METHODS, figure.axes, strict=True):
+        labels = [label.get_text() for label in ax.get_xticklabels()]
+        assert labels == ["clean", "noise 0.5", "rotation 30"]
+        for statistics, container in zip(ood_report.STATISTICS, ax.containers, strict=True):
+            expected = [
+                np.mean(outcomes.scores(method, statistics, images)["nll"])
+                for images in ("known", "noise 0.5", "rotation 30")
+            ]
+            np.testing.assert_allclose(container[0].get_ydata(), expected)
+    assert figure.axes[0].get_ylabel() == "NLL [nats]"
