@@ -197,7 +197,8 @@ def test_cifar10_parts(cifar_arrays):
     expected = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
     assert torch.equal(torch.cat([part.x for part in split]), expected)
     message = refusal(data.cifar10, root, num_validation=6)
-    assert message == "cifar10: num_validation must lie in [1, 6), got 6"
+    assert message == "cifar10: num_validation must lie in [0, 6), got 6"
+    assert [len(part.y) for part in data.cifar10(root, num_validation=0)] == [6, 0, 3]
 
 
 def test_cifar10_binary(tmp_path):

@@ -7,6 +7,8 @@ from .array_files import arrays as arrays
 from .array_files import table as table
 from .idx import mnist as mnist
 from .idx import read_idx as read_idx
+from .images import CAMVID as CAMVID
+from .images import CIFAR as CIFAR
 from .images import camvid as camvid
 from .images import cifar10 as cifar10
 from .images import image_folder as image_folder

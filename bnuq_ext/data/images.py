@@ -41,8 +41,8 @@ def cifar10(root, *, num_validation=5_000) -> Split:
 
 
 def _hold_out(op: str, train: Part, num_validation: int, test: Part) -> Split:
-    if not 0 < num_validation < len(train.x):
-        refuse(op, "num_validation", f"lie in [1, {len(train.x)})", num_validation)
+    if not 0 <= num_validation < len(train.x):
+        refuse(op, "num_validation", f"lie in [0, {len(train.x)})", num_validation)
     cut = len(train.x) - num_validation
     return Split(Part(train.x[:cut], train.y[:cut]), Part(train.x[cut:], train.y[cut:]), test)
 

@@ -5,7 +5,15 @@ from types import ModuleType
 
 from ..ops.checks import refuse
 
-NAMES = ("normality", "uci", "ood")
+NAMES = (
+    "uci",
+    "ood",
+    "segmentation",
+    "toy",
+    "normality",
+    "deep",
+    "cifar",
+)
 
 
 def protocol(name: str) -> ModuleType:

@@ -1,0 +1,215 @@
+"""Ninety fully connected layers, with and without batch norm: which of them train."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .. import data, metrics, plots
+from ..plots.canvas import new_figure
+from ..restore import preserved_rng
+from .results import Report, Table, Unit, mean_and_error, shown
+
+TITLE = "Ninety fully connected layers with and without batch norm (Atanov et al. 2018, FC90)"
+NORMS = {"bn": "with BN", "plain": "without BN"}
+INITS = {"torch": "torch's initialisation", "kept": "variance kept"}
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The slides name the depth, "fail" without and "success" with batch norm; the rest is chosen here.
+
+    `inits`: "torch" is torch's own, which shrinks the signal from layer to layer; "kept" keeps the variance of
+    the signal (He for ReLU, Glorot for tanh). Each network is trained with each rate, and the rate with
+    the least training loss is shown. Quick has fewer runs, rates and steps.
+    """
+
+    num_layers: int = 90
+    width: int = 64
+    activations: tuple[str, ...] = ("tanh", "relu")
+    inits: tuple[str, ...] = ("torch", "kept")
+    learning_rates: tuple[float, ...] = (3e-3, 1e-3, 3e-4, 1e-4)
+    batch_size: int = 128
+    steps: int = 4000
+    num_runs: int = 5
+    seed: int = 0
+
+
+QUICK, FULL = Settings(learning_rates=(1e-3, 1e-4), steps=800, num_runs=2), Settings()
+
+
+def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
+    return [
+        Unit(f"{name(norm, activation, init)}-{run}", _arguments(norm, activation, init, run))
+        for run in range(settings.num_runs)
+        for activation in settings.activations
+        for init in settings.inits
+        for norm in NORMS
+    ]
+
+
+def name(norm: str, activation: str, init: str) -> str:
+    return f"{norm}-{activation}-{init}"
+
+
+def _arguments(norm: str, activation: str, init: str, run: int) -> dict:
+    return {"norm": norm, "activation": activation, "init": init, "run": run}
+
+
+def load(data_root: str | None, seed: int) -> data.Split:
+    """MNIST of the folder `mnist` in `data_root`, else scikit-learn's digits."""
+    if data_root is None:
+        return data.digits(num_train=1200, num_validation=297, seed=seed)
+    return data.mnist(Path(data_root) / "mnist")
+
+
+def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
+    """The rate with the least loss over the last steps of training: its losses, accuracy, gradients."""
+    arguments = dict(unit.arguments)
+    seed = settings.seed + arguments.pop("run")
+    split = load(data_root, seed)
+    tried = {}
+    with preserved_rng():
+        for rate in settings.learning_rates:
+            torch.manual_seed(seed)
+            network = make_network(split.train.x.shape[1], settings, **arguments)
+            tried[rate] = train(network, split.train, rate, settings), network
+    # A loss that is not a number is the largest.
+    last = {rate: final_loss(losses) for rate, ((losses, _), _) in tried.items()}
+    rate = min(last, key=lambda rate: (math.isnan(last[rate]), last[rate]))
+    (losses, ratio), network = tried[rate]
+    with torch.no_grad():
+        probs = network.eval()(split.test.x).softmax(1)
+    return {
+        "learning_rate": rate,
+        "losses": losses,
+        "final_loss": last[rate],
+        "accuracy": metrics.accuracy(probs, split.test.y).item(),
+        "gradient_ratio": ratio,
+    }
+
+
+def make_network(
+    inputs: int, settings: Settings, norm: str, activation: str, init: str
+) -> nn.Sequential:
+    """num_layers linear layers, all but the last with batch norm (or none) and an activation."""
+    layers = []
+    for _ in range(settings.num_layers - 1):
+        linear = nn.Linear(inputs, settings.width, bias=norm == "plain")
+        if init == "kept":
+            keep_variance(linear, activation)
+        layers.append(linear)
+        if norm == "bn":
+            layers.append(nn.BatchNorm1d(settings.width))
+        layers.append(ACTIVATIONS[activation]())
+        inputs = settings.width
+    return nn.Sequential(*layers, nn.Linear(inputs, 10))
+
+
+def keep_variance(linear: nn.Linear, activation: str) -> None:
+    """He's initialisation for ReLU, Glorot's for tanh; biases 0."""
+    if activation == "relu":
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+    else:
+        nn.init.xavier_normal_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+def train(
+    network: nn.Sequential, part: data.Part, rate: float, settings: Settings
+) -> tuple[list[float], float]:
+    """Adam; the loss of every step, and how the gradient of the first layer stands to the last before it."""
+    network.train()
+    optimizer = torch.optim.Adam(network.parameters(), rate, fused=True)
+    losses = []
+    for _ in range(settings.steps):
+        rows = torch.randint(len(part.x), (settings.batch_size,))
+        loss = functional.cross_entropy(network(part.x[rows]), part.y[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        if not losses:
+            ratio = gradient_ratio(network)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, ratio
+
+
+def gradient_ratio(network: nn.Sequential) -> float:
+    """Norm of the gradient by the second layer's weights over that by the last hidden layer's."""
+    hidden = [m.weight.grad for m in network if isinstance(m, nn.Linear)][1:-1]
+    first, last = (grad.double().norm().item() for grad in (hidden[0], hidden[-1]))
+    return first / last if last else math.nan
+
+
+def final_loss(losses: list[float]) -> float:
+    """Mean of the last tenth of the steps."""
+    last = losses[-max(len(losses) // 10, 1) :]
+    return math.fsum(last) / len(last)
+
+
+def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report:
+    """A row for each kind of network, and the training losses of the first run."""
+    found = {
+        (norm, activation, init): [
+            results[f"{name(norm, activation, init)}-{run}"] for run in range(settings.num_runs)
+        ]
+        for activation in settings.activations
+        for init in settings.inits
+        for norm in NORMS
+    }
+    columns = ["activation", "initialisation", "batch norm", "training loss", "test accuracy"]
+    columns += ["gradient, first to last layer", "learning rate"]
+    rows = [row(key, runs) for key, runs in found.items()]
+    title = f"The last tenth of {settings.steps} steps: mean ± standard error over {settings.num_runs} runs"
+    draw(found, settings).savefig(folder / "deep.png", dpi=120)
+    return Report([Table("deep", title, columns, rows)], ["deep.png"], remarks(found))
+
+
+def row(key: tuple[str, str, str], runs: list[dict]) -> list:
+    norm, activation, init = key
+    ratio = math.exp(
+        math.fsum(math.log(max(r["gradient_ratio"], 1e-300)) for r in runs) / len(runs)
+    )
+    rates = ", ".join(f"{rate:g}" for rate in sorted({r["learning_rate"] for r in runs}))
+    loss = shown(*mean_and_error([r["final_loss"] for r in runs]))
+    accuracy = shown(*mean_and_error([r["accuracy"] for r in runs]))
+    return [activation, INITS[init], NORMS[norm], loss, accuracy, f"{ratio:.0e}", rates]
+
+
+def draw(found: dict, settings: Settings):
+    """A panel for each activation; losses are means over 20 steps."""
+    figure = new_figure(4.6 * len(settings.activations), 3.8)
+    panels = figure.subplots(1, len(settings.activations), sharey=True, squeeze=False)[0]
+    for ax, activation in zip(panels, settings.activations, strict=True):
+        curves = {
+            f"{NORMS[norm]}, {INITS[init]}": smoothed(runs[0]["losses"])
+            for (norm, kind, init), runs in found.items()
+            if kind == activation
+        }
+        levels = {"chance, log 10": math.log(10)}
+        plots.error_over_epochs(curves, levels=levels, ylabel="training loss (nats)", ax=ax)
+        ax.set(xlabel="step", title=f"{settings.num_layers} layers, {activation}")
+    return figure
+
+
+def smoothed(losses: list[float], window: int = 20) -> list[float]:
+    """Mean of each loss and the up to window - 1 before it."""
+    parts = (losses[max(0, i + 1 - window) : i + 1] for i in range(len(losses)))
+    return [math.fsum(part) / len(part) for part in parts]
+
+
+def remarks(found: dict) -> list[str]:
+    """Which networks train: those whose loss ends below nine tenths of chance in every run."""
+    text = []
+    for (norm, activation, init), runs in found.items():
+        good = sum(run["final_loss"] < 0.9 * math.log(10) for run in runs)
+        text.append(
+            f"{activation}, {INITS[init]}, {NORMS[norm]}: {good} of {len(runs)} runs end below nine tenths of "
+            "the loss of chance."
+        )
+    return text

@@ -1,0 +1,122 @@
+"""Ninety layers: which networks are made, which rate is shown, and what the report says."""
+
+import math
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bnuq_ext.protocols import deep, runner
+
+TINY = deep.Settings(
+    num_layers=5, width=16, learning_rates=(1e-2, 1e-5), batch_size=32, steps=40, num_runs=2
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deep")
+    return folder, runner.run(deep, "deep", folder, TINY, None, 1, progress=False)
+
+
+def test_report(run):
+    folder, found = run
+    rows = found["tables"]["deep"]["rows"]
+    assert len(rows) == 8 and len({tuple(row[:3]) for row in rows}) == 8
+    assert rows[0][:3] == ["tanh", "torch's initialisation", "with BN"]
+    assert rows[3][:3] == ["tanh", "variance kept", "without BN"]
+    # Five layers train with the large rate and not at all with the small one.
+    assert all(row[6] == "0.01" for row in rows)
+    assert found["figures"] == ["deep.png"] and (folder / "deep.png").stat().st_size > 10_000
+    assert found["remarks"][0] == (
+        "tanh, torch's initialisation, with BN: 2 of 2 runs end below nine tenths of the loss of chance."
+    )
+
+
+@pytest.mark.parametrize("norm", deep.NORMS)
+@pytest.mark.parametrize("activation", deep.ACTIVATIONS)
+def test_networks_have_ninety_layers(norm, activation):
+    torch.manual_seed(0)
+    network = deep.make_network(64, deep.FULL, norm, activation, "kept")
+    linear = [m for m in network if isinstance(m, nn.Linear)]
+    assert len(linear) == 90 and linear[-1].out_features == 10
+    count = sum(isinstance(m, nn.BatchNorm1d) for m in network)
+    assert count == (89 if norm == "bn" else 0)
+    assert sum(isinstance(m, deep.ACTIVATIONS[activation]) for m in network) == 89
+
+
+def test_he_keeps_the_signal_and_torch_loses_it():
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+    sizes = {}
+    for init in deep.INITS:
+        torch.manual_seed(0)
+        hidden = deep.make_network(64, deep.FULL, "plain", "relu", init)[:-1]
+        with torch.no_grad():
+            spread = hidden(x) - (0 if init == "kept" else hidden(torch.zeros(1, 64)))
+        sizes[init] = spread.square().mean().item()
+    # Each layer keeps E y^2, up to the draw of the weights; torch's keeps a sixth: 6^-89 = 1e-69, which
+    # float32 has no digits for.
+    assert 1e-3 < sizes["kept"] < 1e3 and sizes["torch"] < 1e-12
+
+
+def test_the_rate_with_the_least_training_loss_is_shown():
+    unit = deep.make_units(TINY, None)[0]
+    both = deep.compute(unit, TINY, None)
+    alone = {
+        rate: deep.compute(unit, replace(TINY, learning_rates=(rate,)), None)
+        for rate in TINY.learning_rates
+    }
+    assert alone[1e-2]["final_loss"] < alone[1e-5]["final_loss"]
+    assert both == alone[1e-2]
+    assert both["final_loss"] == pytest.approx(np.mean(both["losses"][-4:]))
+    assert both["accuracy"] > 0.3
+
+
+def test_gradient_ratio():
+    torch.manual_seed(0)
+    network = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    x = torch.randn(3, 4)
+    network(x).sum().backward()
+    weights = [m.weight.detach() for m in network]
+    after = torch.ones(3, 4) @ weights[3]  # gradient by the output of the third layer
+    third = after.T @ (x @ weights[0].T @ weights[1].T)
+    second = (after @ weights[2]).T @ (x @ weights[0].T)
+    expected = (second.norm() / third.norm()).item()
+    assert deep.gradient_ratio(network) == pytest.approx(expected, rel=1e-5)
+
+
+def test_smoothing():
+    losses = np.random.default_rng(0).normal(size=50).tolist()
+    found = deep.smoothed(losses, 20)
+    np.testing.assert_allclose(found[19:], np.convolve(losses, np.full(20, 0.05), "valid"))
+    assert found[0] == losses[0] and found[1] == pytest.approx((losses[0] + losses[1]) / 2)
+
+
+def test_picture(run):
+    curve = {"losses": [2.0, 1.0, 0.5]}
+    found = {
+        (norm, activation, init): [curve]
+        for activation in TINY.activations
+        for init in TINY.inits
+        for norm in deep.NORMS
+    }
+    panels = deep.draw(found, TINY).axes
+    assert [ax.get_title() for ax in panels] == ["5 layers, tanh", "5 layers, relu"]
+    for ax in panels:
+        assert ax.get_xlabel() == "step" and panels[0].get_ylabel() == "training loss (nats)"
+        named = [line for line in ax.lines if not line.get_label().startswith("_")]
+        assert len(named) == 4
+        np.testing.assert_allclose(named[0].get_ydata(), [2.0, 1.5, 3.5 / 3])
+        level = next(line for line in ax.lines if line not in named)
+        assert level.get_ydata()[0] == math.log(10)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("BNUQ_DATA"), reason="BNUQ_DATA does not name the folder of mnist"
+)
+def test_mnist_is_taken_where_it_is_given():
+    split = deep.load(os.environ["BNUQ_DATA"], 0)
+    assert split.train.x.shape == (50_000, 784)
