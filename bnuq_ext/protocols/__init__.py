@@ -5,15 +5,7 @@ from types import ModuleType
 
 from ..ops.checks import refuse
 
-NAMES = (
-    "uci",
-    "ood",
-    "segmentation",
-    "toy",
-    "normality",
-    "deep",
-    "cifar",
-)
+NAMES = ("cifar", "deep", "normality", "ood", "segmentation", "sensitivity", "toy", "uci")
 
 
 def protocol(name: str) -> ModuleType:

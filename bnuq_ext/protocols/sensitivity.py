@@ -1,0 +1,164 @@
+"""`bnuq reproduce sensitivity`: MCBN against the batch size M and the number of replicas T (Teye et al. 2018)."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..plots.canvas import COLORS, GREY, new_figure
+from . import uci
+from .results import Report, Table, mean_and_error, read_table, shown
+from .uci_search import Regression, scale, search, split_of, train_final
+
+TITLE = "UCI regression: MCBN against batch size and number of replicas (Teye et al. 2018, Tables 8 to 11)"
+SCORES = ("crps", "pll")
+PAPER = {"crps": ("08_batchsize_crps", "10_T_crps"), "pll": ("09_batchsize_pll", "11_T_pll")}
+
+
+@dataclass(frozen=True)
+class Settings(Regression):
+    """The paper's protocol: every M is searched and trained by itself. QUICK has 3 seeds, 2 of the 5 folds, 3 weight
+    decays, and trains a network at most 1,000 epochs and on at most 400,000 rows: too few steps for the
+    largest M on large tables.
+
+    T = `num_samples` replicas for the batch sizes, `sample_counts` with M = `sampled_batch_size`.
+    """
+
+    num_splits: int = 3
+    batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
+    num_samples: int = 100
+    sample_counts: tuple[int, ...] = (50, 100, 250)
+    sampled_batch_size: int = 128
+
+
+FULL = Settings()
+QUICK = Settings(
+    num_seeds=3,
+    folds_used=2,
+    weight_decays=(1e-2, 1e-4, 1e-6),
+    max_epochs=1000,
+    max_rows=400_000,
+    patience=5,
+)
+
+
+def make_units(settings: Settings, data_root: str | None) -> list[uci.Unit]:
+    """One per data set, split and batch size that a fold can fill."""
+    return [
+        uci.Unit(f"{name}-{M}-{split}", {"data": name, "batch_size": M, "split": split})
+        for name, num_rows in uci.by_size(data_root).items()
+        for split in range(1, settings.num_splits + 1)
+        for M in settings.batch_sizes
+        if settings.fold_rows(num_rows) >= M
+    ]
+
+
+def compute(unit: uci.Unit, settings: Settings, data_root: str | None) -> dict:
+    """The choice with one batch size, and by T the noise and the scores of each seed."""
+    name, M, split = (unit.arguments[key] for key in ("data", "batch_size", "split"))
+    part = uci.load(data_root, name)
+    train, test = split_of(part, split)
+    hidden = settings.width(len(part.y))
+    found = search(train, "MCBN", replace(settings, batch_sizes=(M,)), hidden, 1000 * split)
+    scaled = scale(train, test)
+    seeds = range(1000 * split + 500, 1000 * split + 500 + settings.num_seeds)
+    networks = train_final(scaled, found.choice, hidden, seeds)
+    counts = {settings.num_samples}
+    if settings.sampled_batch_size == M:
+        counts |= set(settings.sample_counts)
+    by_count = {
+        str(T): uci.scores(found, networks, scaled, replace(settings, num_samples=T), seeds)
+        for T in sorted(counts)
+    }
+    return {"choice": found.choice._asdict(), "by_count": by_count}
+
+
+def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report:
+    sizes, counts = collected(results, settings)
+    tables, remarks = [], []
+    for score in SCORES:
+        of_sizes, of_counts = PAPER[score]
+        what = f"Normalised {score.upper()} [%] of MCBN"
+        title = f"{what} by batch size, T = {settings.num_samples}"
+        columns = settings.batch_sizes
+        tables.append(table(f"batch-size-{score}", title, sizes[score], columns, of_sizes))
+        title = f"{what} by T, M = {settings.sampled_batch_size}"
+        tables.append(table(f"T-{score}", title, counts[score], settings.sample_counts, of_counts))
+        remarks += claims(score, sizes[score], counts[score], settings)
+    return Report(tables, [draw(sizes, settings, folder)], remarks)
+
+
+def collected(results: dict[str, dict], settings: Settings) -> tuple[dict, dict]:
+    """Normalised scores of all runs: score -> data set -> M, and score -> data set -> T, -> values."""
+    sizes, counts = ({score: {} for score in SCORES} for _ in range(2))
+    for unit in sorted(results):
+        name, M, _ = unit.rsplit("-", 2)
+        for T, found in results[unit]["by_count"].items():
+            for score in SCORES:
+                values = [run[f"normalised_{score}"] for run in found["runs"]]
+                if int(T) == settings.num_samples:
+                    sizes[score].setdefault(name, {}).setdefault(int(M), []).extend(values)
+                if int(M) == settings.sampled_batch_size and int(T) in settings.sample_counts:
+                    counts[score].setdefault(name, {}).setdefault(int(T), []).extend(values)
+    return sizes, counts
+
+
+def table(name: str, title: str, found: dict, columns: tuple[int, ...], paper: str) -> Table:
+    """Two rows a data set, ours and the paper's; a blank where the batch does not fit."""
+    printed = {}
+    for row in read_table(f"teye_table{paper}"):
+        key = int(row.get("batch_size") or row["T"])
+        printed.setdefault(row["dataset"], {})[key] = row["normalised_pct"] or None
+    rows = []
+    for data, by_value in found.items():
+        cells = [
+            shown(*mean_and_error(by_value[v]), digits=1) if v in by_value else None
+            for v in columns
+        ]
+        rows.append([data, "ours", *cells])
+        if data in printed:
+            rows.append([data, "paper", *(printed[data].get(v) for v in columns)])
+    return Table(name, title, ["data set", "", *map(str, columns)], rows)
+
+
+def claims(score: str, sizes: dict, counts: dict, settings: Settings) -> list[str]:
+    """Whether M of at most 16 is worse than larger ones, and whether more replicas are better."""
+    mean = lambda values: mean_and_error(values)[0]  # noqa: E731
+    worse, compared = [], 0
+    for name, by_size in sizes.items():
+        small = [mean(v) for M, v in by_size.items() if M <= 16]
+        large = [mean(v) for M, v in by_size.items() if M > 16]
+        compared += bool(small and large)
+        if small and large and max(small) < max(large):
+            worse.append(name)
+    first, last = min(settings.sample_counts), max(settings.sample_counts)
+    both = [name for name, found in counts.items() if {first, last} <= found.keys()]
+    better = [name for name in both if mean(counts[name][last]) > mean(counts[name][first])]
+    return [
+        f"{score.upper()}: the best M of at most 16 is worse than the best larger one on {len(worse)} of "
+        f"{compared} data sets ({', '.join(worse) or 'none'}).",
+        f"{score.upper()}: T = {last} is better than T = {first} on {len(better)} of {len(both)} data sets "
+        f"({', '.join(better) or 'none'}).",
+    ]
+
+
+def draw(sizes: dict, settings: Settings, folder: Path) -> str:
+    """Normalised scores against the batch size, a curve a data set."""
+    figure = new_figure(9.2, 3.8)
+    axes = figure.subplots(1, len(SCORES))
+    for ax, score in zip(axes, SCORES, strict=True):
+        for number, (name, by_size) in enumerate(sorted(sizes[score].items())):
+            batch_sizes = sorted(by_size)
+            means, errors = zip(*(mean_and_error(by_size[M]) for M in batch_sizes), strict=True)
+            errors = torch.tensor(errors).nan_to_num().tolist()
+            style = {"marker": "o", "markersize": 4, "color": COLORS[number % len(COLORS)]}
+            ax.errorbar(batch_sizes, means, errors, label=name, linewidth=1.2, **style)
+        ax.axhline(0, color=GREY, linewidth=0.8)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("symlog", linthresh=10)
+        ax.set_xticks(settings.batch_sizes, map(str, settings.batch_sizes))
+        ax.set(xlabel="batch size M", ylabel=f"normalised {score.upper()} [%]")
+    axes[-1].legend(frameon=False, fontsize="small", ncols=2)
+    file = "batch-size.png"
+    figure.savefig(folder / file, dpi=110)
+    return file

@@ -1,0 +1,81 @@
+"""The sensitivity protocol on a tiny table, end to end."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bnuq_ext.protocols import runner, sensitivity
+
+TINY = replace(
+    sensitivity.QUICK,
+    num_splits=2,
+    num_seeds=2,
+    num_folds=4,
+    batch_sizes=(8, 16, 128),
+    weight_decays=(1e-4,),
+    max_epochs=4,
+    num_samples=6,
+    sample_counts=(4, 6, 9),
+    sampled_batch_size=16,
+    hidden=8,
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    root, folder = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("sensitivity")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 3))
+    np.savez(root / "wine.npz", X=x, y=x[:, 0] + rng.normal(size=60))
+    return folder, runner.run(sensitivity, "sensitivity", folder, TINY, root, 1, False)
+
+
+def values(folder, M, T, score):
+    units = [json.loads((folder / "units" / f"wine-{M}-{s}.json").read_text()) for s in (1, 2)]
+    runs = [run for unit in units for run in unit["result"]["by_count"][str(T)]["runs"]]
+    return np.array([run[f"normalised_{score}"] for run in runs])
+
+
+def test_units_are_the_batch_sizes_that_fit(finished):
+    folder, _ = finished
+    names = sorted(path.stem for path in (folder / "units").iterdir())
+    assert names == ["wine-16-1", "wine-16-2", "wine-8-1", "wine-8-2"]
+    assert sensitivity.FULL.num_splits == 3 and sensitivity.FULL.num_seeds == 5
+    assert sensitivity.FULL.num_samples == 100 and len(sensitivity.FULL.weight_decays) == 15
+    # Of boston's 506 rows a fold is trained on 324: the paper's table ends at 256 too.
+    assert 256 <= sensitivity.FULL.fold_rows(506) == 324
+
+
+@pytest.mark.parametrize("score,paper_size,paper_T", [("crps", "1.6", None), ("pll", "2.0", None)])
+def test_tables(finished, score, paper_size, paper_T):
+    folder, results = finished
+    ours, paper = results["tables"][f"batch-size-{score}"]["rows"]
+    for M, cell in zip((8, 16), ours[2:4], strict=True):
+        found = values(folder, M, 6, score)
+        assert len(found) == 4
+        assert cell == f"{found.mean():.1f} ± {found.std(ddof=1) / 2:.1f}"
+    assert ours[4] is None and paper[3] == paper_size and paper[:2] == ["wine", "paper"]
+    ours, paper = results["tables"][f"T-{score}"]["rows"]
+    for T, cell in zip((4, 6, 9), ours[2:], strict=True):
+        assert cell.startswith(f"{values(folder, 16, T, score).mean():.1f} ±")
+    assert paper[2:] == [paper_T] * 3
+
+
+def test_remarks_and_figure(finished):
+    folder, results = finished
+    # The tiny table has no larger batch size.
+    assert results["remarks"][0].endswith("the best larger one on 0 of 0 data sets (none).")
+    few, many = (values(folder, 16, T, "pll").mean() for T in (4, 9))
+    expected = "1 of 1 data sets (wine)" if many > few else "0 of 1 data sets (none)"
+    assert results["remarks"][3] == f"PLL: T = 9 is better than T = 4 on {expected}."
+    assert (folder / "batch-size.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_claims_by_hand():
+    sizes = {"a": {8: [1.0], 32: [2.0]}, "b": {16: [3.0], 64: [1.0]}, "c": {64: [1.0]}}
+    counts = {"a": {4: [1.0], 9: [2.0]}, "b": {4: [1.0], 9: [0.0]}}
+    about_size, about_count = sensitivity.claims("crps", sizes, counts, TINY)
+    assert about_size.endswith("on 1 of 2 data sets (a).")
+    assert about_count.endswith("on 1 of 2 data sets (a).")
