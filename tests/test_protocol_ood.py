@@ -269,7 +269,7 @@ def test_the_papers_numbers_stand_beside(tmp_path):
     assert rows["dropout", "running"] == ["0.51 ± 0.00", "0.016 ± 0.000"]
     assert rows["deep ensemble", "SBN"] == ["0.43 ± 0.00", "0.014 ± 0.001"]
     assert rows["one network", "running"] == rows["dropout", "MCBN"] == [None, None]
-    missing, beside = report.remarks
+    missing, *_, beside = report.remarks
     assert missing == "Not run, since its folder is missing: cifar10 with vgg-11."
     assert beside.startswith(
         "mnist with lenet-5 against the paper, two standard errors: one network, SBN,"
@@ -286,14 +286,23 @@ def test_differences_are_paired(tmp_path):
         gaps = np.array(drawn) - np.array(running)
         error = gaps.std(ddof=1) / math.sqrt(len(gaps))
         mark = "=" if abs(gaps.mean()) <= 2 * error else "+" if gaps.mean() < 0 else "-"
-        assert row[5] == f"{mark} {gaps.mean():.3f} ± {error:.3f}"
+        assert row[5] == f"{mark} {gaps.mean():.4f} ± {error:.4f}"
         assert row[4].startswith(
             "="
         )  # sharper probabilities have the same classes (but in ensembles)
     assert len(table.columns) == len(table.rows[0]) == 7
+    for remark, name in zip(report.remarks, ("SBN", "MCBN"), strict=True):
+        cells = [cell[0] for row in table.rows if row[3] == name for cell in row[4:]]
+        counts = [cells.count(mark) for mark in "+-="]
+        assert sum(counts) == 9 and remark.startswith(f"{name} against running statistics")
+        assert (
+            "better in {}, worse in {}, within two standard errors in {} of 9".format(*counts)
+            in remark
+        )
     one = {name: unit for name, unit in invented().items() if unit["run"] == 0}
     single = ood.report(one, replace(SETTINGS, cases=(("mnist", "lenet-5", 4),)), tmp_path)
-    assert single.tables[1].rows[2][4] == "0.00" and "not to be told" in single.remarks[0]
+    assert single.tables[1].rows[2][4] == "0.000"
+    assert "not to be told" in single.remarks[-1]
 
 
 def test_figures_show_every_curve(done):
@@ -322,4 +331,4 @@ def test_figures_show_every_curve(done):
                 for images in ("known", "noise 0.5", "rotation 30")
             ]
             np.testing.assert_allclose(container[0].get_ydata(), expected)
-    assert figure.axes[0].get_ylabel() == "NLL [nats]"
+    assert figure.axes[0].get_ylabel() == "NLL [nats], mean ± standard error"

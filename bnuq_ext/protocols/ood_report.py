@@ -113,7 +113,8 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
         for name, draw in (("entropy", draw_entropies), ("corrupted", draw_corrupted)):
             figures.append(f"{name}-{'-'.join(case)}.png")
             draw(outcomes, settings.num_known).savefig(folder / figures[-1], dpi=150)
-    remarks = [*_missing(cases, settings), *_beside_paper(cases, paper, settings)]
+    remarks = [*_missing(cases, settings), *_counts(tables[1])]
+    remarks += _beside_paper(cases, paper, settings)
     return Report(tables, figures, remarks)
 
 
@@ -133,7 +134,7 @@ def scores_table(cases: dict, paper: dict) -> Table:
     columns = ["data", "network", "method", "statistics", "repetitions"]
     columns += [heading for heading, *_ in SCORES.values()]
     columns += [f"paper: {SCORES[score][0]}" for score in PAPERS]
-    title = "Known classes, and the entropy of unseen ones (mean ± standard error)"
+    title = "Known classes, and the entropy of unseen ones (mean ± standard error over trainings)"
     return Table("ood", title, columns, rows)
 
 
@@ -166,6 +167,7 @@ def differences_table(cases: dict) -> Table:
 def _difference(drawn: list[float], running: list[float], score: str) -> str:
     mean, error = mean_and_error([a - b for a, b in zip(drawn, running, strict=True)])
     _, digits, better = SCORES[score]
+    digits += 1
     if np.isnan(error):
         return shown(mean, error, digits)
     mark = "=" if abs(mean) <= 2 * error else ("+" if mean * better > 0 else "-")
@@ -215,6 +217,19 @@ def _missing(cases: dict, settings) -> list[str]:
     ]
 
 
+def _counts(differences: Table) -> list[str]:
+    """How often drawn statistics are better and worse than running ones."""
+    remarks = []
+    for name in list(STATISTICS)[1:]:
+        cells = [cell for row in differences.rows if row[3] == name for cell in row[4:]]
+        marks = [sum(cell.startswith(f"{mark} ") for cell in cells) for mark in "+-="]
+        remarks.append(
+            f"{name} against running statistics, over all methods and scores of the second table: better in "
+            f"{marks[0]}, worse in {marks[1]}, within two standard errors in {marks[2]} of {len(cells)}."
+        )
+    return remarks
+
+
 def _beside_paper(cases: dict, paper: dict, settings) -> list[str]:
     remarks = []
     for case, outcomes in cases.items():
@@ -255,11 +270,13 @@ def draw_entropies(outcomes: Outcomes, num_classes: int):
     panels = figure.subplots(1, len(METHODS), sharex=True, sharey=True)
     for method, ax in zip(METHODS, panels, strict=True):
         curves, styles = {}, {}
-        for name, color in zip(STATISTICS, COLORS, strict=False):
+        # The first is the widest: curves that coincide are all to be seen.
+        for name, color, width in zip(STATISTICS, COLORS, (3.5, 2.0, 0.9), strict=False):
             for images, kind in (("unknown", "unseen"), ("known", "known")):
                 label = f"{name}, {kind}"
                 curves[label] = outcomes.entropies(method, name, images).numpy()
-                styles[label] = {"color": color, "linestyle": "-" if kind == "unseen" else "--"}
+                line = "-" if kind == "unseen" else "--"
+                styles[label] = {"color": color, "linestyle": line, "linewidth": width}
         plots.entropy_cdf(curves, num_classes=num_classes, styles=styles, ax=ax)
         ax.get_legend().remove()
         ax.set_title(method, fontsize="medium")
@@ -285,7 +302,8 @@ def draw_corrupted(outcomes: Outcomes, num_classes: int):
         labels = ["clean", *outcomes.images[1:]]
         ax.set_xticks(places, labels, rotation=45, ha="right", rotation_mode="anchor")
         ax.set_title(method, fontsize="medium")
-    panels[0].set(ylabel="NLL [nats]", ylim=(0, None))
+    panels[0].set(ylabel="NLL [nats], mean ± standard error")
+    panels[0].set_ylim(bottom=-0.03 * panels[0].get_ylim()[1])
     note = {"color": plots.canvas.GREY, "fontsize": "small", "va": "bottom"}
     panels[0].text(-0.3, np.log(num_classes), f"log {num_classes}", **note)
     _legend(figure, panels[0])
