@@ -90,6 +90,11 @@ def test_a_unit_without_weights_passes_its_input_on():
     pooled = x.unflatten(2, (3, 2)).unflatten(4, (3, 2)).mean((3, 5))
     expected = torch.cat([torch.zeros(2, 2, 3, 3), pooled, torch.zeros(2, 2, 3, 3)], 1)
     torch.testing.assert_close(unit(x), expected)
+    shared = cifar.ResidualUnit(4, 4, 1, 0.1, shared=True).eval()
+    nn.init.zeros_(shared.conv2.weight)
+    normalised = x / (1 + 1e-3) ** 0.5  # by the running statistics 0 and 1
+    torch.testing.assert_close(shared(x), torch.where(x > 0, normalised, 0.1 * normalised))
+    assert [unit.shared for unit in cifar.ResNet(2, 0.1).units] == [True] + 5 * [False]
 
 
 def test_every_image_is_a_crop():
