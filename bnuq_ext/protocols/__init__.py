@@ -5,7 +5,17 @@ from types import ModuleType
 
 from ..ops.checks import refuse
 
-NAMES = ("cifar", "deep", "normality", "ood", "segmentation", "sensitivity", "toy", "uci")
+NAMES = (
+    "batch-size",
+    "cifar",
+    "deep",
+    "normality",
+    "ood",
+    "segmentation",
+    "sensitivity",
+    "toy",
+    "uci",
+)
 
 
 def protocol(name: str) -> ModuleType:
