@@ -143,7 +143,8 @@ def statistics_normality(
     num_batches = check_integer(OP, "num_batches", num_batches, 8)
     rows_at_a_time = check_integer(OP, "rows_at_a_time", rows_at_a_time, 1)
     check_key(OP, seed)
-    key, device = draw_key(seed, torch.device("cpu")), model_device(model)
+    cpu = torch.device("cpu")
+    key, device = draw_key(seed, cpu), model_device(model) or cpu
     with preserved_rng():
         torch.manual_seed(key)
         bank, _ = gather(OP, model, source, num_batches, device=device, progress=progress)

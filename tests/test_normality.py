@@ -84,9 +84,9 @@ def normality(model, data=ROWS, batch_size=32, **options):
     return bnuq.statistics_normality(model, data, batch_size, **{"seed": 1, **options})
 
 
-def test_theory_is_right_in_the_first_layer_and_thirty_times_too_wide_behind_it():
+def test_theory_is_right_in_the_first_layer_and_thirty_times_too_wide_behind_it(device):
     """1,000 batches: a variance has a relative standard error of 4.5 %, the median of 48 of them less."""
-    found = normality(bnuq.convert(mlp()), num_batches=1000)
+    found = normality(bnuq.convert(mlp()).to(device), num_batches=1000)
     first, *deeper = found.layers.values()
     assert 0.93 < first.mean_ratio.median() < 1.07 and 0.9 < first.std_ratio.median() < 1.1
     assert (first.mean_ratio - 1).abs().max() < 5 * 0.045
@@ -150,6 +150,11 @@ def test_each_call_of_a_layer_counts_by_itself():
     assert list(found.layers) == ["norm", "norm#1"]
     assert found.layers["norm"].mean_ratio.median() < 1.3
     assert found.layers["norm#1"].mean_ratio.median() > 15
+
+
+def test_a_model_without_parameters():
+    plain = bnuq.convert(nn.BatchNorm1d(10, affine=False, track_running_stats=False))
+    assert normality(plain, num_batches=200).layers[""].mean_ratio.median() < 1.3
 
 
 def test_is_a_table_when_printed():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from scipy.integrate import quad
+from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 import bnuq_ext as bnuq
@@ -168,6 +169,55 @@ def test_analytic_vanishes_for_all_rows_and_for_constant_channels():
 def test_analytic_gradient():
     x = skewed((7, 2, 3)).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: tuple(bnuq.analytic_statistics(x, 3, 7)), x)
+
+
+class Inputs:
+    """The inputs of a network's batch-norm layers in its last forward, by name."""
+
+    def __init__(self, net):
+        self.found = {}
+        for name, layer in net.named_modules():
+            if isinstance(layer, nn.BatchNorm1d):
+                layer.register_forward_pre_hook(
+                    lambda _, x, name=name: self.found.update({name: x[0]})
+                )
+
+    def kl(self, M, N):
+        q = {name: bnuq.analytic_statistics(x, M, N) for name, x in self.found.items()}
+        return bnuq.statistics_kl(q, bnuq.implied_prior(1e-3, N))
+
+
+def test_regularises_a_network_in_training():
+    """The gradient by the first weights goes through both layers, and following it lowers the divergence."""
+    torch.manual_seed(0)
+    hidden = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4), nn.BatchNorm1d(4)
+    net, x = nn.Sequential(*hidden).double(), torch.randn(40, 3, dtype=torch.float64)
+    inputs, before = Inputs(net), None
+
+    def kl(weight):
+        torch.func.functional_call(net, {"0.weight": weight}, x)
+        return inputs.kl(40, 1000)
+
+    assert torch.autograd.gradcheck(kl, net[0].weight)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        net(x)
+        loss = inputs.kl(40, 1000)
+        before = loss.item() if before is None else before
+        loss.backward()
+        optimizer.step()
+    assert list(inputs.found) == ["1", "4"] and loss.item() < before - 5
+
+
+def test_devices(device):
+    q = StatisticsGaussian(*(t.detach().to(device) for t in density()))
+    value = bnuq.statistics_kl(q, bnuq.implied_prior(1e-3, 100))
+    assert value.device.type == device.type
+    assert (
+        abs(value.item() - bnuq.statistics_kl(density(), bnuq.implied_prior(1e-3, 100)).item())
+        < 1e-9
+    )
 
 
 Q = StatisticsGaussian(*torch.ones(4, 2))
