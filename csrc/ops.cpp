@@ -78,7 +78,9 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " -> (Tensor grad_mu, Tensor grad_sigma)");
 
   // The pieces of bayes_linear on CUDA: products with sigma * eps, whose weights stay in registers.
-  m.def("pack_sigma(Tensor rho, Tensor scale, Tensor like) -> Tensor");
+  m.def("half_operand(Tensor v, bool bfloat16) -> (Tensor operand, Tensor scale)");
+  m.def("pack_sigma(Tensor rho, bool bfloat16) -> (Tensor sigma, Tensor scale)");
+  m.def("sample_noise_(Tensor(a!) weight, Tensor sigma, Tensor seed, int stream, int first) -> ()");
   m.def(
       "bayes_forward(Tensor x, Tensor sigma, Tensor base, Tensor? bias, Tensor x_scale,"
       " Tensor sigma_scale, Tensor seed, int stream, int num_samples) -> Tensor");

@@ -2,12 +2,15 @@
 // disassembles.
 #include "kl_kernels.cuh"
 #include "linear_backward_kernels.cuh"
+#include "operand_kernels.cuh"
 
 namespace bnuq {
 
 template <typename half_t>
 void use_fused() {
-  run_pack_sigma<half_t>(nullptr, nullptr, nullptr, 1, 1, nullptr);
+  run_half_operand<half_t>(nullptr, nullptr, nullptr, nullptr, 1, 1, nullptr);
+  run_pack_sigma<half_t>(nullptr, nullptr, nullptr, nullptr, 1, 1, nullptr);
+  run_sample_noise<half_t>(nullptr, nullptr, nullptr, 0, 0, 1, 1, 1, nullptr);
   run_bayes_forward<half_t>({}, nullptr);
   run_bayes_grad_x<half_t>({}, nullptr);
   run_bayes_grad_sigma<half_t>({}, nullptr);
@@ -18,7 +21,6 @@ void use_in_memory() {
   acc_t* p = nullptr;
   const cudaStream_t stream = nullptr;
   run_sample_weights<acc_t>(p, p, p, nullptr, 0, 0, 1, 1, 1, stream);
-  run_weight_backward<acc_t>(p, p, p, p, p, p, nullptr, 0, 0, 1, 1, stream);
   run_gaussian_kl<acc_t>(p, nullptr, p, p, 1.0, 1, stream);
   run_gaussian_kl_backward<acc_t>(p, p, p, p, p, 1.0, 1, stream);
   run_mixture_kl<acc_t>(p, nullptr, {}, stream);

@@ -7,7 +7,7 @@ from hostrun import build
 from hostrun.calls import Kernels, fresh, placed
 
 from bnuq_ext import ops, reference_bayes
-from bnuq_ext.ops import linear_cuda
+from bnuq_ext.ops import linear_batched, linear_cuda
 from bnuq_ext.ops.linear_products import Noise
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
@@ -43,12 +43,35 @@ class Ops:
         self.kernels.call("bayes", [result], **call)
         return torch.from_numpy(result)
 
-    def pack_sigma(self, rho, scale, like):
+    def operand(self, kernel, bfloat16, shape, **arguments):
+        """(what a kernel packs into 16 bits, its scale)."""
+        dtype = torch.bfloat16 if bfloat16 else torch.float16
+        out, scale, partial = (
+            fresh(shape, np.uint16),
+            fresh((), np.float32),
+            fresh((512,), np.float32),
+        )
+        packed = self.run(kernel, dtype, out, out2=scale, partial=partial, **arguments)
+        return packed.view(dtype), torch.from_numpy(scale)
+
+    def half_operand(self, v, bfloat16):
+        shape = (*v.shape[:2], -(-v.shape[2] // 16) * 16)
+        rows = v.shape[0] * v.shape[1]
+        return self.operand("half_operand", bfloat16, shape, x=v, N=rows, I=v.shape[2])
+
+    def pack_sigma(self, rho, bfloat16):
         O, I = rho.shape  # noqa: E741
         tiles = -(-O // 16) * -(-I // 16)
-        out = fresh((tiles * 256,), np.uint16)
-        packed = self.run("pack_sigma", like.dtype, out, rho=rho, sigma_scale=scale, O=O, I=I)
-        return packed.view(like.dtype)
+        return self.operand("pack_sigma", bfloat16, (tiles * 256,), rho=rho, O=O, I=I)
+
+    def sample_noise_(self, weight, sigma, seed, stream, first):
+        R, O, I = weight.shape  # noqa: E741
+        weight.view(torch.uint16).copy_(
+            self.run(
+                "sample_noise", weight.dtype, fresh((R, O, I), np.uint16), sigma=sigma, seed=seed,
+                stream=stream, first=first, T=R, O=O, I=I,
+            )
+        )  # fmt: skip
 
     def bayes_forward(self, x, sigma, base, bias, x_scale, sigma_scale, seed, stream, num_samples):
         N, O = base.shape[1:]  # noqa: E741
@@ -85,6 +108,10 @@ class Ops:
 def kernels(request, monkeypatch):
     made = Ops(request.param)
     monkeypatch.setattr(linear_cuda, "_ops", made)
+    monkeypatch.setattr(linear_batched, "_ops", made)
+    monkeypatch.setattr(
+        linear_batched, "float_product", lambda a, b: torch.bmm(a.float(), b.float())
+    )
     return made
 
 
@@ -149,6 +176,48 @@ def test_fused_products_match_the_reference(kernels, N, I, O, T, shared, half): 
         check(grads[k], wanted[k], torch.zeros_like(wanted[k]))
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_batched_products_are_the_fused_ones(kernels, monkeypatch, shared, half):
+    """The same operands and noise: what differs is the order of the sums. Chunks of two replicas, and one."""
+    dtype = torch.float32 if half == torch.float16 else torch.bfloat16
+    N, I, O, T = 9, 21, 19, 5  # noqa: E741
+    x, *parameters = make(N, I, O, T, shared, dtype)
+    seed, grad_y = ops.new_seed(2), torch.randn(T, N, O).to(dtype)
+
+    def results():
+        y = linear_cuda._forward(x, *parameters, seed, STREAM, T)
+        mu, rho, _, bias_rho = parameters
+        every = (True, True, True)
+        return y, *linear_cuda._backward(grad_y, x, mu, rho, bias_rho, seed, STREAM, T, *every)
+
+    expected = results()
+    monkeypatch.setattr(linear_cuda, "MOST_FUSED_ROWS", N - 1)
+    monkeypatch.setattr(linear_batched, "CHUNK_BYTES", 2 * 2 * O * 32)
+    tolerance = (
+        dict(rtol=1.6e-2, atol=1e-2) if half == torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
+    )
+    for actual, wanted in zip(results(), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, **tolerance)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize(
+    "largest", [3.0, 2.0**-10, 1e-30, 1e-38, 1e38, 0.0, float("inf"), float("nan")]
+)
+def test_operands_lie_in_the_range_of_16_bits(kernels, largest, bfloat16):
+    """v / scale, rows padded with zeros; for float16 the largest lies in [2^13, 2^14)."""
+    v = torch.linspace(-1, 0.7, 2 * 40 * 70).view(2, 40, 70) * (largest if largest < 1e39 else 1.0)
+    v[1, 3, 5] = largest
+    operand, scale = kernels.half_operand(v, bfloat16)
+    assert operand.shape == (2, 40, 80) and not operand[..., 70:].any()
+    assert float(scale).hex().startswith(("0x1.0", "0x0.0"))  # a power of two
+    if largest not in (1e-38, 0.0, float("inf")) and largest == largest and not bfloat16:
+        assert 2**13 <= float(operand.abs().max()) < 2**14
+    expected = (v.double() / float(scale)).to(operand.dtype)
+    torch.testing.assert_close(operand[..., :70], expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_weights_are_the_noise_of_the_cpu(kernels):
     """x = one row of the identity reads single weights: wrong places would be off by about sigma."""
     O, I, T = 33, 40, 3  # noqa: E741
@@ -188,14 +257,14 @@ def test_operands_are_scaled_to_float16s_range(kernels, scale):
 
 def test_thread_order_does_not_matter():
     x, *parameters = make(40, 70, 20, 3, False, torch.float32)
-    operand, scale = linear_cuda.half_operand(x, torch.float16)
     seed, results = ops.new_seed(1), []
     for order in (0, 1, 2):
         made = Ops(order)
-        packed = made.pack_sigma(parameters[1], torch.ones(()), operand[:0])
+        operand, scale = made.half_operand(x, False)
+        packed, sigma_scale = made.pack_sigma(parameters[1], False)
         base = torch.zeros(3, 40, 20)
-        y = made.bayes_forward(operand, packed, base, None, scale, torch.ones(()), seed, STREAM, 3)
-        grad, grad_scale = linear_cuda.half_operand(y, torch.float16)
+        y = made.bayes_forward(operand, packed, base, None, scale, sigma_scale, seed, STREAM, 3)
+        grad, grad_scale = made.half_operand(y, False)
         sizes = parameters[0].shape
         results.append(
             [y, made.bayes_grad_sigma(grad, operand, grad_scale, scale, seed, STREAM, *sizes)]
@@ -217,43 +286,6 @@ def test_weights_in_memory_match_the_cpu(kernels, O, I, dtype):  # noqa: E741
     expected = mu.new_empty(T, O, I)
     torch.ops.bnuq.sample_weights_(expected, mu, sigma, noise.seed, STREAM, 1)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
-
-    grad = torch.randn(O, I, generator=torch.Generator().manual_seed(0)).to(dtype)
-    sums = [np.zeros((O, I), storage) for _ in range(2)]
-    weight = kernels.run(
-        "weight_backward",
-        dtype,
-        fresh((O, I), storage),
-        grad=grad,
-        out2=sums[0],
-        out3=sums[1],
-        **common,
-    )
-    wanted = [mu.new_zeros(O, I) for _ in range(3)]
-    torch.ops.bnuq.weight_backward_(*wanted, grad, mu, sigma, noise.seed, STREAM, 1)
-    for a, e in zip([weight, *map(torch.from_numpy, sums)], wanted, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-5, atol=5e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_first_replica_sets_the_gradient_by_sigma(kernels, dtype):
-    shape = 33, 70
-    _, mu, rho, *_ = make(1, shape[1], shape[0], 1, True, torch.float32)
-    mu, sigma = mu.to(dtype), torch.nn.functional.softplus(rho).to(dtype)
-    seed, grad = ops.new_seed(3), torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    storage = np.float64 if dtype == torch.float64 else np.float32
-    common = dict(mu=mu, sigma=sigma, seed=seed, first=0, T=1, O=shape[0], I=shape[1])
-    old = np.full(shape, 7, storage)
-    kernels.run(
-        "weight_backward", dtype, fresh(shape, storage), grad=grad.to(dtype), out3=old, **common
-    )
-    noise = ops.philox_normal(seed, STREAM, (1, *shape))[0].to(dtype)
-    torch.testing.assert_close(torch.from_numpy(old), grad.to(dtype) * noise, rtol=1e-5, atol=5e-6)
-    empty, set_by_cpu = mu.new_empty(0), torch.full_like(mu, 7)
-    torch.ops.bnuq.weight_backward_(
-        empty, empty, set_by_cpu, grad.to(dtype), mu, empty, seed, STREAM, 0
-    )
-    torch.testing.assert_close(set_by_cpu, grad.to(dtype) * noise, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,7 +1,7 @@
-"""What bayes_linear has in common on CPU and CUDA: the bias, and products by torch.
+"""What bayes_linear has in common on CPU and CUDA: the bias; and the CPU's products by torch.
 
 For many rows a replica, one replica's weights at a time go into a buffer of (O, I) that torch's matrix
-product reads. This is also the way of float64.
+product reads.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,9 @@
 #include "launch.h"
 
+#include <tuple>
+
 #include "linear_backward_kernels.cuh"
+#include "operand_kernels.cuh"
 #include "weights_kernels.cuh"
 
 namespace bnuq {
@@ -27,11 +30,15 @@ const int64_t* seed_of(const Tensor& seed) {
 }
 
 template <typename F>
-void dispatch_half(const Tensor& t, const F& body) {
-  if (t.scalar_type() == ScalarType::Half) return body(__half());
-  STD_TORCH_CHECK(
-      t.scalar_type() == ScalarType::BFloat16, "bayes_linear: an operand must have 16 bits");
+void dispatch_half(ScalarType type, const F& body) {
+  if (type == ScalarType::Half) return body(__half());
+  STD_TORCH_CHECK(type == ScalarType::BFloat16, "bayes_linear: an operand must have 16 bits");
   body(__nv_bfloat16());
+}
+
+template <typename F>
+void dispatch_half(const Tensor& t, const F& body) {
+  dispatch_half(t.scalar_type(), body);
 }
 
 const uint4* fragments_of(const Tensor& sigma, int64_t O, int64_t I) {
@@ -42,23 +49,45 @@ const uint4* fragments_of(const Tensor& sigma, int64_t O, int64_t I) {
   return static_cast<const uint4*>(sigma.const_data_ptr());
 }
 
-// (tiles of O * tiles of I * 256) in the dtype of `like`: softplus(rho) / scale in fragment order.
-Tensor pack_sigma_cuda(Tensor rho, Tensor scale, Tensor like) {
-  check_on_device_of(rho, {scale, like});
+using Operand = std::tuple<Tensor, Tensor>;  // of 16 bits, and its scale
+
+// (*, padded columns) = v / scale.
+Operand half_operand_cuda(Tensor v, bool bfloat16) {
+  check_on_device_of(v, {});
+  STD_TORCH_CHECK(v.dim() == 3, "bayes_linear: an operand must have 3 dimensions");
+  check_floats(v, v.numel());
+  const DeviceGuard guard(v.get_device_index());
+  const int64_t rows = v.size(0) * v.size(1), columns = v.size(2);
+  const int64_t padded = ceil_div<int64_t>(columns, kEdge) * kEdge;
+  const ScalarType type = bfloat16 ? ScalarType::BFloat16 : ScalarType::Half;
+  const Tensor out = torch::stable::new_empty(v, {v.size(0), v.size(1), padded}, type);
+  const Tensor scale = torch::stable::new_empty(v, {});
+  const Tensor partial = torch::stable::new_empty(v, {kOperandBlocks});
+  dispatch_half(type, [&](auto zero) {
+    run_half_operand<decltype(zero)>(
+        output<uint4>(out), scale.mutable_data_ptr<float>(), partial.mutable_data_ptr<float>(),
+        v.const_data_ptr<float>(), rows, columns, current_stream(v));
+  });
+  return {out, scale};
+}
+
+// (tiles of O * tiles of I * 256) = softplus(rho) / scale in fragment order.
+Operand pack_sigma_cuda(Tensor rho, bool bfloat16) {
+  check_on_device_of(rho, {});
   const int64_t O = rho.size(0), I = rho.size(1);
   check_floats(rho, O * I);
-  check_floats(scale, 1);
   const DeviceGuard guard(rho.get_device_index());
   const int64_t tiles = ceil_div<int64_t>(O, kEdge) * ceil_div<int64_t>(I, kEdge);
-  const Tensor out = torch::stable::new_empty(like, {tiles * kEdge * kEdge});
-  if (tiles == 0) return out;
-  dispatch_half(like, [&](auto zero) {
-    using half_t = decltype(zero);
-    run_pack_sigma<half_t>(
-        static_cast<uint4*>(out.mutable_data_ptr()), rho.const_data_ptr<float>(),
-        scale.const_data_ptr<float>(), O, I, current_stream(rho));
+  const ScalarType type = bfloat16 ? ScalarType::BFloat16 : ScalarType::Half;
+  const Tensor out = torch::stable::new_empty(rho, {tiles * kEdge * kEdge}, type);
+  const Tensor scale = torch::stable::new_empty(rho, {});
+  const Tensor partial = torch::stable::new_empty(rho, {kOperandBlocks});
+  dispatch_half(type, [&](auto zero) {
+    run_pack_sigma<decltype(zero)>(
+        output<uint4>(out), scale.mutable_data_ptr<float>(), partial.mutable_data_ptr<float>(),
+        rho.const_data_ptr<float>(), O, I, current_stream(rho));
   });
-  return out;
+  return {out, scale};
 }
 
 // y (T, N, O) = base (T or 1, N, O) + bias (T, O) + x (T or 1, N, padded I) @ noise^T.
@@ -154,36 +183,31 @@ void sample_weights_cuda(
   mu.scalar_type() == ScalarType::Double ? run(double()) : run(float());
 }
 
-void weight_backward_cuda(
-    Tensor weight, Tensor grad_mu, Tensor grad_sigma, Tensor grad_weight, Tensor mu, Tensor sigma,
-    Tensor seed, int64_t stream, int64_t first) {
-  check_on_device_of(mu, {grad_mu, grad_sigma, grad_weight, sigma, seed});
-  const int64_t O = mu.size(0), I = mu.size(1);
-  for (const Tensor& t : {grad_mu.numel() ? grad_mu : mu, grad_sigma, grad_weight, mu, sigma})
-    STD_TORCH_CHECK(
-        t.is_contiguous() && t.numel() == O * I,
-        "weight_backward_: tensors must be contiguous and match in size");
-  const DeviceGuard guard(mu.get_device_index());
-  if (mu.numel() == 0) return;
-  const auto run = [&](auto zero) {
-    using acc_t = decltype(zero);
-    run_weight_backward<acc_t>(
-        weight.numel() ? weight.mutable_data_ptr<acc_t>() : nullptr,
-        grad_mu.numel() ? grad_mu.mutable_data_ptr<acc_t>() : nullptr,
-        grad_sigma.mutable_data_ptr<acc_t>(), grad_weight.const_data_ptr<acc_t>(),
-        mu.const_data_ptr<acc_t>(), sigma.const_data_ptr<acc_t>(), seed_of(seed), uint32_t(stream),
-        first, O, I, current_stream(mu));
-  };
-  mu.scalar_type() == ScalarType::Double ? run(double()) : run(float());
+// weight (R, O, padded I) = sigma * eps of replicas first .. first + R - 1.
+void sample_noise_cuda(Tensor weight, Tensor sigma, Tensor seed, int64_t stream, int64_t first) {
+  check_on_device_of(weight, {sigma, seed});
+  check_padded(weight);
+  const int64_t R = weight.size(0), O = weight.size(1), I = weight.size(2);
+  STD_TORCH_CHECK(
+      sigma.scalar_type() == weight.scalar_type(), "sample_noise_: sigma must have weight's dtype");
+  const DeviceGuard guard(weight.get_device_index());
+  if (weight.numel() == 0) return;
+  dispatch_half(weight, [&](auto zero) {
+    using half_t = decltype(zero);
+    run_sample_noise<half_t>(
+        static_cast<half_t*>(weight.mutable_data_ptr()), fragments_of(sigma, O, I), seed_of(seed),
+        uint32_t(stream), first, R, O, I / kEdge, current_stream(weight));
+  });
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CUDA, m) {
+  m.impl("half_operand", TORCH_BOX(&half_operand_cuda));
   m.impl("pack_sigma", TORCH_BOX(&pack_sigma_cuda));
   m.impl("bayes_forward", TORCH_BOX(&bayes_forward_cuda));
   m.impl("bayes_grad_x_", TORCH_BOX(&bayes_grad_x_cuda));
   m.impl("bayes_grad_sigma", TORCH_BOX(&bayes_grad_sigma_cuda));
   m.impl("sample_weights_", TORCH_BOX(&sample_weights_cuda));
-  m.impl("weight_backward_", TORCH_BOX(&weight_backward_cuda));
+  m.impl("sample_noise_", TORCH_BOX(&sample_noise_cuda));
 }
 
 }  // namespace

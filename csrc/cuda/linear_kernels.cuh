@@ -4,92 +4,12 @@
 //
 // The floor is the noise: one Philox call (20 wide multiplies, 20 logical operations) and eight
 // MUFU operations for the eight weights of a lane; sigma costs 2 bytes a weight, from the
-// second-level cache. eps is before kNormalScale here: `sigma` carries that factor, and a power of
-// two so that it fits float16.
+// second-level cache.
 #pragma once
-#include "../linear.h"
 #include "staging.cuh"
+#include "weight_fragments.cuh"
 
 namespace bnuq {
-
-constexpr int kEdge = 16;  // of a tile of weights
-
-// The keys of all rounds, held in registers: made anew they are two additions a round.
-struct RoundKeys {
-  uint32_t k[2 * kPhiloxRounds];
-
-  BNUQ_DEVICE explicit RoundKeys(Key key) {
-#pragma unroll
-    for (int round = 0; round < kPhiloxRounds; ++round) {
-      k[2 * round] = key.k0 + uint32_t(round) * 0x9E3779B9u;
-      k[2 * round + 1] = key.k1 + uint32_t(round) * 0xBB67AE85u;
-    }
-#ifdef __CUDA_ARCH__
-#pragma unroll
-    for (int i = 0; i < 2 * kPhiloxRounds; ++i) asm volatile("" : "+r"(k[i]));
-#endif
-  }
-
-  // The words of weight_index(tile_o, tile_i, lane), whose low word is `place`. What stays the same
-  // in a loop over places the compiler makes before it.
-  BNUQ_DEVICE Words4 words(uint32_t tile_o, uint32_t place, uint64_t replica) const {
-    uint32_t c[4] = {place, tile_o, uint32_t(replica), uint32_t(replica >> 32)};
-#pragma unroll
-    for (int round = 0; round < kPhiloxRounds; ++round)
-      philox_round(c, k[2 * round], k[2 * round + 1]);
-    return {{c[0], c[1], c[2], c[3]}};
-  }
-};
-
-// eps of one lane as an A fragment.
-template <typename half_t>
-BNUQ_DEVICE void noise_fragment(
-    uint32_t (&a)[4], const RoundKeys& keys, uint32_t tile_o, uint32_t place, uint64_t replica) {
-  const Words4 words = keys.words(tile_o, place, replica);
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    float z0, z1;
-    unit_pair(words.v[r], z0, z1);
-    a[r] = pack2<half_t>(z0, z1);
-  }
-}
-
-// sigma * eps of one lane as an A fragment.
-template <typename half_t>
-BNUQ_DEVICE void weight_fragment(
-    uint32_t (&a)[4], const uint4& sigma, const RoundKeys& keys, uint32_t tile_o, uint32_t place,
-    uint64_t replica) {
-  noise_fragment<half_t>(a, keys, tile_o, place, replica);
-  a[0] = mul2<half_t>(a[0], sigma.x);
-  a[1] = mul2<half_t>(a[1], sigma.y);
-  a[2] = mul2<half_t>(a[2], sigma.z);
-  a[3] = mul2<half_t>(a[3], sigma.w);
-}
-
-// ---- sigma, in the order of the fragments ------------------------------------------------------
-
-template <typename half_t>
-__global__ void __launch_bounds__(kLinearThreads) pack_sigma_kernel(
-    uint4* __restrict__ out, const float* __restrict__ rho, const float* __restrict__ scale,
-    int64_t O, int64_t I) {
-  const int64_t tiles_i = ceil_div<int64_t>(I, kEdge),
-                tiles = ceil_div<int64_t>(O, kEdge) * tiles_i;
-  const int64_t i = int64_t(blockIdx.x) * kLinearThreads + threadIdx.x;
-  if (i >= tiles * kWarp) return;
-  const int lane = int(i % kWarp);
-  const int64_t tile = i / kWarp, row = tile / tiles_i * kEdge, column = tile % tiles_i * kEdge;
-  const float factor = kNormalScale / *scale;
-  float v[8];
-#pragma unroll
-  for (int slot = 0; slot < 8; ++slot) {
-    const int64_t o = row + lane / 4 + (slot >> 1 & 1) * 8;
-    const int64_t k = column + lane % 4 * 2 + (slot & 1) + (slot >> 2) * 8;
-    v[slot] = o < O && k < I ? softplus(rho[o * I + k]) * factor : 0.0f;
-  }
-  out[i] = {
-      pack2<half_t>(v[0], v[1]), pack2<half_t>(v[2], v[3]), pack2<half_t>(v[4], v[5]),
-      pack2<half_t>(v[6], v[7])};
-}
 
 // ---- where a warp works, and with which others -------------------------------------------------
 
@@ -292,16 +212,6 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(BayesForw
 }
 
 // ---- launches ----------------------------------------------------------------------------------
-
-template <typename half_t>
-void run_pack_sigma(
-    uint4* out, const float* rho, const float* scale, int64_t O, int64_t I, cudaStream_t stream) {
-  const int64_t lanes = ceil_div<int64_t>(O, kEdge) * ceil_div<int64_t>(I, kEdge) * kWarp;
-  const auto kernel = pack_sigma_kernel<half_t>;
-  BNUQ_LAUNCH(
-      kernel, dim3(unsigned(ceil_div<int64_t>(lanes, kLinearThreads))), dim3(kLinearThreads), 0,
-      stream, out, rho, scale, O, I);
-}
 
 template <typename half_t, int kBlocks, int kReplicas>
 void launch_forward(BayesForwardArgs<half_t> p, cudaStream_t stream) {

@@ -1,6 +1,5 @@
 // The weights of bayes_linear in memory, for a matrix product of torch's: one thread a Philox call,
-// eight weights. Bound by memory: 12 bytes read and written a weight in the forward, 20 to 28 in
-// the backward.
+// eight weights. Bound by memory: 12 bytes read and written a weight.
 #pragma once
 #include "../linear.h"
 #include "device.cuh"
@@ -56,26 +55,6 @@ __global__ void __launch_bounds__(kWeightsThreads) sample_weights_kernel(
   });
 }
 
-template <typename acc_t>
-__global__ void __launch_bounds__(kWeightsThreads) weight_backward_kernel(
-    acc_t* weight, acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_sigma,
-    const acc_t* __restrict__ grad_weight, const acc_t* __restrict__ mu,
-    const acc_t* __restrict__ sigma, const int64_t* __restrict__ seed, uint32_t stream,
-    int64_t first, int64_t O, int64_t I) {
-  const LaneOfTile at(1, O, I);
-  if (!at.inside) return;
-  const Key sub = subkey(seed[0], stream, kTagWeight);
-  float z[8];
-  normals8(
-      philox_at(sub, weight_index(at.tile_o, at.tile_i, at.lane), uint64_t(seed[1] + first)), z);
-  for_lane_weights(at.tile_o, at.tile_i, at.lane, O, I, [&](int slot, int64_t k) {
-    const acc_t noisy = grad_weight[k] * acc_t(z[slot]);
-    grad_sigma[k] = grad_mu ? grad_sigma[k] + noisy : noisy;
-    if (grad_mu) grad_mu[k] += grad_weight[k];
-    if (weight) weight[k] = mu[k] + sigma[k] * acc_t(z[slot]);
-  });
-}
-
 // ---- launches ----------------------------------------------------------------------------------
 
 inline dim3 weights_grid(int64_t R, int64_t O, int64_t I) {
@@ -91,17 +70,6 @@ void run_sample_weights(
   BNUQ_LAUNCH(
       kernel, weights_grid(R, O, I), dim3(kWeightsThreads), 0, stream, weight, mu, sigma, seed,
       stream_id, first, R, O, I);
-}
-
-template <typename acc_t>
-void run_weight_backward(
-    acc_t* weight, acc_t* grad_mu, acc_t* grad_sigma, const acc_t* grad_weight, const acc_t* mu,
-    const acc_t* sigma, const int64_t* seed, uint32_t stream_id, int64_t first, int64_t O,
-    int64_t I, cudaStream_t stream) {
-  const auto kernel = weight_backward_kernel<acc_t>;
-  BNUQ_LAUNCH(
-      kernel, weights_grid(1, O, I), dim3(kWeightsThreads), 0, stream, weight, grad_mu, grad_sigma,
-      grad_weight, mu, sigma, seed, stream_id, first, O, I);
 }
 
 }  // namespace bnuq

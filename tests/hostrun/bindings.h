@@ -61,7 +61,7 @@ struct Bayes {
   uint32_t stream;
   const int64_t* seed;
   const void *x, *sigma, *base, *bias, *x_scale, *sigma_scale, *grad_scale, *mu, *rho, *grad;
-  void *out, *out2, *out3, *partial;
+  void *out, *out2, *partial;
 };
 void bayes(const Bayes& call);
 

@@ -1,4 +1,5 @@
 #include "../../csrc/cuda/linear_backward_kernels.cuh"
+#include "../../csrc/cuda/operand_kernels.cuh"
 
 #include "../../csrc/cuda/kl_kernels.cuh"
 #include "bindings.h"
@@ -22,8 +23,15 @@ void fused(const Bayes& c) {
   const auto f = [](const void* p) { return in<float>(p); };
   const auto h = [](const void* p) { return in<half_t>(p); };
   const uint4* sigma = in<uint4>(c.sigma);
-  if (c.kernel == "pack_sigma") {
-    run_pack_sigma<half_t>(to<uint4>(c.out), f(c.rho), f(c.sigma_scale), c.O, c.I, nullptr);
+  if (c.kernel == "half_operand") {
+    run_half_operand<half_t>(
+        to<uint4>(c.out), to<float>(c.out2), to<float>(c.partial), f(c.x), c.N, c.I, nullptr);
+  } else if (c.kernel == "pack_sigma") {
+    run_pack_sigma<half_t>(
+        to<uint4>(c.out), to<float>(c.out2), to<float>(c.partial), f(c.rho), c.O, c.I, nullptr);
+  } else if (c.kernel == "sample_noise") {
+    run_sample_noise<half_t>(
+        to<half_t>(c.out), sigma, c.seed, c.stream, c.first, c.T, c.O, c.I / kEdge, nullptr);
   } else if (c.kernel == "forward") {
     run_bayes_forward<half_t>(
         {h(c.x), sigma, f(c.base), f(c.bias), f(c.x_scale), f(c.sigma_scale), c.seed,
@@ -47,16 +55,12 @@ void fused(const Bayes& c) {
 template <typename acc_t>
 void in_memory(const Bayes& c) {
   const acc_t *mu = in<acc_t>(c.mu), *rho = in<acc_t>(c.rho), *grad = in<acc_t>(c.grad);
-  acc_t *out = to<acc_t>(c.out), *out2 = to<acc_t>(c.out2), *out3 = to<acc_t>(c.out3);
+  acc_t *out = to<acc_t>(c.out), *out2 = to<acc_t>(c.out2);
   const MixtureArgs<acc_t> mixture = {
       mu, rho, c.seed, c.stream, c.T, c.O, c.I, c.matrix, mixture_of<acc_t>(c.pi, c.std1, c.std2)};
   if (c.kernel == "sample_weights") {
     run_sample_weights<acc_t>(
         out, mu, in<acc_t>(c.sigma), c.seed, c.stream, c.first, c.T, c.O, c.I, nullptr);
-  } else if (c.kernel == "weight_backward") {
-    run_weight_backward<acc_t>(
-        out, out2, out3, grad, mu, in<acc_t>(c.sigma), c.seed, c.stream, c.first, c.O, c.I,
-        nullptr);
   } else if (c.kernel == "gaussian_kl") {
     run_gaussian_kl<acc_t>(out, to<double>(c.partial), mu, rho, c.prior_std, c.O * c.I, nullptr);
   } else if (c.kernel == "gaussian_kl_backward") {

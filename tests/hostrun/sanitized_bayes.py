@@ -30,7 +30,14 @@ def run_products(kernels, random_bits, random, dtype, shape, shared):
     sizes = {"N": N, "O": O, "I": I, "shared": shared}
     common = {"x_scale": one, "sigma_scale": one, "grad_scale": one}
     rho, sigma = random.random((O, I)).astype(np.float32), fresh((O16 * I16,), np.uint16)
-    run(kernels, "pack_sigma", dtype, {"out": sigma}, rho=rho, sigma_scale=one, O=O, I=I)
+
+    def scratch(out):
+        return {"out": out, "out2": fresh((), np.float32), "partial": fresh((512,), np.float32)}
+
+    run(kernels, "pack_sigma", dtype, scratch(sigma), rho=rho, O=O, I=I)
+    run(kernels, "half_operand", dtype, scratch(fresh((O, I16), np.uint16)), x=rho, N=O, O=O, I=I)
+    noise = {"out": fresh((T, O, I16), np.uint16)}
+    run(kernels, "sample_noise", dtype, noise, sigma=sigma, O=O, I=I16)
 
     given = (
         common
@@ -54,11 +61,9 @@ def run_weights(kernels, random, dtype, shape):
     """Weights in memory, and the divergences."""
     _, O, I = shape  # noqa: E741
     acc = STORAGE[dtype]
-    mu, rho, grad = random.random((3, O, I)).astype(acc)
+    mu, rho = random.random((2, O, I)).astype(acc)
     sizes = {"O": O, "I": I, "mu": mu, "sigma": rho, "rho": rho, "matrix": True}
     run(kernels, "sample_weights", dtype, {"out": fresh((2, O, I), acc)}, **sizes)
-    results = {name: zeros((O, I), acc) for name in ("out", "out2", "out3")}
-    run(kernels, "weight_backward", dtype, results, grad=grad, **sizes)
     for name in ("gaussian_kl", "mixture_kl"):
         results = {"out": fresh((), acc), "partial": fresh((1024,), np.float64)}
         run(kernels, name, dtype, results, **sizes)

@@ -1,0 +1,46 @@
+"""bayes_linear by batched products, on the CPU: what CUDA does with float64."""
+
+import pytest
+import torch
+
+from bnuq_ext import ops, reference_bayes
+from bnuq_ext.ops import linear_batched
+from bnuq_ext.ops.linear_products import Noise
+
+STREAM = 4
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 100])  # of a chunk
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("N,I,O,T", [(1, 1, 1, 1), (7, 20, 17, 5), (3, 33, 9, 4)])
+def test_matches_the_reference(monkeypatch, N, I, O, T, shared, replicas):  # noqa: E741
+    monkeypatch.setattr(linear_batched, "CHUNK_BYTES", replicas * O * I * 8)
+    generator = torch.Generator().manual_seed(O)
+    sizes = [(1 if shared else T, N, I), (O, I), (O, I), (T, O), (T, N, O)]
+    xs, mu, rho, bias, grad_y = (torch.randn(s, generator=generator).double() for s in sizes)
+    noise = Noise(ops.new_seed(3, 7), STREAM, T)
+    inputs = [v.requires_grad_() for v in (xs, mu, rho)]
+    sigma, eps = reference_bayes.softplus(rho), ops.philox_normal(noise.seed, STREAM, (T, O, I))
+    weight = mu + sigma * eps.double()
+    expected = torch.einsum("tni,toi->tno", xs.expand(T, N, I), weight)
+    given = (xs.detach(), mu.detach(), sigma.detach())
+    torch.testing.assert_close(linear_batched.forward(*given, None, noise), expected.detach())
+    y = linear_batched.forward(*given, bias, noise)
+    torch.testing.assert_close(y, (expected + bias[:, None]).detach())
+
+    grad_x, grad_mu, grad_sigma = linear_batched.backward(grad_y, *given, noise, True, True)
+    wanted = torch.autograd.grad(expected, inputs, grad_y)
+    actual = (grad_x, grad_mu, grad_sigma * torch.sigmoid(rho.detach()))
+    for a, e in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, e)
+    for needed in ((True, False), (False, True)):
+        few = linear_batched.backward(grad_y, *given, noise, *needed)
+        assert [g is not None for g in few] == [needed[0], needed[1], needed[1]]
+
+
+def test_a_chunk_is_all_that_is_held():
+    like, sizes = torch.empty(0, dtype=torch.float16), []
+    for replicas, room in linear_batched.chunks(100, like, 1 << 20):
+        assert room.shape == (replicas.stop - replicas.start, 1 << 20)
+        sizes.append(room.untyped_storage().nbytes())
+    assert set(sizes) == {linear_batched.CHUNK_BYTES} and len(sizes) == 7
