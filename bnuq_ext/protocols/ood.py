@@ -38,7 +38,7 @@ class Settings:
 
     The paper's MNIST has all ten classes in training, ours has 0 to 4; classes 5 to 9 are the unseen ones in
     every data set. Quick: digits and MNIST alone, 4,000 training images of MNIST (of the digits 400, as always),
-    20 and 10 epochs, ensembles of 3, 20 draws, statistics of 64 batches, at most 1,000 test images of each kind.
+    20 and 10 epochs, ensembles of 3, 20 draws, statistics of 64 batches, at most 800 test images of each kind.
     """
 
     cases: tuple[tuple[str, str, int], ...] = (
@@ -69,7 +69,7 @@ FULL = Settings()
 QUICK = Settings(
     cases=(("digits", "lenet-5", 20), ("mnist", "lenet-5", 10)),
     num_train=4000,
-    num_test=1000,
+    num_test=800,
     num_members=3,
     num_samples=20,
     most_batches=64,
