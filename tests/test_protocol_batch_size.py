@@ -14,7 +14,7 @@ from bnuq_ext.protocols import batch_size, batch_size_report, runner
 
 TINY = replace(
     batch_size.QUICK, num_train=200, num_validation=40, num_test=60, batch_sizes=(8, 32, 64), epochs=2, drops=(1,), num_seeds=1,
-    num_samples=6, fit_trained_with=16, fit_batch_sizes=(4, 16, 64), fit_rows=50,
+    num_samples=6, fit_trained_with=16, fit_batch_sizes=(4, 16, 64), fit_rows=50, fit_shares=(4,),
 )  # fmt: skip
 
 
@@ -65,6 +65,16 @@ def test_tables(done):
     for row in fit["rows"][:-1]:
         assert row[3] == pytest.approx(row[1] - row[2])
     assert fit["rows"][0][5] > fit["rows"][2][5] > 0
+
+
+def test_uncertainty_vanishes_later_with_more_data(done):
+    _, results = done
+    table = results["tables"]["sizes-of-data"]
+    assert table["columns"] == ["M", "N = 50", "N = 200"]
+    by_size = {M: values for M, *values in table["rows"]}
+    assert list(by_size) == [4, 16, 50, 64, 200]
+    assert by_size[50] == [0.0, None] and by_size[200] == [None, 0.0]
+    assert by_size[64][0] is None and by_size[64][1] > 0 and min(by_size[16]) > 0
 
 
 def test_remarks_quote_the_numbers(done):

@@ -38,7 +38,9 @@ class Settings:
 
     The choice of the batch size takes the network trained with `fit_trained_with` and gives it the statistics of
     batches of each of `fit_batch_sizes`, and with `fit_whole` of all training images at once (which for VGG-16
-    would need their activations in memory together). Its training likelihood is estimated from `fit_rows`.
+    would need their activations in memory together). Its training likelihood is estimated from `fit_rows`. The
+    mutual information is also taken with the statistics of the first 1/16 and 1/4 of the training images alone,
+    `fit_shares`, each up to the whole of them.
     """
 
     network: str = "vgg16"
@@ -56,6 +58,7 @@ class Settings:
     fit_batch_sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     fit_rows: int = 2000
     fit_whole: bool = False
+    fit_shares: tuple[int, ...] = (16, 4)
     digits_batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
 
 
@@ -242,6 +245,22 @@ def choose(model: nn.Module, images: Images, settings: Settings, seed: int) -> d
         "plug_in_nll": metrics.nll(plain, images.validation.y).item(),
         "train_rows": N,
         **{n: [v if isfinite(v) else None for v in c.tolist()] for n, c in curves.items()},
+        "shares": [
+            informations(model, train, N // share, known, settings, options)
+            for share in settings.fit_shares
+        ],
+    }
+
+
+def informations(model, train: Part, N: int, known, settings: Settings, options: dict) -> dict:
+    """Mutual information of known images by batch size, where there are N training images."""
+    data = TensorDataset(train.x[:N], train.y[:N])
+    candidates = [M for M in settings.fit_batch_sizes if M < N] + [N]
+    fit = fit_batch_size(model, data, candidates, validation=known, num_rows=1, **options)
+    return {
+        "train_rows": N,
+        "batch_sizes": candidates,
+        "information_in": fit.mutual_information.tolist(),
     }
 
 

@@ -35,7 +35,7 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
     means = {
         M: {k: mean_and_error([r[k] for r in runs]) for k in SCORES} for M, runs in found.items()
     }
-    tables = [_scores_table(means, settings), _fit_table(fits, settings)]
+    tables = [_scores_table(means, settings), _fit_table(fits, settings), _shares_table(fits)]
     draw_scores(means).savefig(folder / "trained-with-M.png", dpi=120)
     draw_fit(fits[0]).savefig(folder / "choice-of-M.png", dpi=120)
     figures = ["trained-with-M.png", "choice-of-M.png"]
@@ -80,6 +80,19 @@ def _fit_table(fits: list[dict], settings) -> Table:
         f"in nats: means; seeds: {len(fits)}"
     )
     return Table("choice-of-M", title, ["M", *CURVES.values()], rows)
+
+
+def _shares_table(fits: list[dict]) -> Table:
+    """Mutual information by batch size, a column for each number of training images."""
+    columns = {}
+    for runs in [*zip(*(fit["shares"] for fit in fits), strict=True), fits]:
+        curves = zip(*(run["information_in"] for run in runs), strict=True)
+        means = [mean_and_error(values)[0] for values in curves]
+        columns[runs[0]["train_rows"]] = dict(zip(runs[0]["batch_sizes"], means, strict=True))
+    sizes = sorted({M for column in columns.values() for M in column})
+    rows = [[M, *(column.get(M) for column in columns.values())] for M in sizes]
+    title = "Mutual information on known images where so many training images are at hand (nats): 0 at M = N"
+    return Table("sizes-of-data", title, ["M", *(f"N = {N}" for N in columns)], rows)
 
 
 def _mean(name: str, values: list[float | None]) -> float | str:
