@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import lzma
 from dataclasses import replace
 
@@ -59,8 +60,22 @@ def test_report(run):
     ]
     assert all(" ± " in row[1] for row in rows)
     assert found["remarks"][0].startswith("ResNet8, 100 training and 5 test images: accuracy ")
-    assert found["remarks"][1].endswith("the paper has 0.04.") and len(found["remarks"]) == 2
+    assert found["remarks"][1].endswith("the levels do not compare.") and len(found["remarks"]) == 2
+    units = [json.loads((folder / "units" / f"run-{i}.json").read_text())["result"] for i in (0, 1)]
+    gains = [unit["pll"]["2"] - unit["plug_in"] for unit in units]
+    assert rows[1][3] == f"{sum(gains) / 2:.3f} ± {abs(gains[0] - gains[1]) / 2:.3f}"
+    printed = [-0.04, 0.0, 0.02, 0.03, 0.03, 0.04, 0.04, 0.04, None]
+    assert [row[4] for row in rows] == printed
     assert (folder / "cifar.png").stat().st_size > 5_000
+
+
+def test_picture():
+    gains = {t: (0.01 * t, 0.0) for t in cifar.REPLICAS}
+    ax = cifar.draw(gains, dict.fromkeys(cifar.REPLICAS, 0.5)).axes[0]
+    lines = {line.get_label(): line for line in ax.lines}
+    np.testing.assert_allclose(lines["here"].get_ydata(), [g for g, _ in gains.values()])
+    np.testing.assert_allclose(lines["paper"].get_ydata(), 0.5)
+    assert ax.get_xlabel() == "replicas T" and "softmax" in ax.get_ylabel()
 
 
 def test_missing_data_are_named(tmp_path):
