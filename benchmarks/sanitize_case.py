@@ -71,7 +71,7 @@ def run_predictive():
 def run_bayes():
     seed = torch.tensor([7, 3]).to(DEVICE)
     for dtype, (rows, outputs, inputs) in itertools.product(
-        DTYPES, [(1, 1, 1), (9, 17, 33), (33, 40, 20), (300, 16, 24)]
+        DTYPES, [(1, 1, 1), (9, 17, 33), (33, 40, 20), (600, 16, 24)]
     ):
         for leading in ((), (T,)):
             x = made(*leading, rows, inputs, dtype=dtype).requires_grad_()

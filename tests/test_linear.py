@@ -126,7 +126,10 @@ def test_replicas_are_numbered_globally(N, device):
     whole = run(inputs, ops.new_seed(9, 0, device), 20)
     for first in (0, 7, 19):
         part = run(inputs, ops.new_seed(9, first, device), 20 - first)
-        assert torch.equal(part, whole[first:])
+        if device.type == "cuda":  # how many warps share a sum depends on the number of replicas
+            torch.testing.assert_close(part, whole[first:], rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(part, whole[first:])
 
 
 def test_checkpointing_recomputes_the_same_sample():
