@@ -255,6 +255,20 @@ def test_operands_are_scaled_to_float16s_range(kernels, scale):
         torch.testing.assert_close(actual.double(), expected, rtol=5e-3, atol=bound)
 
 
+@pytest.mark.parametrize("N", [3, 20])
+def test_sums_of_nothing(kernels, N):
+    """No inputs leave the rest of the output, no outputs the gradient as it is."""
+    T, seed, one, none = 2, ops.new_seed(0), torch.ones(()), torch.empty(0, dtype=torch.float16)
+    base, bias = torch.randn(1, N, 5), torch.randn(T, 5)
+    x = none.view(1, N, 0)
+    y = kernels.bayes_forward(x, none, base, bias, one, one, seed, STREAM, T)
+    torch.testing.assert_close(y, base + bias[:, None])
+    grad_x = torch.randn(T, N, 5)
+    before = grad_x.clone()
+    kernels.bayes_grad_x_(grad_x, none.view(T, N, 0), none, one, one, seed, STREAM)
+    assert torch.equal(grad_x, before)
+
+
 def test_thread_order_does_not_matter():
     x, *parameters = make(40, 70, 20, 3, False, torch.float32)
     seed, results = ops.new_seed(1), []

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(BayesGradX
   int buffer = 0;
   float acc[kTiles][2][4] = {};
 
-  stage(first, 0, buffer);
+  if (stages > 0) stage(first, 0, buffer);
   for (int64_t t = first; t < last; ++t)
     for (int i = 0; i < stages; ++i, buffer ^= 1) {
       wait_for_copies();
