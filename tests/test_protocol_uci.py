@@ -91,6 +91,10 @@ def test_figures_and_remarks(finished):
     assert "| data set | score | method | ours [%] | p |" in text
     assert any(re.match(r"\d of 4 normalised scores agree with", r) for r in results["remarks"])
     assert any(r.startswith("CRPS: MCBN is better than") for r in results["remarks"])
+    # Six epochs, looked at after each.
+    last = sum(row[6] == 6 for row in results["tables"]["choices"]["rows"])
+    text = f"The best epoch was the last one allowed in {last} of 8 searches"
+    assert results["remarks"][-1].startswith(text) and last > 0
 
 
 def test_split_is_that_of_the_code():

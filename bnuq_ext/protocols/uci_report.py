@@ -20,6 +20,7 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
         tables.append(table)
         remarks += sentences
     tables.append(choices(groups))
+    remarks.append(unfinished(groups, settings))
     figures = [draw(name, groups, folder) for name in dict.fromkeys(name for name, _ in groups)]
     return Report(tables, figures, remarks)
 
@@ -156,6 +157,21 @@ def choices(groups: dict) -> Table:
             deviations = [split[k] ** 0.5 for k in ("noise_var", "constant_var")]
             rows.append([name, method, number, *cells, *deviations])
     return Table("choices", "Chosen by cross-validation within the training part", columns, rows)
+
+
+def unfinished(groups: dict, settings) -> str:
+    """Where the best epoch was the last one looked at: more training would have been better."""
+    counts, total = {}, 0
+    for (name, method), splits in groups.items():
+        for split in splits:
+            rows = settings.fold_rows(split["rows"])
+            total += 1
+            if split["choice"]["epochs"] + settings.checks(rows) > settings.epochs(rows):
+                key = f"{name} {method}"
+                counts[key] = counts.get(key, 0) + 1
+    found = ", ".join(f"{key} ({count})" for key, count in counts.items())
+    text = f"The best epoch was the last one allowed in {sum(counts.values())} of {total} searches"
+    return f"{text}: {found}." if found else f"{text}."
 
 
 def draw(name: str, groups: dict, folder: Path) -> str:
