@@ -119,3 +119,16 @@ def test_registers_leave_room_for_independent_fragments(compiled):
         if form := re.search(r"bayes_forward_kernelI\w+?Li(\d+)ELi(\d+)ELb", name):
             warps = 65536 // (256 * (-(-resources.registers // 8) * 8)) * 8
             assert warps / 4 * int(form[2]) >= 4, (name, resources.registers)
+
+
+@needs_nvcc
+def test_noise_alone_is_what_the_fused_loop_is_measured_by(fused, tmp_path):
+    """It compiles, and its loop makes the same noise at the rate of its special functions."""
+    source = ROOT / "benchmarks" / "noise_floor.cu"
+    cubin, log = compile_cubin(source, "90", tmp_path / "noise.cubin")
+    assert not any(r.spills or r.stack for r in sass.read_ptxas(log).values())
+    text = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True).stdout
+    (kernel,) = sass.read_disassembly(text).values()
+    alone, product = noise_loop(kernel), noise_loop(fused[1, 4, 1])
+    assert alone["MUFU"] == product["MUFU"] == 2 * 4 * WEIGHTS
+    assert sum(alone.values()) <= 12.5 * 4 * WEIGHTS and not alone["LDG"]
