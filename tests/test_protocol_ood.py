@@ -189,11 +189,14 @@ def write_idx(path, values):
 
 @pytest.fixture
 def data_root(tmp_path):
-    """A folder of 60 training and 40 test images of MNIST's format."""
-    folder = tmp_path / "data" / "mnist"
-    folder.mkdir(parents=True)
+    """Folders of 60 training and 40 test images of MNIST's format."""
     rng = np.random.default_rng(0)
-    for part, rows in (("train", 60), ("t10k", 40)):
+    names = [
+        (n, p, r) for n in ("mnist", "fashion-mnist") for p, r in (("train", 60), ("t10k", 40))
+    ]
+    for name, part, rows in names:
+        folder = tmp_path / "data" / name
+        folder.mkdir(parents=True, exist_ok=True)
         write_idx(folder / f"{part}-images-idx3-ubyte.gz", rng.integers(256, size=(rows, 28, 28)))
         write_idx(folder / f"{part}-labels-idx1-ubyte.gz", np.arange(rows) % 10)
     return folder.parent
@@ -215,17 +218,37 @@ def test_files_are_parted_by_class(data_root):
     assert list(shown) == ["known", "unknown", "noise 0.5", "rotation 30"]
 
 
+def test_all_classes_of_one_set_against_another_set(data_root):
+    cases = (("mnist-all", "lenet-5", 2),)
+    settings = replace(SETTINGS, cases=cases, num_train=None, num_test=15, num_runs=1, batch_size=5)
+    images = ood.read_images("mnist-all", settings, str(data_root))
+    other = bnuq.data.mnist(data_root / "fashion-mnist", num_validation=10).test.x
+    assert torch.equal(images.unknown.flatten(1), other[:15]) and len(images.train.x) == 59
+    assert images.train.y.unique().tolist() == list(range(10))
+    (unit, *_) = ood.make_units(settings, str(data_root))
+    result = ood.compute(unit, settings, str(data_root))
+    assert ood_report.decode(result["probs"]["SBN"]["known"]).shape == (15, 10)
+    assert ood_report.Outcomes([result, result | {"dropout": True}]).num_classes == 10
+
+
 @pytest.mark.skipif("BNUQ_DATA" not in os.environ, reason="BNUQ_DATA names no folder of data sets")
 def test_real_files():
     root = os.environ["BNUQ_DATA"]
     here = [case for case in ood.FULL.cases if case[0] != "digits"]
-    here = [case for case in here if (Path(root) / ood.FOLDERS[case[0]]).is_dir()]
+    here = [case for case in here if all((Path(root) / f).is_dir() for f in ood.FOLDERS[case[0]])]
     for dataset in {case[0] for case in here}:
         images = ood.read_images(dataset, ood.QUICK, root)
-        assert len(images.train.x) == 4000 and images.known.y.max() == 4
+        assert len(images.train.x) == 4000 and images.known.y.max() == (
+            9 if dataset == "mnist-all" else 4
+        )
 
 
 def test_units_are_those_whose_data_is_there(data_root):
+    names = {u.arguments["dataset"] for u in ood.make_units(ood.FULL, str(data_root))}
+    assert names == {"digits", "mnist", "mnist-all", "fashion-mnist"}
+    for file in (data_root / "fashion-mnist").iterdir():
+        file.unlink()
+    (data_root / "fashion-mnist").rmdir()
     names = {u.arguments["dataset"] for u in ood.make_units(ood.FULL, str(data_root))}
     assert names == {"digits", "mnist"}
     units = ood.make_units(ood.QUICK, None)
@@ -310,7 +333,7 @@ def test_figures_show_every_curve(done):
     assert results["figures"] == ["entropy-digits-lenet-5.png", "corrupted-digits-lenet-5.png"]
     assert all((folder / name).stat().st_size > 10_000 for name in results["figures"])
     outcomes = outcomes_of(folder)
-    figure = ood_report.draw_entropies(outcomes, 5)
+    figure = ood_report.draw_entropies(outcomes)
     assert [ax.get_title() for ax in figure.axes] == ["one network", "dropout", "deep ensemble"]
     for method, ax in zip(ood_report.METHODS, figure.axes, strict=True):
         lines = {line.get_label(): line for line in ax.get_lines()}
@@ -321,7 +344,7 @@ def test_figures_show_every_curve(done):
                 np.testing.assert_allclose(x, expected)
     (legend,) = figure.legends
     assert [t.get_text() for t in legend.get_texts()][:2] == ["running, unseen", "running, known"]
-    figure = ood_report.draw_corrupted(outcomes, 5)
+    figure = ood_report.draw_corrupted(outcomes)
     for method, ax in zip(ood_report.METHODS, figure.axes, strict=True):
         labels = [label.get_text() for label in ax.get_xticklabels()]
         assert labels == ["clean", "noise 0.5", "rotation 30"]

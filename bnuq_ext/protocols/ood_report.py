@@ -27,6 +27,7 @@ SCORES = {
 CORRUPTED = ("error", "nll", "ece")
 PAPER = {
     ("mnist", "lenet-5"): ("LeNet-5", "MNIST"),
+    ("mnist-all", "lenet-5"): ("LeNet-5", "MNIST"),
     ("cifar10", "vgg-11"): ("VGG-11", "CIFAR5"),
     ("cifar10", "resnet-18"): ("ResNet-18", "CIFAR5"),
 }
@@ -64,6 +65,7 @@ class Outcomes:
             self.probs["one network", name] = [unit for run in members for unit in run]
             self.probs["dropout", name] = [_probs(u, name) for u in units if u["dropout"]]
             self.probs["deep ensemble", name] = [_mean(run) for run in members]
+        self.num_classes = members[0][0]["known"].shape[1]
         self.images = [key for key in members[0][0] if key != "unknown"]
 
     def scores(self, method: str, statistics: str, images: str = "known") -> dict[str, list[float]]:
@@ -112,7 +114,7 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
     for case, outcomes in cases.items():
         for name, draw in (("entropy", draw_entropies), ("corrupted", draw_corrupted)):
             figures.append(f"{name}-{'-'.join(case)}.png")
-            draw(outcomes, settings.num_known).savefig(folder / figures[-1], dpi=150)
+            draw(outcomes).savefig(folder / figures[-1], dpi=150)
     remarks = [*_missing(cases, settings), *_counts(tables[1])]
     remarks += _beside_paper(cases, paper, settings)
     return Report(tables, figures, remarks)
@@ -264,7 +266,7 @@ def _conditions(case: tuple[str, str], settings) -> str:
     )
 
 
-def draw_entropies(outcomes: Outcomes, num_classes: int):
+def draw_entropies(outcomes: Outcomes):
     """Entropy CDFs, a panel per method: unseen classes solid, known ones dashed."""
     figure = new_figure(10.5, 4.0)
     panels = figure.subplots(1, len(METHODS), sharex=True, sharey=True)
@@ -277,7 +279,7 @@ def draw_entropies(outcomes: Outcomes, num_classes: int):
                 curves[label] = outcomes.entropies(method, name, images).numpy()
                 line = "-" if kind == "unseen" else "--"
                 styles[label] = {"color": color, "linestyle": line, "linewidth": width}
-        plots.entropy_cdf(curves, num_classes=num_classes, styles=styles, ax=ax)
+        plots.entropy_cdf(curves, num_classes=outcomes.num_classes, styles=styles, ax=ax)
         ax.get_legend().remove()
         ax.set_title(method, fontsize="medium")
         ax.set_ylabel("fraction of images at or below" if ax is panels[0] else "")
@@ -285,7 +287,7 @@ def draw_entropies(outcomes: Outcomes, num_classes: int):
     return figure
 
 
-def draw_corrupted(outcomes: Outcomes, num_classes: int):
+def draw_corrupted(outcomes: Outcomes):
     """NLL on clean and corrupted images of the known classes, a panel per method."""
     figure = new_figure(10.5, 4.0)
     panels = figure.subplots(1, len(METHODS), sharey=True)
@@ -298,14 +300,14 @@ def draw_corrupted(outcomes: Outcomes, num_classes: int):
             means, errors = np.array(scores).T
             bars = {"yerr": np.nan_to_num(errors), "capsize": 2, "fmt": "o", "markersize": 4}
             ax.errorbar(places + shift, means, **bars, color=color, label=name)
-        ax.axhline(np.log(num_classes), color=plots.canvas.GREY, linewidth=0.8)
+        ax.axhline(np.log(outcomes.num_classes), color=plots.canvas.GREY, linewidth=0.8)
         labels = ["clean", *outcomes.images[1:]]
         ax.set_xticks(places, labels, rotation=45, ha="right", rotation_mode="anchor")
         ax.set_title(method, fontsize="medium")
     panels[0].set(ylabel="NLL [nats], mean ± standard error")
     panels[0].set_ylim(bottom=-0.03 * panels[0].get_ylim()[1])
     note = {"color": plots.canvas.GREY, "fontsize": "small", "va": "bottom"}
-    panels[0].text(-0.3, np.log(num_classes), f"log {num_classes}", **note)
+    panels[0].text(-0.3, np.log(outcomes.num_classes), f"log {outcomes.num_classes}", **note)
     _legend(figure, panels[0])
     return figure
 
