@@ -158,7 +158,9 @@ def draw(sizes: dict, settings: Settings, folder: Path) -> str:
         ax.set_xscale("log", base=2)
         ax.set_yscale("symlog", linthresh=10)
         ax.set_xticks(settings.batch_sizes, map(str, settings.batch_sizes))
-        ax.set(xlabel="batch size M", ylabel=f"normalised {score.upper()} [%]")
+        ax.yaxis.set_major_formatter("{x:g}")
+        label = f"normalised {score.upper()} [%], logarithmic beyond ±10"
+        ax.set(xlabel="batch size M", ylabel=label)
     axes[-1].legend(frameon=False, fontsize="small", ncols=2)
     file = "batch-size.png"
     figure.savefig(folder / file, dpi=110)
