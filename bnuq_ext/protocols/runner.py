@@ -124,7 +124,7 @@ def _write(folder: Path, about: dict, report: Report) -> dict:
         write_whole(folder / f"{table.name}.csv", table.csv().encode())
     results = {
         **about,
-        "tables": {t.name: {"columns": t.columns, "rows": t.rows} for t in report.tables},
+        "tables": {t.name: t._asdict() for t in report.tables},
         "remarks": report.remarks,
         "figures": report.figures,
     }
