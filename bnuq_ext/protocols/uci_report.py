@@ -5,12 +5,11 @@ from pathlib import Path
 
 from .. import metrics
 from ..plots import uncertainty_error
-from ..plots.canvas import BLUE, ORANGE, new_figure
+from ..plots.canvas import new_figure
 from .results import Report, Table, agrees, mean_and_error, read_table, shown
 
 PLAIN = {"MCBN": "BN", "MCDO": "DO"}
 CONSTANT = {"MCBN": "CUBN", "MCDO": "CUDO"}
-COLORS = {"MCBN": BLUE, "MCDO": ORANGE}
 
 
 def report(results: dict[str, dict], settings, folder: Path) -> Report:
@@ -176,15 +175,18 @@ def unfinished(groups: dict, settings) -> str:
 
 def draw(name: str, groups: dict, folder: Path) -> str:
     """Uncertainty against error for the first seed of the first split."""
-    figure = new_figure(9.2, 3.8)
+    figure = new_figure(9.2, 3.9)
     methods = [method for (data, method) in groups if data == name]
-    for ax, method in zip(figure.subplots(1, len(methods), squeeze=False)[0], methods, strict=True):
+    axes = figure.subplots(1, len(methods), squeeze=False, sharey=True)[0]
+    for ax, method in zip(axes, methods, strict=True):
         split = groups[name, method][0]
-        constant_std = split["constant_var"] ** 0.5
-        points = split["points"]
-        uncertainty_error(**points, constant_std=constant_std, color=COLORS[method], ax=ax)
+        uncertainty_error(**split["points"], constant_std=split["constant_var"] ** 0.5, ax=ax)
         ax.set_title(f"{name}, {method} and {CONSTANT[method]}", fontsize="medium")
-        ax.set_ylabel("absolute error [unit of the target]")
+        ax.set_ylabel("absolute error [unit of the target]" if ax is axes[0] else "")
+        ax.get_legend().remove()  # it would hide errors
+    handles, labels = axes[0].get_legend_handles_labels()
+    options = {"ncols": 3, "fontsize": "small", "frameon": False}
+    figure.legend(handles, labels, loc="outside lower center", **options)
     file = f"uncertainty-{name}.png"
     figure.savefig(folder / file, dpi=110)
     return file

@@ -55,7 +55,7 @@ class Regression:
 
     def checks(self, num_rows: int) -> int:
         """Epochs between two looks at the validation error."""
-        return max(1, min(self.check_every, self.epochs(num_rows) // 12))
+        return max(1, min(self.check_every, self.epochs(num_rows) // 10))
 
     def fold_rows(self, num_rows: int) -> int:
         """Rows that a network of the cross-validation is trained on, of so many in the set."""
