@@ -302,7 +302,7 @@ def test_data_sets(tmp_path):
 def test_settings_of_the_paper():
     assert uci.FULL.width(45730) == 100 and uci.FULL.width(9568) == 50
     assert uci.FULL.epochs(29267) == 2000 and uci.FULL.checks(29267) == 20
-    assert uci.QUICK.epochs(29267) == 20 and uci.QUICK.checks(29267) == 2
+    assert uci.QUICK.epochs(29267) == 27 and uci.QUICK.checks(29267) == 2
     assert len(uci.FULL.weight_decays) == 15 and uci.FULL.weight_decays[-1] == 1e-15
     sizes = [(p[0].batch_size, len(p)) for p in uci_search.grid("MCBN", uci.FULL, 500)]
     assert sizes == [(32, 15), (64, 15), (128, 15), (256, 15)]
