@@ -78,6 +78,7 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " -> (Tensor grad_mu, Tensor grad_sigma)");
 
   // The pieces of bayes_linear on CUDA: products with sigma * eps, whose weights stay in registers.
+  m.def("sample_bias(Tensor mu, Tensor rho, Tensor seed, int stream, int num_samples) -> Tensor");
   m.def("half_operand(Tensor v, bool bfloat16) -> (Tensor operand, Tensor scale)");
   m.def("pack_sigma(Tensor rho, bool bfloat16) -> (Tensor sigma, Tensor scale)");
   m.def("sample_noise_(Tensor(a!) weight, Tensor sigma, Tensor seed, int stream, int first) -> ()");
@@ -88,8 +89,8 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       "bayes_grad_x_(Tensor(a!) grad_x, Tensor grad_y, Tensor sigma, Tensor grad_scale,"
       " Tensor sigma_scale, Tensor seed, int stream) -> ()");
   m.def(
-      "bayes_grad_sigma(Tensor grad_y, Tensor x, Tensor grad_scale, Tensor x_scale, Tensor seed,"
-      " int stream, int out_features, int in_features) -> Tensor");
+      "bayes_grad_rho(Tensor grad_y, Tensor x, Tensor rho, Tensor grad_scale, Tensor x_scale,"
+      " Tensor seed, int stream) -> Tensor");
 
   m.def("gaussian_kl(Tensor mu, Tensor rho, float prior_std) -> Tensor");
   m.def(

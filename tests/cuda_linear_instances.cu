@@ -13,13 +13,14 @@ void use_fused() {
   run_sample_noise<half_t>(nullptr, nullptr, nullptr, 0, 0, 1, 1, 1, nullptr);
   run_bayes_forward<half_t>({}, nullptr);
   run_bayes_grad_x<half_t>({}, nullptr);
-  run_bayes_grad_sigma<half_t>({}, nullptr);
+  run_bayes_grad_rho<half_t>({}, nullptr);
 }
 
 template <typename acc_t>
 void use_in_memory() {
   acc_t* p = nullptr;
   const cudaStream_t stream = nullptr;
+  run_sample_bias<acc_t>(p, p, p, nullptr, 0, 1, 1, stream);
   run_sample_weights<acc_t>(p, p, p, nullptr, 0, 0, 1, 1, 1, stream);
   run_gaussian_kl<acc_t>(p, nullptr, p, p, 1.0, 1, stream);
   run_gaussian_kl_backward<acc_t>(p, p, p, p, p, 1.0, 1, stream);

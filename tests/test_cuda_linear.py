@@ -100,14 +100,12 @@ def test_one_row_costs_little_more_than_its_noise(fused):
 
 @needs_nvcc
 def test_gradient_loops_are_bound_by_their_noise(backward):
-    """That by x as the forward; that by sigma reads three groups of matrices for four products of 16 rows."""
+    """That by x as the forward; that by rho reads three groups of matrices for four products of 16 rows."""
     for tiles in (1, 2, 8):
         loop = noise_loop(backward["grad_x", tiles])
         assert loop["MUFU"] == 2 * WEIGHTS and loop["HMMA"] == 2 * tiles
         assert sum(loop.values()) - loop["HMMA"] <= 14.5 * WEIGHTS
-    loops = [
-        lp for lp in backward["grad_sigma", 0].loops() if any(op == "HMMA" for op in names(lp))
-    ]
+    loops = [lp for lp in backward["grad_rho", 0].loops() if any(op == "HMMA" for op in names(lp))]
     rows = Counter(names(min(loops, key=len)))
     assert rows["LDSM"] * 4 == rows["HMMA"] * 3 and sum(rows.values()) <= 3.5 * rows["HMMA"]
 

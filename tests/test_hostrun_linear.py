@@ -8,7 +8,7 @@ from hostrun.calls import Kernels, fresh, placed
 
 from bnuq_ext import ops, reference_bayes
 from bnuq_ext.ops import linear_batched, linear_cuda
-from bnuq_ext.ops.linear_products import Noise
+from bnuq_ext.ops.linear_products import Noise, sample_bias
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
 
@@ -92,13 +92,19 @@ class Ops:
         )  # fmt: skip
         grad_x.copy_(result)
 
-    def bayes_grad_sigma(self, grad_y, x, grad_scale, x_scale, seed, stream, O, I):  # noqa: E741
-        T, N = grad_y.shape[:2]
+    def bayes_grad_rho(self, grad_y, x, rho, grad_scale, x_scale, seed, stream):
+        (T, N), (O, I) = grad_y.shape[:2], rho.shape  # noqa: E741
         return self.run(
-            "grad_sigma", grad_y.dtype, fresh((O, I), np.float32), grad=grad_y, x=x,
-            grad_scale=grad_scale, x_scale=x_scale, seed=seed, stream=stream, T=T, N=N, O=O, I=I,
-            shared=len(x) == 1,
+            "grad_rho", grad_y.dtype, fresh((O, I), np.float32), grad=grad_y, x=x,
+            rho=rho, grad_scale=grad_scale, x_scale=x_scale, seed=seed, stream=stream, T=T, N=N, O=O,
+            I=I, shared=len(x) == 1,
         )  # fmt: skip
+
+    def sample_bias(self, mu, rho, seed, stream, num_samples):
+        storage = np.float64 if mu.dtype == torch.float64 else np.float32
+        shape, sizes = (num_samples, len(mu)), dict(T=num_samples, O=len(mu), I=1)
+        given = dict(mu=mu, rho=rho, seed=seed, stream=stream) | sizes
+        return self.run("sample_bias", mu.dtype, fresh(shape, storage), **given)
 
     def philox_normal(self, *args):
         return torch.ops.bnuq.philox_normal(*args)
@@ -279,9 +285,8 @@ def test_thread_order_does_not_matter():
         base = torch.zeros(3, 40, 20)
         y = made.bayes_forward(operand, packed, base, None, scale, sigma_scale, seed, STREAM, 3)
         grad, grad_scale = made.half_operand(y, False)
-        sizes = parameters[0].shape
         results.append(
-            [y, made.bayes_grad_sigma(grad, operand, grad_scale, scale, seed, STREAM, *sizes)]
+            [y, made.bayes_grad_rho(grad, operand, parameters[1], grad_scale, scale, seed, STREAM)]
         )
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -300,6 +305,15 @@ def test_weights_in_memory_match_the_cpu(kernels, O, I, dtype):  # noqa: E741
     expected = mu.new_empty(T, O, I)
     torch.ops.bnuq.sample_weights_(expected, mu, sigma, noise.seed, STREAM, 1)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("O,T", [(1, 1), (17, 40)])
+def test_biases_match_the_cpu(kernels, O, T, dtype):  # noqa: E741
+    _, _, _, mu, rho = (v.to(dtype) for v in make(1, 1, O, 1, True, torch.float32))
+    noise = Noise(ops.new_seed(3, 8), STREAM, T)
+    actual = kernels.sample_bias(mu, rho, *noise)
+    torch.testing.assert_close(actual, sample_bias(mu, rho, noise), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -28,7 +28,9 @@ def _is_bfloat16(x: Tensor) -> bool:
 
 def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
     noise, xs = Noise(seed, stream, num_samples), products.replicas(x)
-    bias = products.sample_bias(bias_mu, bias_rho, noise)
+    bias = None
+    if bias_mu is not None:
+        bias = _ops.sample_bias(bias_mu.contiguous(), bias_rho.contiguous(), *noise)
     if x.dtype == torch.float64:
         sigma = products.spread(rho).contiguous()
         return batched.forward(xs, mu.contiguous(), sigma, bias, noise)
@@ -54,23 +56,23 @@ def _backward(
     if x.dtype == torch.float64:
         sigma = products.spread(rho).contiguous()
         grads = batched.backward(grad_y, xs, mu.contiguous(), sigma, noise, need_x, need_weight)
+        if need_weight:
+            grads[2].mul_(torch.sigmoid(rho))
     else:
         grads = _half_backward(grad_y, xs, mu, rho, noise, _is_bfloat16(x), need_x, need_weight)
-    if need_weight:
-        grads[2].mul_(torch.sigmoid(rho))
     bias_grads = products.grad_bias(grad_y, bias_rho, noise) if need_bias else None
     return products.pack_grads(x, rho, *grads, bias_grads)
 
 
 def _half_backward(grad_y, xs, mu, rho, noise, bfloat16, need_x, need_weight):
-    grad_x = grad_mu = grad_sigma = None
+    grad_x = grad_mu = grad_rho = None
     summed = grad_y.sum(0, keepdim=True) if len(xs) == 1 else grad_y  # for the products with mu
     operand, scale = _ops.half_operand(grad_y, bfloat16)
     if need_weight:
         grad_mu = summed.flatten(0, 1).t() @ xs.flatten(0, 1)
         x_operand, x_scale = _ops.half_operand(xs, bfloat16)
-        grad_sigma = _ops.bayes_grad_sigma(
-            operand, x_operand, scale, x_scale, noise.seed, noise.stream, *mu.shape
+        grad_rho = _ops.bayes_grad_rho(
+            operand, x_operand, rho.contiguous(), scale, x_scale, noise.seed, noise.stream
         )
     if need_x:
         grad_x = (summed @ mu).contiguous()
@@ -82,7 +84,7 @@ def _half_backward(grad_y, xs, mu, rho, noise, bfloat16, need_x, need_weight):
             batched.add_noise_product_(
                 grad_x, operand, sigma, scale * sigma_scale, noise, len(mu), inputs, forward=False
             )
-    return grad_x, grad_mu, grad_sigma
+    return grad_x, grad_mu, grad_rho
 
 
 _LIBRARY = torch.library.Library("bnuq", "IMPL")

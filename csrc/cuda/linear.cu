@@ -134,29 +134,30 @@ void bayes_grad_x_cuda(
   });
 }
 
-// (O, I) = sum over t of eps[t] * (grad_y[t]^T @ x[t]), of (T, N, padded O) and (T or 1, N, padded
-// I).
-Tensor bayes_grad_sigma_cuda(
-    Tensor grad_y, Tensor x, Tensor grad_scale, Tensor x_scale, Tensor seed, int64_t stream,
-    int64_t O, int64_t I) {
-  check_on_device_of(grad_y, {x, grad_scale, x_scale, seed});
+// (O, I) = sigmoid(rho) * sum over t of eps[t] * (grad_y[t]^T @ x[t]), of (T, N, padded O) and (T
+// or 1, N, padded I).
+Tensor bayes_grad_rho_cuda(
+    Tensor grad_y, Tensor x, Tensor rho, Tensor grad_scale, Tensor x_scale, Tensor seed,
+    int64_t stream) {
+  check_on_device_of(grad_y, {x, rho, grad_scale, x_scale, seed});
   check_padded(grad_y);
   check_padded(x);
-  const int64_t T = grad_y.size(0), N = grad_y.size(1);
+  const int64_t T = grad_y.size(0), N = grad_y.size(1), O = rho.size(0), I = rho.size(1);
+  check_floats(rho, O * I);
   STD_TORCH_CHECK(
       x.size(1) == N && grad_y.size(2) == ceil_div<int64_t>(O, kEdge) * kEdge &&
           x.size(2) == ceil_div<int64_t>(I, kEdge) * kEdge,
       "bayes_linear: x and grad_y must have the same rows, and those of the weights' padded size");
   const DeviceGuard guard(grad_y.get_device_index());
-  const Tensor out = torch::stable::new_zeros(grad_scale, {O, I});
+  const Tensor out = torch::stable::new_zeros(rho, {O, I});
   if (out.numel() == 0 || T == 0 || N == 0) return out;
   dispatch_half(grad_y, [&](auto zero) {
     using half_t = decltype(zero);
-    run_bayes_grad_sigma<half_t>(
+    run_bayes_grad_rho<half_t>(
         {static_cast<const half_t*>(grad_y.const_data_ptr()),
-         static_cast<const half_t*>(x.const_data_ptr()), grad_scale.const_data_ptr<float>(),
-         x_scale.const_data_ptr<float>(), seed_of(seed), out.mutable_data_ptr<float>(), T, N, O, I,
-         uint32_t(stream), x.size(0) == 1},
+         static_cast<const half_t*>(x.const_data_ptr()), rho.const_data_ptr<float>(),
+         grad_scale.const_data_ptr<float>(), x_scale.const_data_ptr<float>(), seed_of(seed),
+         out.mutable_data_ptr<float>(), T, N, O, I, uint32_t(stream), x.size(0) == 1},
         current_stream(grad_y));
   });
   return out;
@@ -183,6 +184,27 @@ void sample_weights_cuda(
   mu.scalar_type() == ScalarType::Double ? run(double()) : run(float());
 }
 
+// (T, O) = mu + softplus(rho) * eps.
+Tensor sample_bias_cuda(Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64_t num_samples) {
+  check_on_device_of(mu, {rho, seed});
+  const int64_t O = mu.numel();
+  STD_TORCH_CHECK(
+      mu.is_contiguous() && rho.is_contiguous() && rho.numel() == O &&
+          rho.scalar_type() == mu.scalar_type(),
+      "sample_bias: mu and rho must be contiguous and alike");
+  const DeviceGuard guard(mu.get_device_index());
+  const Tensor out = torch::stable::new_empty(mu, {num_samples, O});
+  if (out.numel() == 0) return out;
+  const auto run = [&](auto zero) {
+    using acc_t = decltype(zero);
+    run_sample_bias<acc_t>(
+        out.mutable_data_ptr<acc_t>(), mu.const_data_ptr<acc_t>(), rho.const_data_ptr<acc_t>(),
+        seed_of(seed), uint32_t(stream), num_samples, O, current_stream(mu));
+  };
+  mu.scalar_type() == ScalarType::Double ? run(double()) : run(float());
+  return out;
+}
+
 // weight (R, O, padded I) = sigma * eps of replicas first .. first + R - 1.
 void sample_noise_cuda(Tensor weight, Tensor sigma, Tensor seed, int64_t stream, int64_t first) {
   check_on_device_of(weight, {sigma, seed});
@@ -205,8 +227,9 @@ STABLE_TORCH_LIBRARY_IMPL(bnuq, CUDA, m) {
   m.impl("pack_sigma", TORCH_BOX(&pack_sigma_cuda));
   m.impl("bayes_forward", TORCH_BOX(&bayes_forward_cuda));
   m.impl("bayes_grad_x_", TORCH_BOX(&bayes_grad_x_cuda));
-  m.impl("bayes_grad_sigma", TORCH_BOX(&bayes_grad_sigma_cuda));
+  m.impl("bayes_grad_rho", TORCH_BOX(&bayes_grad_rho_cuda));
   m.impl("sample_weights_", TORCH_BOX(&sample_weights_cuda));
+  m.impl("sample_bias", TORCH_BOX(&sample_bias_cuda));
   m.impl("sample_noise_", TORCH_BOX(&sample_noise_cuda));
 }
 

@@ -1,5 +1,5 @@
 // The backward of bayes_linear: products with sigma * eps whose noise is made again, as in the
-// forward. The floor is that of linear_kernels.cuh, once for grad_x and once for grad_sigma.
+// forward. The floor is that of linear_kernels.cuh, once for grad_x and once for grad_rho.
 #pragma once
 #include "linear_kernels.cuh"
 
@@ -92,15 +92,16 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(BayesGradX
       }
 }
 
-// ---- grad_sigma = sum over t of eps[t] * (grad_y[t]^T @ x[t]) ----------------------------------
+// ---- grad_rho = sigmoid(rho) * sum over t of eps[t] * (grad_y[t]^T @ x[t]) ---------------------
 
 template <typename half_t>
-struct BayesGradSigmaArgs {
+struct BayesGradRhoArgs {
   const half_t* grad_y;  // (T, N, padded O)
   const half_t* x;       // (T or 1, N, padded I)
+  const float* rho;      // (O, I)
   const float *grad_scale, *x_scale;
   const int64_t* seed;
-  float* grad_sigma;  // (O, I)
+  float* grad_rho;  // (O, I)
   int64_t T, N, O, I;
   uint32_t stream;
   bool shared;
@@ -150,7 +151,7 @@ BNUQ_DEVICE void multiply_rows(
 // in the lanes that hold the noise of the same weights. Rows are copied while noise is made.
 template <typename half_t>
 __global__ void __launch_bounds__(kLinearThreads, 2)
-    bayes_grad_sigma_kernel(BayesGradSigmaArgs<half_t> p) {
+    bayes_grad_rho_kernel(BayesGradRhoArgs<half_t> p) {
   BNUQ_DYNAMIC_SHARED(half_t, shared);
   constexpr int kMatrix = kStage * kPitchBytes;
   const Lane at;
@@ -208,7 +209,8 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
       for (int e = 0; e < 4; ++e) {
         const int64_t o = tile_o * kEdge + at.g + e / 2 * 8;
         const int64_t i = (tile_i + j) * kEdge + b * 8 + at.pair + e % 2;
-        if (o < p.O && i < p.I) p.grad_sigma[o * p.I + i] = scale * sum[j][b][e];
+        if (o < p.O && i < p.I)
+          p.grad_rho[o * p.I + i] = scale * sum[j][b][e] * sigmoid(p.rho[o * p.I + i]);
       }
 }
 
@@ -235,11 +237,11 @@ void run_bayes_grad_x(const BayesGradXArgs<half_t>& p, cudaStream_t stream) {
 }
 
 template <typename half_t>
-void run_bayes_grad_sigma(const BayesGradSigmaArgs<half_t>& p, cudaStream_t stream) {
+void run_bayes_grad_rho(const BayesGradRhoArgs<half_t>& p, cudaStream_t stream) {
   const dim3 grid(
       unsigned(ceil_div<int64_t>(p.O, kGradEdge)), unsigned(ceil_div<int64_t>(p.I, kGradEdge)));
   const int shared = 4 * kStage * kPitchBytes;
-  const auto kernel = bayes_grad_sigma_kernel<half_t>;
+  const auto kernel = bayes_grad_rho_kernel<half_t>;
   BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), shared, stream, p);
 }
 

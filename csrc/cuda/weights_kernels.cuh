@@ -1,5 +1,5 @@
-// The weights of bayes_linear in memory, for a matrix product of torch's: one thread a Philox call,
-// eight weights. Bound by memory: 12 bytes read and written a weight.
+// The weights of bayes_linear in memory, for a matrix product of torch's, and its biases: one
+// thread a Philox call, eight weights. Bound by memory: 12 bytes read and written a weight.
 #pragma once
 #include "../linear.h"
 #include "device.cuh"
@@ -55,7 +55,35 @@ __global__ void __launch_bounds__(kWeightsThreads) sample_weights_kernel(
   });
 }
 
+// The biases of all replicas, (T, O).
+template <typename acc_t>
+__global__ void __launch_bounds__(kWeightsThreads) sample_bias_kernel(
+    acc_t* __restrict__ bias, const acc_t* __restrict__ mu, const acc_t* __restrict__ rho,
+    const int64_t* __restrict__ seed, uint32_t stream, int64_t T, int64_t O) {
+  const int64_t groups = ceil_div<int64_t>(O, 8);
+  const int64_t i = int64_t(blockIdx.x) * kWeightsThreads + threadIdx.x;
+  if (i >= T * groups) return;
+  const int64_t t = i / groups, first = i % groups * 8;
+  float z[8];
+  normals8(philox_at(subkey(seed[0], stream, kTagBias), first >> 3, uint64_t(seed[1] + t)), z);
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    if (first + e < O)
+      bias[t * O + first + e] = mu[first + e] + softplus(rho[first + e]) * acc_t(z[e]);
+}
+
 // ---- launches ----------------------------------------------------------------------------------
+
+template <typename acc_t>
+void run_sample_bias(
+    acc_t* bias, const acc_t* mu, const acc_t* rho, const int64_t* seed, uint32_t stream_id,
+    int64_t T, int64_t O, cudaStream_t stream) {
+  const auto kernel = sample_bias_kernel<acc_t>;
+  const int64_t blocks = ceil_div<int64_t>(T * ceil_div<int64_t>(O, 8), kWeightsThreads);
+  BNUQ_LAUNCH(
+      kernel, dim3(unsigned(blocks)), dim3(kWeightsThreads), 0, stream, bias, mu, rho, seed,
+      stream_id, T, O);
+}
 
 inline dim3 weights_grid(int64_t R, int64_t O, int64_t I) {
   const int64_t lanes = R * ceil_div<int64_t>(O, 16) * ceil_div<int64_t>(I, 16) * kWarp;

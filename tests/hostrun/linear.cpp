@@ -42,10 +42,10 @@ void fused(const Bayes& c) {
         {h(c.grad), sigma, f(c.grad_scale), f(c.sigma_scale), c.seed, to<float>(c.out), c.T, c.N,
          c.O, c.I, c.stream, c.shared},
         nullptr);
-  } else if (c.kernel == "grad_sigma") {
-    run_bayes_grad_sigma<half_t>(
-        {h(c.grad), h(c.x), f(c.grad_scale), f(c.x_scale), c.seed, to<float>(c.out), c.T, c.N, c.O,
-         c.I, c.stream, c.shared},
+  } else if (c.kernel == "grad_rho") {
+    run_bayes_grad_rho<half_t>(
+        {h(c.grad), h(c.x), f(c.rho), f(c.grad_scale), f(c.x_scale), c.seed, to<float>(c.out), c.T,
+         c.N, c.O, c.I, c.stream, c.shared},
         nullptr);
   } else {
     throw std::invalid_argument("hostrun: no such kernel: " + c.kernel);
@@ -58,7 +58,9 @@ void in_memory(const Bayes& c) {
   acc_t *out = to<acc_t>(c.out), *out2 = to<acc_t>(c.out2);
   const MixtureArgs<acc_t> mixture = {
       mu, rho, c.seed, c.stream, c.T, c.O, c.I, c.matrix, mixture_of<acc_t>(c.pi, c.std1, c.std2)};
-  if (c.kernel == "sample_weights") {
+  if (c.kernel == "sample_bias") {
+    run_sample_bias<acc_t>(out, mu, rho, c.seed, c.stream, c.T, c.O, nullptr);
+  } else if (c.kernel == "sample_weights") {
     run_sample_weights<acc_t>(
         out, mu, in<acc_t>(c.sigma), c.seed, c.stream, c.first, c.T, c.O, c.I, nullptr);
   } else if (c.kernel == "gaussian_kl") {

@@ -53,8 +53,8 @@ def run_products(kernels, random_bits, random, dtype, shape, shared):
     run(kernels, "grad_x", dtype, {"out": zeros((first, N, I), np.float32)}, **given)
 
     given = common | sizes | {"grad": random_bits(random, (T, N, O16), dtype)}
-    given["x"] = random_bits(random, (first, N, I16), dtype)
-    run(kernels, "grad_sigma", dtype, {"out": fresh((O, I), np.float32)}, **given)
+    given |= {"x": random_bits(random, (first, N, I16), dtype), "rho": rho}
+    run(kernels, "grad_rho", dtype, {"out": fresh((O, I), np.float32)}, **given)
 
 
 def run_weights(kernels, random, dtype, shape):
@@ -63,6 +63,8 @@ def run_weights(kernels, random, dtype, shape):
     acc = STORAGE[dtype]
     mu, rho = random.random((2, O, I)).astype(acc)
     sizes = {"O": O, "I": I, "mu": mu, "sigma": rho, "rho": rho, "matrix": True}
+    bias = {"mu": mu[:, 0].copy(), "rho": rho[:, 0].copy(), "O": O, "I": 1}
+    run(kernels, "sample_bias", dtype, {"out": fresh((2, O), acc)}, **bias)
     run(kernels, "sample_weights", dtype, {"out": fresh((2, O, I), acc)}, **sizes)
     for name in ("gaussian_kl", "mixture_kl"):
         results = {"out": fresh((), acc), "partial": fresh((1024,), np.float64)}
