@@ -131,12 +131,12 @@ class Stack:
         for name, part in self.views(flat).items():
             self.parameters[name][which] = part[which]
 
-    def network(self, s: int, x: Tensor | None = None) -> nn.Sequential:
+    def network(self, s: int, x: Tensor) -> nn.Sequential:
         """Network s by itself, in eval.
 
         Args:
             x: (n, Q) rows whose mean and biased variance, layer by layer, become the running statistics;
-                needed with batch norm.
+                without batch norm they are not looked at.
         """
         net = plain_network(self.num_features, self.hidden, self.networks[s].dropout)
         linears = [m for m in net if isinstance(m, nn.Linear)]
