@@ -86,14 +86,14 @@ struct Rows {
 template <typename half_t>
 BNUQ_DEVICE void stage_rows(
     SharedAddress shared, const Rows<half_t>& m, int64_t first, int num_rows, int64_t column) {
-  constexpr int kVectors = kStage / 8;
-  const int c = threadIdx.x % kVectors * 8;
-  const bool inside = column + c < m.columns;
-  for (int r = threadIdx.x / kVectors; r < num_rows; r += kLinearThreads / kVectors) {
-    const bool copied = inside && first + r < m.rows;
-    const half_t* from = copied ? m.data + (first + r) * m.columns + column + c : m.data;
-    copy_async(shared + r * kPitchBytes + c * 2, from, copied);
-  }
+  constexpr int kVectors = kStage / 8, kStep = kLinearThreads / kVectors;
+  const int c = threadIdx.x % kVectors * 8, r = threadIdx.x / kVectors;
+  const int64_t rows = column + c < m.columns ? smaller<int64_t>(m.rows - first, num_rows) : 0;
+  const half_t* from = m.data + (first + r) * m.columns + column + c;
+  const int64_t step = kStep * m.columns;
+  shared += r * kPitchBytes + c * 2;
+  for (int k = r; k < num_rows; k += kStep, from += step, shared += kStep * kPitchBytes)
+    copy_async(shared, k < int(rows) ? from : m.data, k < int(rows));
 }
 
 }  // namespace bnuq
