@@ -60,6 +60,11 @@ def survey(model: nn.Module) -> Survey:
     return result
 
 
+def averages_rows(module: nn.Module) -> bool:
+    """Whether a module takes statistics over the rows in train(): torch's batch norm, or what keeps such statistics."""
+    return isinstance(module, _BatchNorm) or module._buffers.get("running_mean") is not None
+
+
 def _is_known(module: nn.Module) -> bool:
     return type(module) in STOCHASTIC_CLASSES or find_adapter(module) is not None
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .ops import bayes_linear, new_seed, philox_normal
-from .ops.checks import refuse
+from .ops.checks import check_integer, refuse
 from .priors import GaussianPrior, check_prior
 from .replicas import Replicated, current_pass
 from .samplers import Draw
@@ -25,8 +26,9 @@ class BayesLinear(Replicated, nn.Module):
     In train() a plain call draws one sample of the weights (from torch's generator), in eval() it uses
     their means. Inside `predict`, `elbo_loss` and `replicas` it returns the rows of all replicas.
 
-    With `estimator="exact"` one weight matrix serves all rows of a replica. With "local" (local
-    reparameterisation) every row draws its own outputs, from the distribution that they have:
+    With `estimator="exact"` one weight matrix serves all rows of a replica, and all calls of the layer in a
+    forward. With "local" (local reparameterisation) every row draws its own outputs, from the distribution
+    that they have:
 
         y[t, n] ~ N(x[n] @ weight_mu^T + bias_mu, x[n]^2 @ sigma^2^T + bias_sigma^2)
 
@@ -36,13 +38,15 @@ class BayesLinear(Replicated, nn.Module):
     time, "exact" over "local"): 1.6 at 1 row, 2.0 at 16, 1.8 at 128. So: for training with few samples; predict
     with "exact".
 
-    Shapes: (N, *, in_features) -> (N, *, out_features).
+    Shapes: (N, *, in_features) -> (N, *, out_features); outside `predict`, `elbo_loss` and `replicas` a single
+    row (in_features,) too.
 
     Args:
         in_features, out_features: sizes; positive.
         bias: whether there is one.
-        prior: over weights and biases; `GaussianPrior` or `ScaleMixturePrior`.
-        mu_init: (low, high) of a uniform distribution, or None for that of `torch.nn.Linear`.
+        prior: over weights and biases; `GaussianPrior`, `ScaleMixturePrior`, or an object with their
+            `divergence`, to which rho = -inf is a pruned weight that counts nothing.
+        mu_init: the value, (low, high) of a uniform distribution, or None for that of `torch.nn.Linear`.
         rho_init: the value, or (low, high) of a uniform distribution.
         estimator: "exact" or "local".
         device, dtype: of the parameters; float32 or float64.
@@ -58,7 +62,7 @@ class BayesLinear(Replicated, nn.Module):
         bias: bool = True,
         *,
         prior=GaussianPrior(1.0),  # noqa: B008 - immutable
-        mu_init: tuple[float, float] | None = None,
+        mu_init: float | tuple[float, float] | None = None,
         rho_init: float | tuple[float, float] = -5.0,
         estimator: str = "exact",
         device=None,
@@ -66,10 +70,12 @@ class BayesLinear(Replicated, nn.Module):
     ):
         super().__init__()
         op = "BayesLinear"
-        for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if value < 1:
-                refuse(op, name, "be positive", value)
+        in_features = check_integer(op, "in_features", in_features, 1)
+        out_features = check_integer(op, "out_features", out_features, 1)
         check_prior(op, prior)
+        if mu_init is not None:
+            check_initial(op, "mu_init", mu_init)
+        check_initial(op, "rho_init", rho_init)
         if estimator not in ESTIMATORS:
             refuse(op, "estimator", f"be one of {', '.join(ESTIMATORS)}", repr(estimator))
         if dtype not in (None, torch.float32, torch.float64):
@@ -88,15 +94,9 @@ class BayesLinear(Replicated, nn.Module):
     def reset_parameters(self) -> None:
         """Draws means and spreads anew by `mu_init` and `rho_init`."""
         bound = 1 / math.sqrt(self.in_features)  # nn.Linear's, for weight and bias
-        low, high = self.mu_init or (-bound, bound)
-        with torch.no_grad():
-            for mu in filter(lambda p: p is not None, (self.weight_mu, self.bias_mu)):
-                mu.uniform_(low, high)
-            for rho in filter(lambda p: p is not None, (self.weight_rho, self.bias_rho)):
-                if isinstance(self.rho_init, tuple):
-                    rho.uniform_(*self.rho_init)
-                else:
-                    rho.fill_(self.rho_init)
+        mu_init = (-bound, bound) if self.mu_init is None else self.mu_init
+        _fill((self.weight_mu, self.bias_mu), mu_init)
+        _fill((self.weight_rho, self.bias_rho), self.rho_init)
 
     def extra_repr(self) -> str:
         return (
@@ -111,6 +111,11 @@ class BayesLinear(Replicated, nn.Module):
         mu = torch.where(self.weight_mask, self.weight_mu, 0.0)
         return mu, torch.where(self.weight_mask, self.weight_rho, -math.inf)
 
+    @property
+    def one_draw(self) -> bool:
+        """See `Replicated`: a replica has one weight matrix, but fresh noise in each row."""
+        return self.estimator == "exact"
+
     def forward(self, x: Tensor) -> Tensor:
         active = current_pass()
         return self.plain_forward(x) if active is None else active.visit(self, x)
@@ -119,7 +124,9 @@ class BayesLinear(Replicated, nn.Module):
         """One sample of the weights in train(), their means in eval()."""
         if not self.training:
             return functional.linear(x, self.posterior()[0].to(x.dtype), _to(self.bias_mu, x.dtype))
-        return self.sample(x, new_seed(device=x.device), 0, 1, shared=True)
+        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+        y = self.sample(rows, new_seed(device=x.device), 0, 1, shared=True)
+        return y.reshape(*x.shape[:-1], self.out_features)
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
@@ -134,13 +141,17 @@ class BayesLinear(Replicated, nn.Module):
             x: (N, *, in_features) if `shared`, else (T*N, *, in_features), replica-major.
             seed, stream, num_samples: see `ops.bayes_linear`.
         """
-        inner = x.shape[1:-1]
-        rows = x.reshape(-1, self.in_features)
-        if not shared:
-            rows = rows.unflatten(0, (num_samples, -1))
+        if x.dim() < 2 or x.shape[-1] != self.in_features:
+            refuse("BayesLinear", "x", f"have shape (N, *, {self.in_features})", list(x.shape))
+        N, *inner = x.shape[:-1]
+        folded = num_samples * N if shared else N
+        # Sizes are written out: -1 is ambiguous where one of the others is 0.
+        if shared:
+            rows = x.reshape(N * math.prod(inner), self.in_features)
+        else:
+            rows = x.reshape(num_samples, N // num_samples * math.prod(inner), self.in_features)
         draw = self._exact if self.estimator == "exact" else self._local
-        y = draw(rows, seed, stream, num_samples)
-        return y.reshape(-1, *inner, self.out_features)
+        return draw(rows, seed, stream, num_samples).reshape(folded, *inner, self.out_features)
 
     def _exact(self, x: Tensor, seed: Tensor, stream: int, num_samples: int) -> Tensor:
         mu, rho = self.posterior()
@@ -161,36 +172,47 @@ class BayesLinear(Replicated, nn.Module):
         return (mean + std * z).to(x.dtype)
 
     def kl_divergence(self, seed: Tensor, stream: int, num_samples: int) -> Tensor:
-        """Divergence of weights and biases from the prior, in nats; () in the parameters' dtype."""
-        if self.weight_mask is not None:
-            return self._pruned_divergence(seed, stream, num_samples)
-        kl = self.prior.divergence(self.weight_mu, self.weight_rho, seed, stream, num_samples)
-        return kl + self._bias_divergence(seed, stream, num_samples)
+        """Divergence of weights and biases from the prior, in nats; () in the parameters' dtype.
+
+        A weight that is pruned counts nothing.
+        """
+        kl = self.prior.divergence(*self.posterior(), seed, stream, num_samples)
+        if self.bias_mu is not None:
+            kl = kl + self.prior.divergence(self.bias_mu, self.bias_rho, seed, stream, num_samples)
+        return kl
 
     def gaussian_divergence(self) -> list[tuple[Tensor, Tensor, float]] | None:
         """(mu, rho, std of the prior) of weights and biases for `gaussian_kl_sum`; None with another prior."""
-        if type(self.prior) is not GaussianPrior or self.weight_mask is not None:
+        if type(self.prior) is not GaussianPrior:
             return None
-        weight = (self.weight_mu, self.weight_rho, self.prior.std)
+        weight = (*self.posterior(), self.prior.std)
         bias = (self.bias_mu, self.bias_rho, self.prior.std)
         return [weight] if self.bias_mu is None else [weight, bias]
 
-    def _bias_divergence(self, seed: Tensor, stream: int, num_samples: int) -> Tensor | float:
-        if self.bias_mu is None:
-            return 0.0
-        return self.prior.divergence(self.bias_mu, self.bias_rho, seed, stream, num_samples)
-
-    def _pruned_divergence(self, seed: Tensor, stream: int, num_samples: int) -> Tensor:
-        """Over the weights that are kept; a vector of them has noise of its own."""
-        mu, rho = self.weight_mu[self.weight_mask], self.weight_rho[self.weight_mask]
-        kl = self.prior.divergence(mu, rho, seed, stream, num_samples)
-        return kl + self._bias_divergence(seed, stream, num_samples)
-
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # A mask exists only in a pruned layer; the checkpoint says whether it is one.
-        mask = state_dict.get(prefix + "weight_mask")
-        self.weight_mask = None if mask is None else mask.to(self.weight_mu.device, copy=True)
+        # A mask exists only in a pruned layer; a checkpoint of the layer says whether it is one.
+        if prefix + "weight_mu" in state_dict:
+            mask = state_dict.get(prefix + "weight_mask")
+            self.weight_mask = None if mask is None else mask.to(self.weight_mu.device, copy=True)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def check_initial(op: str, name: str, value) -> None:
+    """Checks what to initialise with: a finite number, or (low, high)."""
+    ends = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(ends) != 2 or not all(isinstance(end, Real) and math.isfinite(end) for end in ends):
+        refuse(op, name, "be a finite number or (low, high)", value, TypeError)
+    if ends[0] > ends[1]:
+        refuse(op, name, "have low at most high", value)
+
+
+def _fill(parameters: tuple[Tensor | None, ...], initial: float | tuple[float, float]) -> None:
+    with torch.no_grad():
+        for parameter in filter(lambda p: p is not None, parameters):
+            if isinstance(initial, (tuple, list)):
+                parameter.uniform_(*initial)
+            else:
+                parameter.fill_(initial)
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from .batch_norm_like import averages_rows
 from .bayes import bayes_layers
 from .fingerprint import OURS
 from .folding import Forward, Plan, proven_plan
@@ -101,11 +101,7 @@ class _Session(Pass):
             self.active = ReplicaPass(self.forward.layers, self.forward.draw(self.first, 1))
             return inputs
         for name, module in self.forward.model.named_modules():
-            if (
-                module.training
-                and isinstance(module, _BatchNorm)
-                and not isinstance(module, Stochastic)
-            ):
+            if module.training and averages_rows(module) and not isinstance(module, Stochastic):
                 got = f"{name} in train()"
                 refuse("replicas", "batch norm that is not stochastic", "be in eval()", got)
         plan = self._plan(inputs)
@@ -121,11 +117,12 @@ class _Session(Pass):
             refuse("replicas", "model", "give the same folded as one by one", plan.reason)
         return plan
 
-    def end(self) -> None:
-        """Checks that the call of the model was a whole one."""
+    def end(self, output) -> None:
+        """Checks that the call of the model was a whole one, and follows its output."""
         if self.active is not None:
             active, self.active = self.active, None
             _or_refuse(active.check_calls)
+            active.follow(tensors(output))
 
 
 class _Before:
@@ -152,7 +149,7 @@ class _After:
 
     def __call__(self, model, args, output):
         if current_pass() is self.session:
-            self.session.end()
+            self.session.end(output)
 
 
 def _call(model: nn.Module, inputs: dict):

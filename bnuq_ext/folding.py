@@ -62,12 +62,14 @@ class Forward(NamedTuple):
         """One forward: its output, and what the stochastic calls saw."""
         active = ReplicaPass(self.layers, draw, rows, shared, self.op)
         spared = self.known.spared(inputs)
-        with running(active), self.known.examining(self.op, self.model):
+        with running(active), self.known.examining(self.op, self.model, self.layers):
             output = self.call(self.model, spared)
         if spared is not inputs:
             self.known.look_at(spared)
         active.check_calls()
-        return self._tensor(output), active
+        output = self._tensor(output)
+        active.follow([output])
+        return output, active
 
     def _tensor(self, output) -> Tensor:
         name = "the model's output"

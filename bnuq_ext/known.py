@@ -75,15 +75,16 @@ class Known:
             self.changes_input = any(t._version > 0 for t in given)
 
     @contextmanager
-    def examining(self, op: str, model: nn.Module):
-        """Around a forward; around the first one of a model it warns of batch norm that is not covered.
+    def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
+        """Around a forward; around the first one that draws statistics for `layers`, it warns of batch norm that
+        is not covered.
 
         Yields what counts there, or None.
         """
-        examined, self.examined = self.examined, True
-        if examined or not named_stochastic_layers(model):
+        if self.examined or not any(layer.needs_bank for layer in layers.values()):
             yield None
             return
+        self.examined = True
         with count_uncovered(model) as counter:
             yield counter
         if counter.uncovered:

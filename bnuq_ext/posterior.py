@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .bayes import BayesLinear, require_bayes_layers
-from .ops.checks import refuse
+from .bayes import BayesLinear, check_initial, require_bayes_layers
+from .ops.checks import check_number, refuse
 from .ops.linear_products import spread
 from .priors import GaussianPrior, check_prior
 
@@ -20,7 +20,7 @@ RANKINGS = ("snr", "magnitude")
 def to_bayesian(
     model: nn.Module,
     filter_fn: Callable[[str, nn.Linear], bool] | None = None,
-    rho_init: float = -5.0,
+    rho_init: float | tuple[float, float] = -5.0,
     prior=GaussianPrior(1.0),  # noqa: B008 - immutable
 ) -> nn.Module:
     """A copy of a trained model whose linear layers have a Gaussian around each of their weights.
@@ -30,7 +30,8 @@ def to_bayesian(
     Args:
         model: holds `torch.nn.Linear` layers (that very class).
         filter_fn: (name, layer) -> whether to turn the layer; None turns all.
-        rho_init: spread of every weight and bias before the softplus; -5 is a standard deviation of 0.0067.
+        rho_init: spread of every weight and bias before the softplus; -5 is a standard deviation of 0.0067;
+            (low, high) draws each from a uniform distribution.
         prior: see `BayesLinear`.
 
     Raises:
@@ -41,6 +42,7 @@ def to_bayesian(
         refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
     if filter_fn is not None and not callable(filter_fn):
         refuse(op, "filter_fn", "be callable", type(filter_fn).__name__, TypeError)
+    check_initial(op, "rho_init", rho_init)
     check_prior(op, prior)
     chosen = {
         id(layer): name
@@ -59,7 +61,7 @@ def to_bayesian(
     return made.get(id(model), model)
 
 
-def _around(linear: nn.Linear, rho_init: float, prior) -> BayesLinear:
+def _around(linear: nn.Linear, rho_init, prior) -> BayesLinear:
     layer = BayesLinear(
         linear.in_features,
         linear.out_features,
@@ -125,10 +127,11 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
         The fraction that is pruned: that asked for, to the nearest weight.
 
     Raises:
-        ValueError: no Bayesian layer, or an argument out of range; the model is as before.
+        ValueError, TypeError: no Bayesian layer, or an argument out of range; the model is as before.
 
     Source: Blundell et al. (2015), section 5.1; Graves, Practical Variational Inference (2011).
     """
+    check_number("prune", "fraction", fraction)
     if not 0 <= fraction <= 1:
         refuse("prune", "fraction", "lie in [0, 1]", fraction)
     if by not in RANKINGS:

@@ -166,7 +166,11 @@ class GaussianMoments:
         if means.dim() < 2:
             refuse(self.op, "the output", "have rows (N, ...)", list(means.shape[1:]))
         count, total = len(means), self.count + len(means)
-        var, mean = torch.var_mean(means.to(acc_dtype(means.dtype)), 0, correction=0)
+        means = means.to(acc_dtype(means.dtype))
+        if means.numel():
+            var, mean = torch.var_mean(means, 0, correction=0)
+        else:  # torch warns of no values
+            var = mean = means.sum(0)
         m2 = var * count
         if self.mean is not None:
             delta = mean - self.mean

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .ops import gaussian_kl, mixture_kl
-from .ops.checks import refuse
+from .ops.checks import check_number, check_positive, refuse
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,13 @@ class GaussianPrior:
     """N(0, std^2) over every weight; its divergence has a closed form.
 
     Args:
-        std: standard deviation; positive.
+        std: standard deviation; positive, finite.
     """
 
     std: float = 1.0
 
     def __post_init__(self):
-        if not self.std > 0:
-            refuse("GaussianPrior", "std", "be positive", self.std)
+        check_positive("GaussianPrior", "std", self.std)
 
     def divergence(self, mu: Tensor, rho: Tensor, seed: Tensor, stream: int, num_samples: int):
         """See `ops.gaussian_kl`; the samples do not matter."""
@@ -37,7 +36,7 @@ class ScaleMixturePrior:
 
     Args:
         pi: weight of the broader component, in [0, 1].
-        std1: standard deviation of the broader component; positive.
+        std1: standard deviation of the broader component; positive, finite.
         std2: that of the narrower; positive, at most `std1`.
     """
 
@@ -46,12 +45,14 @@ class ScaleMixturePrior:
     std2: float = 0.0024787521766663585  # e^-6
 
     def __post_init__(self):
+        op = "ScaleMixturePrior"
+        check_number(op, "pi", self.pi)
         if not 0 <= self.pi <= 1:
-            refuse("ScaleMixturePrior", "pi", "lie in [0, 1]", self.pi)
-        if not self.std2 > 0:
-            refuse("ScaleMixturePrior", "std2", "be positive", self.std2)
+            refuse(op, "pi", "lie in [0, 1]", self.pi)
+        check_positive(op, "std1", self.std1)
+        check_positive(op, "std2", self.std2)
         if not self.std1 >= self.std2:
-            refuse("ScaleMixturePrior", "std1", f"be at least std2 = {self.std2}", self.std1)
+            refuse(op, "std1", f"be at least std2 = {self.std2}", self.std1)
 
     def divergence(self, mu: Tensor, rho: Tensor, seed: Tensor, stream: int, num_samples: int):
         """See `ops.mixture_kl`."""
@@ -61,5 +62,5 @@ class ScaleMixturePrior:
 
 
 def check_prior(op: str, prior) -> None:
-    if not callable(getattr(prior, "divergence", None)):
+    if isinstance(prior, type) or not callable(getattr(prior, "divergence", None)):
         refuse(op, "prior", "be GaussianPrior, ScaleMixturePrior or like them", prior, TypeError)

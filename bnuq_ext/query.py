@@ -61,7 +61,10 @@ class JoiningForward:
 
     def _output(self, joint, own: Draw) -> Tensor:
         active = JointPass(self.op, self.inner.layers, own)
-        with running(active), self.known.examining(self.op, self.model) as active.counter:
+        with (
+            running(active),
+            self.known.examining(self.op, self.model, self.inner.layers) as active.counter,
+        ):
             output = self.inner.call(self.model, joint)
         if not active.statistics:
             refuse(self.op, "model", "call a stochastic layer in its forward", "no call")

@@ -8,8 +8,10 @@ threads do not meet.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from .samplers import Draw
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("bnuq_ext_pass", default=None)
 _RUNNING: list[Pass] = []  # of all threads
+_REPLAYED: WeakValueDictionary[int, Replay] = WeakValueDictionary()  # by the number of a backward
 _DYNAMO_READS_CONTEXT = torch.__version__ >= (2, 14)
 
 
@@ -27,7 +30,10 @@ def current_pass() -> Pass | None:
     # Older dynamo breaks the graph at a context variable; it can guard on a global.
     if not _DYNAMO_READS_CONTEXT and torch.compiler.is_compiling() and not _RUNNING:
         return None
-    return _CURRENT.get()
+    active = _CURRENT.get()
+    if active is None and not torch.compiler.is_compiling() and _REPLAYED:
+        return _REPLAYED.get(torch._C._current_graph_task_id())
+    return active
 
 
 @contextmanager
@@ -51,6 +57,7 @@ class Replicated:
     """
 
     needs_bank = False  # whether a draw must have statistics for each of its calls
+    one_draw = False  # whether all calls in a forward have the noise of the first
 
 
 class Pass:
@@ -73,7 +80,8 @@ class Pass:
         call = self.calls[name]
         self.calls[name] += 1
         key = name if call == 0 else f"{name}#{call}"
-        return self.normalise(layer, x, key, self.stream_of(name) + call)
+        stream = self.stream_of(name) + (0 if layer.one_draw else call)
+        return self.normalise(layer, x, key, stream)
 
     def stream_of(self, name: str) -> int:
         """The stream of a layer's first call; 65,536 calls later comes the next layer's."""
@@ -142,6 +150,13 @@ class ReplicaPass(Pass):
             raise DoesNotFold(f"{key} saw {x.shape[0]} rows, which another batch shared or folded")
         return shared
 
+    def follow(self, outputs: Iterable[Tensor]) -> None:
+        """Lets what a backward from these outputs computes again (activation checkpointing) be the same."""
+        replay = Replay(self)
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(replay.enter)
+
     def check_calls(self) -> None:
         """Raises unless the forward made the calls of the bank, at least one, and those of T = 1."""
         made = sum(self.calls.values())
@@ -164,6 +179,31 @@ class ReplicaPass(Pass):
     def _refuse(self, key: str, got: str):
         requirement = "be called as often as when the bank was collected"
         refuse(self.op, f"layer {key!r}", requirement, got)
+
+
+class Replay(Pass):
+    """Parts of a forward that is over, computed again by the backward from its outputs, in any order.
+
+    The graph of the forward keeps it alive. A backward through several forwards goes through one after another,
+    the last one first, and enters each by its outputs.
+    """
+
+    def __init__(self, done: ReplicaPass):
+        self.names, self.streams, self.done = done.names, done.streams, done
+
+    def enter(self, grad: Tensor) -> None:
+        """Hook of the outputs."""
+        _REPLAYED[torch._C._current_graph_task_id()] = self
+
+    def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
+        name, done = self.names.get(id(layer)), self.done
+        if name is None:
+            return layer.plain_forward(x)
+        if done.calls[name] > 1 and not layer.one_draw:
+            requirement = "be called once in a forward that is computed again"
+            refuse(done.op, f"layer {name!r}", requirement, f"{done.calls[name]} calls")
+        shared = done.draw.num_samples > 1 and x.shape[0] == done.rows[name]
+        return layer.replicate(x, done.draw, name, self.stream_of(name), shared)
 
 
 def _split(key: str) -> tuple[str, int]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from .batch_norm_like import averages_rows
 from .bayes import BayesLinear, require_bayes_layers
 from .chunks import keep_freed_pages
 from .folding import Forward, Plan, proven_plan
 from .inputs import num_rows
 from .known import know
 from .ops import new_seed
-from .ops.checks import check_integer, refuse
+from .ops.checks import check_integer, check_number, check_tensor, refuse
 from .ops.kl import gaussian_kl_sum
 from .predict import device_of
 from .probe import expand
@@ -49,13 +51,14 @@ def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 3.4.
     """
     num_batches = check_integer("kl_weight", "num_batches", num_batches, 1)
-    if not 0 <= check_integer("kl_weight", "i", i, -(2**63)) < num_batches:
+    i = check_integer("kl_weight", "i", i, -(2**63))
+    if not 0 <= i < num_batches:
         refuse("kl_weight", "i", f"lie in [0, {num_batches})", i)
     if scheme not in SCHEMES:
         refuse("kl_weight", "scheme", f"be one of {', '.join(SCHEMES)}", repr(scheme))
     if scheme == "uniform":
         return 1 / num_batches
-    return 2.0 ** -(i + 1) / (1 - 2.0**-num_batches)
+    return math.ldexp(1.0, -(i + 1)) / (1 - math.ldexp(1.0, -num_batches))
 
 
 def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = None) -> Tensor:
@@ -133,10 +136,10 @@ def elbo_loss(
     Args:
         model: holds `BayesLinear` layers; in train() or eval() as you set it.
         x: a tensor, a tuple of arguments or a dict of keyword arguments.
-        y: (N, *) labels for "categorical", with logits (N, K, *); of the outputs' shape for "gaussian".
+        y: (N, *) integer labels for "categorical", with logits (N, K, *); of the outputs' shape for "gaussian".
         num_samples: T; at least 1.
         likelihood: "categorical", or "gaussian" with means as outputs.
-        batch_weight: of the divergence, see `kl_weight`; by default rows / `dataset_size`.
+        batch_weight: of the divergence, see `kl_weight`; not negative; by default rows / `dataset_size`.
         dataset_size: rows of the training data.
         noise_std: standard deviation of gaussian noise; positive.
         reduction: "mean" or "sum" over the rows.
@@ -154,6 +157,7 @@ def elbo_loss(
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     weight = _batch_weight(rows, batch_weight, dataset_size)
     _check_loss(likelihood, noise_std, reduction)
+    _check_targets(y, likelihood)
     check_key(op, seed)
     modules = list(model.modules())
     device = device_of(modules)
@@ -184,7 +188,7 @@ def _outputs(forward: Forward, modules: list[nn.Module], x, num_samples: int):
 
 def _plan(forward: Forward, modules: list[nn.Module], x, num_samples: int) -> Plan | None:
     """How the samples go through the model together; None for one after another."""
-    coupled = any(isinstance(module, _BatchNorm) and module.training for module in modules)
+    coupled = any(module.training and averages_rows(module) for module in modules)
     if num_samples == 1 or coupled or num_rows(forward.op, x) == 0:
         return None
     if _goes_by_row(forward.model, modules, x):
@@ -214,7 +218,7 @@ def _nll(outputs: Tensor, y: Tensor, likelihood: str, noise_std: float) -> Tenso
         expected = (outputs.shape[1], *outputs.shape[3:])
         if outputs.dim() < 3 or tuple(y.shape) != expected:
             refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
-        labels = y.expand(num_samples, *y.shape).flatten(0, 1)
+        labels = y.long().expand(num_samples, *y.shape).flatten(0, 1)
         total = functional.cross_entropy(outputs.flatten(0, 1), labels, reduction="sum")
         return total / num_samples
     if y.shape != outputs.shape[1:]:
@@ -225,6 +229,9 @@ def _nll(outputs: Tensor, y: Tensor, likelihood: str, noise_std: float) -> Tenso
 
 def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | None) -> float:
     if batch_weight is not None:
+        _check_factor("batch_weight", batch_weight)
+        if isinstance(batch_weight, Real) and not 0 <= batch_weight < math.inf:
+            refuse("elbo_loss", "batch_weight", "be finite and not negative", batch_weight)
         return batch_weight
     if dataset_size is None:
         refuse("elbo_loss", "batch_weight", "be given, or dataset_size", None)
@@ -238,5 +245,21 @@ def _check_loss(likelihood: str, noise_std: float, reduction: str) -> None:
         refuse("elbo_loss", "likelihood", f"be one of {', '.join(LIKELIHOODS)}", repr(likelihood))
     if reduction not in REDUCTIONS:
         refuse("elbo_loss", "reduction", f"be one of {', '.join(REDUCTIONS)}", repr(reduction))
+    _check_factor("noise_std", noise_std)
     if not noise_std > 0:
         refuse("elbo_loss", "noise_std", "be positive", noise_std)
+    if noise_std == math.inf:
+        refuse("elbo_loss", "noise_std", "be finite", noise_std)
+
+
+def _check_factor(name: str, value) -> None:
+    """A number, or a tensor of one element, through which a gradient may flow."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return
+    check_number("elbo_loss", name, value)
+
+
+def _check_targets(y, likelihood: str) -> None:
+    check_tensor("elbo_loss", "y", y)
+    if likelihood == "categorical" and (y.is_floating_point() or y.is_complex()):
+        refuse("elbo_loss", "y", "hold integer labels", y.dtype, TypeError)

@@ -13,6 +13,8 @@
 namespace bnuq {
 
 constexpr float kTinyRho = -40.0f;
+// A rho below this, -inf, stands for a pruned weight, whose term is 0. Its gradients stay finite.
+constexpr float kPrunedRho = -3.4e38f;
 
 template <typename acc_t>
 struct Posterior {
@@ -39,7 +41,9 @@ BNUQ_HD KlTerm<acc_t> gaussian_kl_term(acc_t mu, acc_t rho, acc_t log_std, acc_t
   const Posterior<acc_t> q = posterior(rho);
   const acc_t value =
       log_std - q.log_sigma - acc_t(0.5) + acc_t(0.5) * precision * (q.sigma * q.sigma + mu * mu);
-  return {value, mu * precision, q.sigma * q.slope * precision - q.log_slope};
+  return {
+      rho < acc_t(kPrunedRho) ? acc_t(0) : value, mu * precision,
+      q.sigma * q.slope * precision - q.log_slope};
 }
 
 // log pi - log s1, log(1 - pi) - log s2 and the precisions: what the mixture needs of its
@@ -70,7 +74,9 @@ BNUQ_HD KlTerm<acc_t> mixture_kl_term(
   const acc_t log_p = (a > b ? a : b) + log1p_unit(e);
   const acc_t share = (a > b ? acc_t(1) : e) / (acc_t(1) + e);  // of the first component
   const acc_t by_w = w * (share * p.precision1 + (acc_t(1) - share) * p.precision2);
-  return {-acc_t(0.5) * eps * eps - q.log_sigma - log_p, by_w, by_w * eps * q.slope - q.log_slope};
+  const acc_t value = -acc_t(0.5) * eps * eps - q.log_sigma - log_p;
+  return {
+      q.log_sigma < acc_t(kPrunedRho) ? acc_t(0) : value, by_w, by_w * eps * q.slope - q.log_slope};
 }
 
 }  // namespace bnuq

@@ -161,8 +161,8 @@ def test_initialisation():
 @pytest.mark.parametrize(
     "args,kwargs,error,message",
     [
-        ((0, 3), {}, ValueError, "BayesLinear: in_features must be positive, got 0"),
-        ((3, -1), {}, ValueError, "BayesLinear: out_features must be positive, got -1"),
+        ((0, 3), {}, ValueError, "BayesLinear: in_features must be at least 1, got 0"),
+        ((3, -1), {}, ValueError, "BayesLinear: out_features must be at least 1, got -1"),
         ((3, 3), dict(prior="wide"), TypeError, "BayesLinear: prior must be GaussianPrior"),
         ((3, 3), dict(estimator="flipout"), ValueError, "estimator must be one of exact, local"),
         ((3, 3), dict(dtype=torch.float16), TypeError, "dtype must be float32 or float64"),

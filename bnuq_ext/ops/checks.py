@@ -1,6 +1,8 @@
 """The vocabulary of argument checks: `<op>: <argument> must <requirement>, got <value>`."""
 
+import math
 import operator
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -56,6 +58,20 @@ def check_integer(op: str, name: str, value, least: int) -> int:
     if number < least:
         refuse(op, name, f"be at least {least}", number)
     return number
+
+
+def check_number(op: str, name: str, value) -> None:
+    """TypeError for what is no real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        refuse(op, name, "be a number", repr(value), TypeError)
+
+
+def check_positive(op: str, name: str, value) -> None:
+    check_number(op, name, value)
+    if not value > 0:
+        refuse(op, name, "be positive", value)
+    if value == math.inf:
+        refuse(op, name, "be finite", value)
 
 
 def check_stream(op: str, stream: int) -> None:

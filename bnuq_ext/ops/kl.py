@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 
 from .. import _library  # noqa: F401
-from .checks import check_device, check_floating, check_seed, check_shape, refuse
+from .checks import (
+    check_device,
+    check_floating,
+    check_seed,
+    check_shape,
+    refuse,
+    refuse_second_derivatives,
+)
 
 
 def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
@@ -14,7 +21,8 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
 
     Args:
         mu: (*) posterior means; float32 or float64.
-        rho: (*) posterior spreads before the softplus; like mu. Safe for every float.
+        rho: (*) posterior spreads before the softplus; like mu. Safe for every float; -inf marks a weight that
+            is pruned and counts nothing.
         prior_std: standard deviation of the prior; positive.
 
     Returns:
@@ -162,3 +170,5 @@ torch.library.register_autograd(
     "bnuq::gaussian_kl", _backward_gaussian, setup_context=_setup_gaussian
 )
 torch.library.register_autograd("bnuq::mixture_kl", _backward_mixture, setup_context=_setup_mixture)
+refuse_second_derivatives("gaussian_kl")
+refuse_second_derivatives("mixture_kl")

@@ -5,7 +5,15 @@ from torch import Tensor
 
 from . import linear_cpu as linear_cpu
 from . import linear_cuda as linear_cuda
-from .checks import acc_dtype, check_device, check_floating, check_seed, check_shape, refuse
+from .checks import (
+    acc_dtype,
+    check_device,
+    check_floating,
+    check_seed,
+    check_shape,
+    refuse,
+    refuse_second_derivatives,
+)
 
 
 def bayes_linear(
@@ -127,3 +135,4 @@ def _backward(ctx, grad_y):
 
 
 torch.library.register_autograd("bnuq::bayes_linear", _backward, setup_context=_setup_context)
+refuse_second_derivatives("bayes_linear")

@@ -1,0 +1,154 @@
+"""Arguments that are no numbers, no sizes or no labels, in the house form; and those that are, in other types."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bnuq_ext as bnuq
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(bnuq.BayesLinear(5, 8), nn.ReLU(), bnuq.BayesLinear(8, 3))
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda: bnuq.GaussianPrior("wide"), "GaussianPrior: std must be a number, got 'wide'"),
+        (lambda: bnuq.GaussianPrior(math.inf), "GaussianPrior: std must be finite, got inf"),
+        (lambda: bnuq.GaussianPrior(math.nan), "GaussianPrior: std must be positive, got nan"),
+        (lambda: bnuq.ScaleMixturePrior(None), "ScaleMixturePrior: pi must be a number, got None"),
+        (lambda: bnuq.ScaleMixturePrior(0.5, math.inf), "std1 must be finite, got inf"),
+        (lambda: bnuq.ScaleMixturePrior(0.5, 1, math.nan), "std2 must be positive, got nan"),
+        (lambda: bnuq.BayesLinear(2, 2, prior=bnuq.GaussianPrior), "BayesLinear: prior must be"),
+        (lambda: bnuq.BayesLinear(2.5, 2), "in_features must be an integer, got 2.5"),
+        (lambda: bnuq.BayesLinear(2, "2"), "out_features must be an integer, got '2'"),
+        (lambda: bnuq.BayesLinear(2, 2, mu_init=(1, -1)), "mu_init must have low at most high"),
+        (lambda: bnuq.BayesLinear(2, 2, mu_init=(1, 2, 3)), "mu_init must be a finite number or"),
+        (lambda: bnuq.BayesLinear(2, 2, rho_init=math.nan), "rho_init must be a finite number or"),
+        (lambda: bnuq.BayesLinear(2, 2, rho_init=None), "rho_init must be a finite number or"),
+        (lambda: bnuq.to_bayesian(network(), rho_init="a"), "to_bayesian: rho_init must be a"),
+        (lambda: bnuq.prune(network(), "half"), "prune: fraction must be a number, got 'half'"),
+        (lambda: bnuq.prune(network(), math.nan), r"prune: fraction must lie in \[0, 1\], got nan"),
+    ],
+)
+def test_refused(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(batch_weight=math.nan), "batch_weight must be finite and not negative, got nan"),
+        (dict(batch_weight=-0.5), "batch_weight must be finite and not negative, got -0.5"),
+        (dict(batch_weight="all"), "batch_weight must be a number, got 'all'"),
+        (dict(noise_std="one"), "noise_std must be a number, got 'one'"),
+        (dict(noise_std=math.inf), "noise_std must be finite, got inf"),
+        (
+            dict(noise_std=torch.ones(3)),
+            r"noise_std must be a number, got tensor\(\[1., 1., 1.\]\)",
+        ),
+        (dict(y=[0, 1]), "y must be a tensor, got list"),
+        (dict(y=torch.zeros(4)), "y must hold integer labels, got torch.float32"),
+    ],
+)
+def test_elbo_refuses_before_it_draws_or_moves_anything(change, message):
+    model = nn.Sequential(bnuq.BayesLinear(5, 3), nn.BatchNorm1d(3))
+    arguments = dict(x=torch.randn(4, 5), y=torch.zeros(4, dtype=torch.long), batch_weight=1.0)
+    state, running = torch.get_rng_state(), model[1].running_mean.clone()
+    with pytest.raises((ValueError, TypeError), match=f"elbo_loss: {message}"):
+        bnuq.elbo_loss(model, **(arguments | change))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model[1].running_mean, running) and model[1].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int16])
+def test_labels_of_any_integer_type(dtype):
+    model, x, y = network(), torch.randn(4, 5), torch.tensor([0, 2, 1, 1])
+    losses = [
+        bnuq.elbo_loss(model, x, labels, batch_weight=0.1, seed=0).loss
+        for labels in (y, y.to(dtype))
+    ]
+    assert torch.equal(*losses)
+
+
+def test_the_noise_can_be_learned():
+    """noise_std and batch_weight as tensors: d loss / d noise_std = (rows - sum r^2 / std^2) / std per row."""
+    model, x, y = network().double(), torch.randn(4, 5).double(), torch.randn(4, 3).double()
+    std = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor(0.0, dtype=torch.float64)
+    options = dict(likelihood="gaussian", noise_std=std, batch_weight=weight, seed=0)
+    bnuq.elbo_loss(model, x, y, reduction="sum", **options).loss.backward()
+    with bnuq.replicas(model, 1, seed=0), torch.no_grad():
+        residuals = model(x) - y
+    expected = 12 / 0.7 - residuals.square().sum() / 0.7**3
+    torch.testing.assert_close(std.grad, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", [np.uint8(3), np.int64(3), torch.tensor(3, dtype=torch.uint8)])
+def test_kl_weight_takes_any_integer(number):
+    """-(3 + 1) is 252 in eight bits without a sign."""
+    weight = bnuq.kl_weight(number, 7, "geometric")
+    assert type(weight) is float and weight == bnuq.kl_weight(3, 7, "geometric")
+
+
+def test_initial_values():
+    layer = bnuq.BayesLinear(4, 3, mu_init=0.0, rho_init=[-3.0, -2.0])
+    assert (layer.weight_mu == 0).all() and (layer.bias_mu == 0).all()
+    assert layer.weight_rho.min() >= -3 and layer.weight_rho.max() <= -2
+    assert bnuq.BayesLinear(np.int64(4), 3).weight_mu.shape == (3, 4)
+
+
+class Normalised(nn.Module):
+    """Batch norm by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(8))
+
+    def forward(self, x):
+        if not self.training:
+            return x - self.running_mean
+        with torch.no_grad():
+            self.running_mean.lerp_(x.mean(0), 0.1)
+        return x - x.mean(0)
+
+
+def test_batch_norm_of_one_s_own_sees_each_sample_alone():
+    model = nn.Sequential(bnuq.BayesLinear(5, 8, rho_init=-1.0), Normalised(), nn.Linear(8, 3))
+    x, y, losses = torch.randn(6, 5), torch.zeros(6, dtype=torch.long), []
+    for first in range(3):
+        with bnuq.replicas(model, 1, seed=0, first_replica=first):
+            losses.append(nn.functional.cross_entropy(model(x), y))
+    together = bnuq.elbo_loss(model, x, y, num_samples=3, batch_weight=0.0, seed=0).nll
+    torch.testing.assert_close(together, torch.stack(losses).mean())
+    with (
+        bnuq.replicas(model, 2, seed=0),
+        pytest.raises(ValueError, match=r"must be in eval\(\), got 1 in train"),
+    ):
+        model(x)
+
+
+def test_elbo_of_a_converted_network_does_not_warn():
+    """Its batch norm is meant to do in training what it always did; a prediction still says what is uncovered."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = bnuq.BayesLinear(5, 3), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return nn.functional.batch_norm(self.norm(self.layer(x)), torch.zeros(3), torch.ones(3))
+
+    model = bnuq.convert(Net())
+    x, y = torch.randn(8, 5), torch.zeros(8, dtype=torch.long)
+    for mode in (True, False):
+        bnuq.elbo_loss(model.train(mode), x, y, num_samples=2, batch_weight=0.1).loss.backward()
+    with pytest.warns(UserWarning, match="1 batch-norm calls of the forward belong to no"):
+        bnuq.collect(model, [torch.randn(8, 5) for _ in range(3)], progress=False)
+        bnuq.predict(model, x, likelihood="categorical", num_samples=2)

@@ -1,0 +1,148 @@
+"""BayesLinear in forwards of other shapes than rows by features: shared layers, inner dimensions, one row, none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+import bnuq_ext as bnuq
+from bnuq_ext import ops, reference_bayes
+
+OPTIONS = dict(rho_init=-1.0, dtype=torch.float64)
+
+
+def x(*shape):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def samples(model, inputs, num_samples=3, **kwargs):
+    arguments = dict(likelihood="gaussian", num_samples=num_samples, seed=1, keep_samples=True)
+    return bnuq.predict(model, inputs, **(arguments | kwargs)).samples
+
+
+def by_hand(layer, rows, stream, num_samples=3):
+    """(T, N, O) of rows (N, I) or (T, N, I), with the noise of seed 1."""
+    key, (O, I) = ops.new_seed(1), layer.weight_mu.shape  # noqa: E741
+    eps = ops.philox_normal(key, stream, (num_samples, O, I)).double()
+    bias_eps = ops.philox_normal(key, stream, (num_samples, O), tag="bias").double()
+    parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
+    return reference_bayes.bayes_linear(rows, *parameters, eps, bias_eps).detach()
+
+
+class Shared(nn.Module):
+    """One hidden layer, applied three times."""
+
+    def __init__(self, estimator="exact"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden = bnuq.BayesLinear(5, 5, estimator=estimator, **OPTIONS)
+        self.last = bnuq.BayesLinear(5, 2, **OPTIONS)
+
+    def forward(self, h):
+        for _ in range(3):
+            h = self.hidden(h).tanh()
+        return self.last(h)
+
+
+@pytest.mark.parametrize("strategy", ["loop", "folded"])
+def test_a_replica_of_a_shared_layer_has_one_weight_matrix(strategy):
+    """A recurrent network has one set of weights for all steps, and so has each of its replicas."""
+    model = Shared()
+    h = x(4, 5)
+    for _ in range(3):
+        h = by_hand(model.hidden, h, 0).tanh()
+    expected = by_hand(model.last, h, 1 << 16)
+    torch.testing.assert_close(samples(model, x(4, 5), strategy=strategy), expected, rtol=1e-6, atol=1e-7)  # fmt: skip
+
+
+def test_rows_of_their_own_noise_have_it_in_every_call():
+    model = nn.Sequential(bnuq.BayesLinear(5, 5, estimator="local", **OPTIONS))
+    twice = torch.nn.ModuleList([model[0]])
+    twice.forward = lambda h: torch.cat([model[0](h), model[0](h)], 1)
+    first, second = samples(twice, x(4, 5)).chunk(2, -1)
+    assert not torch.isclose(first, second).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (1, 5), (3, 4, 5), (2, 0, 5), (0, 4, 5), (2, 3, 4, 5)])
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_inner_dimensions(shape, likelihood):
+    torch.manual_seed(0)
+    layer = bnuq.BayesLinear(5, 2, **OPTIONS)
+    expected = by_hand(layer, x(*shape).flatten(0, -2), 0).view(3, *shape[:-1], 2)
+    torch.testing.assert_close(samples(layer, x(*shape), likelihood=likelihood), expected, rtol=1e-6, atol=1e-7)  # fmt: skip
+    assert layer(x(*shape)).shape == (*shape[:-1], 2)
+    mean = linear(x(*shape), layer.weight_mu, layer.bias_mu)
+    torch.testing.assert_close(layer.eval()(x(*shape)), mean)
+
+
+def test_a_single_row_is_like_nn_linear_s():
+    layer = bnuq.BayesLinear(5, 2, **OPTIONS)
+    torch.manual_seed(3)
+    one = layer(x(5))
+    torch.manual_seed(3)
+    assert torch.equal(one, layer(x(1, 5))[0])
+    assert layer.eval()(x(5)).shape == (2,)
+
+
+@pytest.mark.parametrize("shape", [(10, 4), (4, 10), (5, 0), ()])
+def test_other_features_are_refused(shape):
+    """Ten rows of four features are forty numbers, but not eight rows of five."""
+    layer = bnuq.BayesLinear(5, 2, **OPTIONS)
+    got = r"\[10, 4\]|\[4, 10\]|\[5, 0\]|\[1\]"
+    with pytest.raises(ValueError, match=rf"BayesLinear: x must have shape \(N, \*, 5\), got ({got})"):  # fmt: skip
+        layer(x(*shape))
+
+
+def test_rows_without_a_batch_are_refused_in_a_pass():
+    layer = bnuq.BayesLinear(5, 2, **OPTIONS)
+    with pytest.raises(ValueError, match=r"BayesLinear: x must have shape \(N, \*, 5\), got \[5\]"):
+        samples(layer, x(5))
+
+
+@pytest.mark.parametrize("prior", [bnuq.GaussianPrior(0.5), bnuq.ScaleMixturePrior(0.5, 1.0, 0.1)])
+def test_divergence_of_a_pruned_layer_is_that_of_the_weights_that_are_left(prior):
+    """At the very weights of the forward, in a mixture; and the gradients of the others are 0."""
+    torch.manual_seed(0)
+    layer = bnuq.BayesLinear(5, 4, prior=prior, **OPTIONS)
+    bnuq.prune(layer, 0.4)
+    with bnuq.replicas(layer, 3, seed=1):
+        layer(x(2, 5))
+        kl = bnuq.kl_divergence(layer)
+    expected, key = 0.0, ops.new_seed(1)
+    eps = ops.philox_normal(key, 0, (3, 4, 5)).double()[:, layer.weight_mask]
+    bias_eps = ops.philox_normal(key, 0, (3, 4), tag="bias").double()
+    weight = (layer.weight_mu[layer.weight_mask], layer.weight_rho[layer.weight_mask])
+    for parameters, noise in ((weight, eps), ((layer.bias_mu, layer.bias_rho), bias_eps)):
+        if isinstance(prior, bnuq.GaussianPrior):
+            expected = expected + reference_bayes.gaussian_kl(*parameters, prior.std)
+        else:
+            expected = expected + reference_bayes.mixture_kl(*parameters, noise, prior.pi, prior.std1, prior.std2)  # fmt: skip
+    torch.testing.assert_close(kl, expected, rtol=1e-6, atol=1e-6)
+    parameters = list(layer.parameters())
+    grads, wanted = (torch.autograd.grad(v, parameters) for v in (kl, expected))
+    for a, b in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_a_checkpoint_without_the_layer_leaves_it_pruned():
+    model = nn.Sequential(nn.Linear(5, 5, dtype=torch.float64), bnuq.BayesLinear(5, 2, **OPTIONS))
+    bnuq.prune(model, 0.5)
+    before = samples(model, x(3, 5))
+    model.load_state_dict(model[0].state_dict(prefix="0."), strict=False)
+    assert torch.equal(samples(model, x(3, 5)), before)
+
+
+@pytest.mark.parametrize("second", [ops.gaussian_kl, "mixture", "linear"])
+def test_second_derivatives_are_refused(second):
+    mu = torch.randn(3, 4, requires_grad=True)
+    seed = ops.new_seed(0)
+    if second == "mixture":
+        value = ops.mixture_kl(mu, mu - 1, seed, 0)
+    elif second == "linear":
+        value = ops.bayes_linear(torch.ones(2, 4), mu, mu - 1, seed=seed, stream=0, num_samples=1)
+    else:
+        value = second(mu, mu - 1)
+    (grad,) = torch.autograd.grad(value.square().sum(), mu, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives are not available"):
+        grad.sum().backward()

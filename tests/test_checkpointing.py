@@ -1,0 +1,121 @@
+"""Activation checkpointing: what a backward computes again has the weights and statistics of its forward."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bnuq_ext as bnuq
+
+
+class Block(nn.Module):
+    """A residual block, computed again in the backward if `again`."""
+
+    def __init__(self, again: bool, reentrant: bool, middle: nn.Module, estimator="exact"):
+        super().__init__()
+        torch.manual_seed(0)
+        options = dict(rho_init=-1.0, estimator=estimator)
+        self.first = nn.Linear(5, 6)
+        self.inner = nn.Sequential(
+            bnuq.BayesLinear(6, 6, **options), middle, bnuq.BayesLinear(6, 6, **options), nn.Tanh()
+        )
+        self.last = bnuq.BayesLinear(6, 3, **options)
+        self.again, self.reentrant = again, reentrant
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        if self.again and torch.is_grad_enabled():
+            return self.last(h + checkpoint(self.inner, h, use_reentrant=self.reentrant))
+        return self.last(h + self.inner(h))
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(7, 5, generator=generator)
+    return x, torch.randint(3, (7,), generator=generator)
+
+
+def gradients(again, reentrant, loss, estimator="exact", middle=nn.Tanh):
+    model = Block(again, reentrant, middle(), estimator)
+    torch.manual_seed(2)
+    loss(model).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def elbo(model, num_samples, seed=3):
+    options = dict(num_samples=num_samples, batch_weight=0.1, seed=seed)
+    return bnuq.elbo_loss(model, *data(), **options).loss
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("estimator", ["exact", "local"])
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_elbo_has_the_same_gradient(reentrant, estimator, num_samples):
+    def loss(model):
+        return elbo(model, num_samples)
+
+    kept = gradients(False, reentrant, loss, estimator)
+    again = gradients(True, reentrant, loss, estimator)
+    for a, b in zip(again, kept, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("middle", [nn.Tanh, lambda: nn.BatchNorm1d(6)])
+def test_several_losses_before_one_backward(reentrant, middle):
+    """Each forward is computed again with its own weights; behind batch norm there is one for each sample."""
+
+    def loss(model):
+        losses = [elbo(model, 2, seed=4), elbo(model, 3, seed=5)]
+        if middle is nn.Tanh:
+            with bnuq.replicas(model, 2, seed=6):
+                losses.append(model(data()[0]).square().sum())
+        return sum(losses)
+
+    kept, again = (gradients(a, reentrant, loss, middle=middle) for a in (False, True))
+    for a, b in zip(again, kept, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_plain_call_draws_the_same_again(reentrant):
+    """And is not taken for a part of an earlier forward, whose graph is still there."""
+    x, _ = data()
+
+    def loss(model):
+        model.earlier = elbo(model, 2)
+        model.earlier.backward(retain_graph=True)
+        model.zero_grad()
+        return model(x).square().sum()
+
+    kept, again = (gradients(a, reentrant, loss) for a in (False, True))
+    for a, b in zip(again, kept, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Twice(nn.Module):
+    def __init__(self, estimator):
+        super().__init__()
+        self.layer = bnuq.BayesLinear(5, 5, rho_init=-1.0, estimator=estimator)
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            return self.layer(self.layer(x))
+        return checkpoint(lambda h: self.layer(self.layer(h)), x, use_reentrant=False)
+
+
+def test_a_layer_called_twice():
+    """With one weight matrix it does not matter which call is made again; with fresh noise it does."""
+    x = data()[0]
+    for estimator in ("exact", "local"):
+        model = Twice(estimator)
+        with bnuq.replicas(model, 2, seed=0):
+            y = model(x)
+        if estimator == "exact":
+            y.sum().backward()
+            assert model.layer.weight_rho.grad.abs().sum() > 0
+            continue
+        with pytest.raises(
+            ValueError, match="replicas: layer 'layer' must be called once .* got 2"
+        ):
+            y.sum().backward()
