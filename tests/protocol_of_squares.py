@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ class Settings:
     numbers: tuple[int, ...] = (2, 3, 4)
     fail_at: int | None = None
     kill_at: int | None = None
+    wait_at: int | None = None
 
 
 QUICK, FULL = Settings(), Settings((2, 3, 4, 5))
@@ -33,6 +35,9 @@ def compute(unit, settings, data_root):
             raise ValueError(f"squares: n must not be {n}, got {n}")
         if n == settings.kill_at and not (Path(data_root) / "mended").exists():
             os.kill(os.getpid(), signal.SIGKILL)
+        if n == settings.wait_at:
+            (Path(data_root) / "waiting").write_text(str(os.getpid()))
+            time.sleep(600)
         with open(Path(data_root) / "computed", "a") as file:
             file.write(f"{n}\n")
     return {"square": n * n, "threads": torch.get_num_threads()}

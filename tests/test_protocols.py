@@ -3,8 +3,12 @@
 import csv
 import json
 import math
+import os
+import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
 import protocol_of_squares as squares
 import pytest
@@ -65,6 +69,42 @@ def test_goes_on_after_a_kill(tmp_path):
     _run(tmp_path / "run", settings, root, jobs=2)
     counts = {n: _computed(root).count(n) for n in (2, 3, 4)}
     assert counts[4] == 1 and all(counts[n] == 1 for n in finished)
+
+
+PARENT = """
+import sys
+sys.path.insert(0, {tests!r})
+import protocol_of_squares as squares
+from bnuq_ext.protocols import runner
+settings = squares.Settings(wait_at=4)
+if __name__ == "__main__":
+    runner.run(squares, "squares", {folder!r}, settings, {folder!r}, 2, False)
+"""
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    parent = subprocess.Popen([sys.executable, str(script)], env=environment)
+    waiting = tmp_path / "waiting"
+    deadline = time.monotonic() + 120
+    while not (waiting.exists() and waiting.read_text()):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.05)
+    worker = int(waiting.read_text())
+    parent.kill()
+    parent.wait()
+    while _is_running(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):

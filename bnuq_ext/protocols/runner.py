@@ -1,12 +1,15 @@
 """Runs a protocol: its units of work in processes, each result on disk as soon as it is there."""
 
 import multiprocessing
+import os
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 
@@ -90,7 +93,7 @@ def _executed(compute, units: list[Unit], jobs: int):
         return
     # A forked process would inherit the threads' locks without the threads.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,))
+    pool = ProcessPoolExecutor(jobs, context, initializer=_prepare_worker)
     try:
         yield (future.result() for future in as_completed([pool.submit(compute, u) for u in units]))
     except BrokenProcessPool as error:
@@ -98,6 +101,17 @@ def _executed(compute, units: list[Unit], jobs: int):
         raise ChildProcessError(text) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _prepare_worker() -> None:
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Waits for the end of the parent: a killed one cannot end its workers."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 @contextmanager
