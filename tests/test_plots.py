@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from matplotlib.figure import Figure
 
 from bnuq_ext import plots
 
@@ -49,8 +51,9 @@ def test_against_batch_size_draws_every_curve():
 
 
 def test_information_and_nll():
-    figure = plots.information_and_nll([4, 8], {"a": [1, 0]}, {"a": [2, 3]}, levels={"a": 2.5})
-    left, right = figure.axes
+    left = plots.information_and_nll([4, 8], {"a": [1, 0]}, {"a": [2, 3]}, levels={"a": 2.5})
+    right = left.figure.axes[1]
+    assert right.get_label() == "nll" and left.figure.axes == [left, right]
     np.testing.assert_allclose(left.lines[0].get_ydata(), [1, 0])
     np.testing.assert_allclose(right.lines[0].get_ydata(), [2, 3])
     assert len(left.lines) == 1 and len(right.lines) == 2
@@ -69,15 +72,15 @@ def test_stacked_probabilities():
 
 def test_verdict():
     replicas = np.array([[0.1, 0.9, 0.0], [0.8, 0.19, 0.01], [0.4, 0.59, 0.01]])
-    figure = plots.verdict(np.eye(8), [0.01, 0.98, 0.01], replicas, clean=np.ones((8, 8)), truth=0)
-    axes = {ax.get_label(): ax for ax in figure.axes}
-    plug_in, right = axes["plug-in"], axes["replicas"]
+    right = plots.verdict(np.eye(8), [0.01, 0.98, 0.01], replicas, clean=np.ones((8, 8)), truth=0)
+    axes = {ax.get_label(): ax for ax in right.figure.axes}
+    plug_in = axes["plug-in"]
     assert axes["clean"].get_title() == "a 0" and axes["image"].get_title() == "a noisy 0"
     np.testing.assert_array_equal(axes["image"].images[0].get_array(), np.eye(8))
     assert plug_in.get_xlabel() == "“1”, 98%"
     assert right.get_xlabel() == "together: “1”, 56%"
     # The surest of the most frequent verdict first; class 2 is too rare to be drawn.
-    assert texts(figure.legends[0]) == ["0", "1"]
+    assert texts(right.get_legend()) == ["0", "1"]
     np.testing.assert_allclose([bar.get_height() for bar in right.containers[0]], [0.9, 0.59, 0.19])
 
 
@@ -101,8 +104,10 @@ def test_error_over_epochs():
 
 def test_weight_histograms():
     weights = {"one": [-0.25, 0.1, 0.15, 0.9], "two": [0.1, 0.1]}
-    figure = plots.weight_histograms(weights, num_bins=3, initial=[0.0, -0.2])
-    upper, lower = figure.axes
+    lower = plots.weight_histograms(weights, num_bins=3, initial=[0.0, -0.2])
+    upper = lower.figure.axes[1]
+    assert lower.figure.axes == [lower, upper] and upper.get_label() == "one"
+    assert lower.get_xlim() == upper.get_xlim() == (-0.3, 0.3)
     values, edges, _ = upper.patches[0].get_data()
     np.testing.assert_allclose(values, [25, 0, 50])
     np.testing.assert_allclose(edges, [-0.3, -0.1, 0.1, 0.3])
@@ -115,8 +120,9 @@ def test_weight_histograms():
 
 def test_signal_to_noise():
     snr = np.geomspace(0.1, 10, 1001)
-    figure = plots.signal_to_noise(snr, cuts=(0.5, 0.75), num_bins=10)
-    upper, lower = figure.axes
+    lower = plots.signal_to_noise(snr, cuts=(0.5, 0.75), num_bins=10)
+    upper = lower.figure.axes[1]
+    assert lower.figure.axes == [lower, upper] and upper.get_label() == "histogram"
     values, edges, _ = upper.patches[0].get_data()
     np.testing.assert_allclose(values, 10, atol=0.2)
     np.testing.assert_allclose(values.sum(), 100)
@@ -128,8 +134,55 @@ def test_signal_to_noise():
     )
     assert texts(lower.get_legend()) == ["50% below 1", "75% below 3.16"]
     # Ratios of 0 have no logarithm; they stay in the count.
-    zeros = plots.signal_to_noise(np.array([0.0] * 5 + [1.0] * 5)).axes[0].patches[0].get_data()
-    np.testing.assert_allclose(zeros.values[[0, -1]], 50)
+    zeros = plots.signal_to_noise(np.array([0.0] * 5 + [1.0] * 5)).figure.axes[1].patches[0]
+    np.testing.assert_allclose(zeros.get_data().values[[0, -1]], 50)
+
+
+def test_panels_stand_in_the_place_of_their_axes():
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1)
+    upper.set(xlabel="x", ylabel="y")
+    plots.weight_histograms({"a": [0.1], "b": [0.2], "c": [0.2]}, ax=lower)
+    figure.draw_without_rendering()
+    panels = [*figure.axes[2:], lower]
+    assert [ax.get_label() for ax in panels[:2]] == ["a", "b"]
+    boxes = [ax.get_window_extent() for ax in panels]
+    for above, box in zip([upper.get_tightbbox(), *boxes], boxes, strict=False):
+        assert above.y0 > box.y1
+    assert lower.get_tightbbox().y0 > 0
+    np.testing.assert_allclose([box.height for box in boxes], boxes[0].height)
+    np.testing.assert_allclose(
+        [(box.x0, box.x1) for box in boxes], [(boxes[0].x0, boxes[0].x1)] * 3
+    )
+
+
+def test_panels_of_axes_that_stand_in_no_grid():
+    figure = Figure()
+    ax = figure.add_axes((0.1, 0.2, 0.5, 0.6))
+    plots.signal_to_noise([0.1, 0.2, 0.5], ax=ax)
+    upper = figure.axes[1].get_position()
+    np.testing.assert_allclose((ax.get_position().p0, upper.p1), [(0.1, 0.2), (0.6, 0.8)])
+    assert upper.y0 > ax.get_position().y1
+
+
+def test_tensors_of_any_kind_are_drawn():
+    values = torch.tensor([0.25, 0.5], requires_grad=True)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        ax = plots.entropy_cdf({"a": values.to(dtype)})
+        np.testing.assert_array_equal(ax.lines[0].get_xdata(), [0, 0.25, 0.5])
+    ax = plots.against_batch_size(torch.tensor([2, 4]), {"a": values}, ylabel="")
+    np.testing.assert_array_equal(ax.lines[0].get_data(), [[2, 4], [0.25, 0.5]])
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "4"]
+    probs = torch.stack([values, 1 - values])
+    bars = plots.stacked_probabilities(probs, shown=[1]).containers[0]
+    np.testing.assert_array_equal([bar.get_height() for bar in bars], [0.5, 0.5])
+    assert (
+        plots.reliability_diagram(probs, torch.tensor([1, 0])).get_title() == "ECE 0.375 in 15 bins"
+    )
+    ax = plots.regression_band([0, 1], [0, 0], [1, 1], data=(values, values))
+    np.testing.assert_array_equal(ax.lines[-1].get_data(), [[0.25, 0.5]] * 2)
+    ax = plots.verdict(probs, values, probs)
+    np.testing.assert_array_equal(ax.figure.axes[1].images[0].get_array(), probs.detach())
 
 
 def test_rejects():
@@ -149,6 +202,11 @@ def test_rejects():
     assert str(caught.value) == "error_over_epochs: a must have shape (N,) with N > 0, got [0]"
     with pytest.raises(ValueError, match="^weight_histograms: a must have shape"):
         plots.weight_histograms({"a": [[1.0]]})
+    with pytest.raises(ValueError) as caught:
+        plots.weight_histograms({})
+    assert str(caught.value) == "weight_histograms: weights must have an entry, got 0"
+    with pytest.raises(ValueError, match="^weight_histograms: initial must have shape"):
+        plots.weight_histograms({"a": [1.0]}, initial=[])
     with pytest.raises(ValueError, match="^signal_to_noise: snr must have shape"):
         plots.signal_to_noise([])
 

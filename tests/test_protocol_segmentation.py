@@ -179,8 +179,8 @@ def test_maps(root):
     assert entry["frame"] == 4
     image = np.array(entry["image"])
     assert image.shape == (18, 22, 3) and (image.min(), image.max()) == (0, 255)
-    axes = {ax.get_label(): ax for ax in segmentation.draw(entry).axes}
-    assert {"image", "truth", "prediction", "uncertainty"} <= axes.keys()
-    shown = np.asarray(axes["uncertainty"].images[0].get_array())
+    drawn = {image.get_label(): image for image in segmentation.draw(entry).axes[0].images}
+    assert [*drawn] == ["image", "truth", "prediction", "uncertainty"]
+    shown = np.asarray(drawn["uncertainty"].get_array())
     expected = pred(split.test.x[4:5]).variance.mean(1)[0].numpy()
     np.testing.assert_allclose(shown, expected, atol=1e-6)

@@ -125,10 +125,10 @@ def figures(folder, split: data.Split, states: dict[str, State], settings: Setti
         "weights.png": plots.weight_histograms(
             {f"prior {name}": means(network) for name, network in networks.items()},
             initial=means(initial),
-        ),
+        ).figure,
     }
     for name, network in networks.items():
-        drawn[f"snr-{name}.png"] = plots.signal_to_noise(posterior_summary(network).snr)
+        drawn[f"snr-{name}.png"] = plots.signal_to_noise(posterior_summary(network).snr).figure
     for name, figure in drawn.items():
         figure.savefig(Path(folder) / name, dpi=120)
     return list(drawn)

@@ -192,7 +192,7 @@ def figures(units: dict, settings: Settings, folder) -> list[str]:
 
 def verdict_figure(unit: dict):
     known = {"clean": unit["clean"], "truth": unit["truth"]}
-    return plots.verdict(unit["image"], unit["plug_in"], unit["replicas"], **known)
+    return plots.verdict(unit["image"], unit["plug_in"], unit["replicas"], **known).figure
 
 
 def curve_figure(curve: dict, settings: Settings):
@@ -203,7 +203,7 @@ def curve_figure(curve: dict, settings: Settings):
         {title: curve[key]["nll"] for key, title in names.items()},
         levels={title: curve[key]["plug_in_nll"] for key, title in names.items()},
         marks={settings.train_batch_size: "training", settings.num_train: "= N"},
-    )
+    ).figure
 
 
 def entropy_figure(unit: dict, settings: Settings):

@@ -1,7 +1,8 @@
-"""Figures of uncertainty: arrays in, matplotlib Axes (or a Figure of several) out.
+"""Figures of uncertainty: arrays or tensors in, matplotlib Axes out.
 
-Nothing here changes a style, shows a window or writes a file. With `ax=None` a new figure is made,
-outside pyplot: `ax.figure.savefig(path)` writes it, and a notebook shows `ax.figure`.
+Each function draws into `ax` and returns it; where there are several panels, the others take part
+of its place. Nothing here changes a style, shows a window or writes a file. With `ax=None` a new
+figure is made, outside pyplot: `ax.figure.savefig(path)` writes it, a notebook shows `ax.figure`.
 """
 
 from .batch_size import against_batch_size as against_batch_size

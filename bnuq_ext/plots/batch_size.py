@@ -3,7 +3,7 @@
 from itertools import cycle
 
 from ..ops.checks import refuse
-from .canvas import BLUE, COLORS, GREY, ORANGE, new_figure, take_axes
+from .canvas import BLUE, COLORS, GREY, ORANGE, share_axes, take_array, take_axes, take_values
 
 ORDER = (BLUE, ORANGE, GREY, *COLORS[1:5])
 
@@ -23,7 +23,9 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
         Axes.
     """
     ax, marks = take_axes(ax), marks or {}
+    batch_sizes = take_array(batch_sizes).tolist()
     for (label, values), color in zip(curves.items(), cycle(ORDER), strict=False):
+        values = take_values("against_batch_size", label, values)
         if len(values) != len(batch_sizes):
             requirement = f"have one value for each of {len(batch_sizes)} batch sizes"
             refuse("against_batch_size", label, requirement, len(values))
@@ -42,21 +44,22 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
     return ax
 
 
-def information_and_nll(batch_sizes, information, nll, *, levels=None, marks=None):
+def information_and_nll(batch_sizes, information, nll, *, levels=None, marks=None, ax=None):
     """Mutual information and negative log-likelihood against the batch size, side by side.
 
     Args:
         batch_sizes, levels, marks: see `against_batch_size`; `levels` are of the likelihood.
         information, nll: dict of label -> (P,) values in nats.
+        ax: where to draw.
 
     Returns:
-        Figure with two Axes.
+        Axes of the mutual information; beside it in the figure are those labelled "nll".
     """
-    figure = new_figure(9.2, 3.5)
-    left, right = figure.subplots(1, 2)
+    ax = take_axes(ax, 9.2, 3.5)
+    _, right = share_axes(ax, ["information", "nll"], 0)
     label = "mutual information [nats]"
-    against_batch_size(batch_sizes, information, ylabel=label, marks=marks, ax=left)
-    left.set_ylim(bottom=0)
+    against_batch_size(batch_sizes, information, ylabel=label, marks=marks, ax=ax)
+    ax.set_ylim(bottom=0)
     label = "negative log-likelihood [nats]"
     against_batch_size(batch_sizes, nll, ylabel=label, levels=levels, marks=marks, ax=right)
-    return figure
+    return ax

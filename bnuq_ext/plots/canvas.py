@@ -1,6 +1,7 @@
-"""What every figure starts from: colours, a figure outside pyplot, checked values."""
+"""What every figure starts from: colours, a figure outside pyplot, panels, checked values."""
 
 import numpy as np
+from torch import Tensor
 
 from ..ops.checks import refuse
 
@@ -19,12 +20,51 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def take_axes(ax):
-    return new_figure(5.4, 3.6).subplots() if ax is None else ax
+def take_axes(ax, width: float = 5.4, height: float = 3.6):
+    return new_figure(width, height).subplots() if ax is None else ax
+
+
+def share_axes(ax, labels: list[str], place: int, *, rows=False, ratios=None, **options) -> list:
+    """Panels in the place of `ax`, which keeps the one that is number `place` of them.
+
+    Args:
+        labels: one for each panel, from the left or from the top; that of `ax` is not used.
+        rows: one under the other, else side by side.
+        ratios: their heights or widths, equal by default.
+        options: of the new Axes, such as sharex.
+    """
+    from matplotlib.gridspec import GridSpec
+
+    figure, spec = ax.figure, ax.get_subplotspec()
+    shape = {"nrows": len(labels), "ncols": 1} if rows else {"nrows": 1, "ncols": len(labels)}
+    shape["height_ratios" if rows else "width_ratios"] = ratios
+    if spec is not None:
+        cells = spec.subgridspec(**shape)
+        ax.set_subplotspec(cells[place])
+        return [
+            ax if i == place else figure.add_subplot(cells[i], label=label, **options)
+            for i, label in enumerate(labels)
+        ]
+    sides = zip(("left", "bottom", "right", "top"), ax.get_position().extents, strict=True)
+    cells = GridSpec(figure=figure, **dict(sides), **shape)
+    boxes = [cells[i].get_position(figure) for i in range(len(labels))]
+    ax.set_position(boxes[place])
+    return [
+        ax if i == place else figure.add_axes(boxes[i], label=label, **options)
+        for i, label in enumerate(labels)
+    ]
+
+
+def take_array(values, dtype=None):
+    """Numbers as numpy has them; a tensor may be on any device, of any dtype, with a gradient."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = values.double() if values.is_floating_point() else values
+    return np.asarray(values, dtype=dtype)
 
 
 def take_values(op: str, name: str, values):
-    values = np.asarray(values, dtype=float)
+    values = take_array(values, float)
     if values.ndim != 1 or len(values) == 0:
         refuse(op, name, "have shape (N,) with N > 0", list(values.shape))
     return values

@@ -4,8 +4,8 @@ from itertools import cycle
 
 import numpy as np
 
-from ..ops.checks import refuse
-from .canvas import BLUE, COLORS, GREY, ORANGE, new_figure, take_axes, take_values
+from ..ops.checks import check_integer, refuse
+from .canvas import BLUE, COLORS, GREY, ORANGE, share_axes, take_array, take_axes, take_values
 
 
 def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
@@ -54,13 +54,12 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
         Axes.
     """
     op, ax = "reliability_diagram", take_axes(ax)
-    probs, y = np.asarray(probs, dtype=float), np.asarray(y)
+    probs, y = take_array(probs, float), take_array(y)
     if probs.ndim != 2 or len(probs) == 0:
         refuse(op, "probs", "have shape (N, K) with N > 0", list(probs.shape))
     if y.shape != probs.shape[:1]:
         refuse(op, "y", f"have shape {list(probs.shape[:1])}", list(y.shape))
-    if num_bins < 1:
-        refuse(op, "num_bins", "be positive", num_bins)
+    num_bins = check_integer(op, "num_bins", num_bins, 1)
     confidence = probs.max(1)
     bins = np.clip(np.ceil(confidence * num_bins).astype(int), 1, num_bins) - 1
     count, right, total = (
@@ -105,7 +104,7 @@ def stacked_probabilities(probs, *, shown, ax=None):
         Axes.
     """
     ax = take_axes(ax)
-    probs = np.asarray(probs, dtype=float)
+    probs = take_array(probs, float)
     if probs.ndim != 2:
         refuse("stacked_probabilities", "probs", "have shape (T, K)", list(probs.shape))
     bottom = np.zeros(len(probs))
@@ -119,48 +118,49 @@ def stacked_probabilities(probs, *, shown, ax=None):
     return ax
 
 
-def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02):
+def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, ax=None):
     """A noisy image, what one network says about it, and what its replicas say.
 
     Args:
         image: (H, W) pixels.
         plug_in: (K,) probabilities of ordinary batch norm.
         replicas: (T, K) probabilities of the replicas; drawn in the order of their verdicts.
-        clean: (H, W) the image without noise, shown above it.
+        clean: (H, W) the image without noise, shown before it.
         truth: the true class.
         visible: a class is drawn if its mean probability somewhere reaches this.
+        ax: where to draw.
 
     Returns:
-        Figure with Axes labelled "clean" (where given), "image", "plug-in" and "replicas".
+        Axes of the replicas; before it in the figure are those labelled "clean" (where given),
+        "image" and "plug-in".
     """
-    plug_in, replicas = np.asarray(plug_in, dtype=float), np.asarray(replicas, dtype=float)
+    plug_in, replicas = take_array(plug_in, float), take_array(replicas, float)
     mean = replicas.mean(0)
     by_mean = np.argsort(-mean)
     shown = [int(k) for k in by_mean if max(mean[k], plug_in[k]) >= visible]
     rank = np.argsort(by_mean)[replicas.argmax(1)]
     order = np.lexsort((-replicas.max(1), rank))
-    figure = new_figure(8.6, 2.9)
-    rows = [["clean", "plug-in", "replicas"]] * (clean is not None) + [
-        ["image", "plug-in", "replicas"]
-    ]
-    places = figure.subplot_mosaic(rows, width_ratios=(0.5 if len(rows) == 2 else 1, 0.55, 2.6))
-    middle, right = places["plug-in"], places["replicas"]
+    ax = take_axes(ax, 9.4 if clean is None else 11.4, 2.9)
+    widths = {"clean": 0.5, "image": 0.5, "plug-in": 0.2, "replicas": 1.0}
+    if clean is None:
+        del widths["clean"]
+    drawn = share_axes(ax, [*widths], len(widths) - 1, ratios=[*widths.values()])
+    panels = dict(zip(widths, drawn, strict=True))
     what = "the input" if truth is None else f"a noisy {truth}"
     for name, pixels, title in (("clean", clean, f"a {truth}"), ("image", image, what)):
-        if name in places:
-            places[name].imshow(pixels, cmap="gray_r", interpolation="nearest")
-            places[name].set(xticks=[], yticks=[])
-            places[name].set_title(title, fontsize="medium")
+        if name in panels:
+            panels[name].imshow(take_array(pixels), cmap="gray_r", interpolation="nearest")
+            panels[name].set(xticks=[], yticks=[])
+            panels[name].set_title(title, fontsize="medium")
+    middle = panels["plug-in"]
     stacked_probabilities(plug_in[None], shown=shown, ax=middle)
-    middle.set(xticks=[], ylabel="probability")
+    middle.set(xticks=[], yticks=[])
     middle.set_title("plug-in BN", fontsize="medium")
     middle.set_xlabel(f"“{plug_in.argmax()}”, {plug_in.max():.0%}")
-    stacked_probabilities(replicas[order], shown=shown, ax=right)
-    right.set(yticks=[], xticks=[1, len(replicas)])
-    right.set_title(f"{len(replicas)} replicas, one column each", fontsize="medium")
-    right.set_xlabel(f"together: “{mean.argmax()}”, {mean.max():.0%}")
-    handles, labels = right.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, title="digit", loc="outside right center", frameon=False, reverse=True
-    )
-    return figure
+    stacked_probabilities(replicas[order], shown=shown, ax=ax)
+    ax.set(yticks=[], xticks=[1, len(replicas)])
+    ax.set_title(f"{len(replicas)} replicas, one column each", fontsize="medium")
+    ax.set_xlabel(f"together: “{mean.argmax()}”, {mean.max():.0%}")
+    place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+    ax.legend(title="class", frameon=False, reverse=True, **place)
+    return ax

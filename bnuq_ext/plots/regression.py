@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..ops.checks import refuse
-from .canvas import BLUE, GREY, take_axes, take_values
+from .canvas import BLUE, GREY, take_array, take_axes, take_values
 
 # Half the width of the central interval of a Gaussian, in standard deviations.
 HALF_WIDTHS = {"95 %": 1.959964, "50 %": 0.674490}
@@ -105,7 +105,7 @@ def regression_band(
         ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
         ax.plot(x, mean - width, **style)
     if data is not None:
-        ax.plot(*data, ".", color="#404040", markersize=4, label="training data")
+        ax.plot(*map(take_array, data), ".", color="#404040", markersize=4, label="training data")
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.margins(x=0)
     ax.legend(frameon=False, fontsize="small")

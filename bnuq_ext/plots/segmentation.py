@@ -3,26 +3,37 @@
 import numpy as np
 
 from ..ops.checks import refuse
-from .canvas import COLORS, GREY, new_figure
+from .canvas import COLORS, GREY, take_array, take_axes
 
 # Twelve that stay apart side by side; more classes start over.
 CLASS_COLORS = [*COLORS, "#882255", "#332288", "#999933", "#44aa99"]
+GAP = 0.05  # between two maps, in widths of one
 
 
 def _take_map(name: str, values, shape):
-    values = np.asarray(values)
+    values = take_array(values)
     if values.shape != shape:
         refuse("segmentation_maps", name, f"have shape {list(shape)}", list(values.shape))
     return values
 
 
-def _draw_classes(ax, labels, colors):
+def _take_names(count: int, class_names, colors) -> tuple:
+    names = [str(k) for k in range(count)] if class_names is None else class_names
+    if colors is None:
+        colors = [CLASS_COLORS[k % len(CLASS_COLORS)] for k in range(count)]
+    for name, given in (("class_names", names), ("colors", colors)):
+        if len(given) != count:
+            refuse("segmentation_maps", name, f"have {count} entries, one a class", len(given))
+    return names, colors
+
+
+def _colored(labels, colors):
     """Labels as colours; what is no class stays white."""
     from matplotlib.colors import to_rgb
 
     palette = np.array([to_rgb(color) for color in colors] + [(1.0, 1.0, 1.0)])
     known = (labels >= 0) & (labels < len(colors))
-    ax.imshow(palette[np.where(known, labels, len(colors))], interpolation="nearest")
+    return palette[np.where(known, labels, len(colors))]
 
 
 def segmentation_maps(
@@ -34,6 +45,7 @@ def segmentation_maps(
     class_names=None,
     colors=None,
     label="variance, mean over the classes",
+    ax=None,
 ):
     """An image, its true classes where given, the most probable ones, and their uncertainty.
 
@@ -47,43 +59,50 @@ def segmentation_maps(
             numbers.
         colors: K colours.
         label: what the uncertainty is, and its unit.
+        ax: where to draw.
 
     Returns:
-        Figure with Axes labelled "image", "truth" (where given), "prediction" and "uncertainty".
+        Axes, with the images side by side: "image", "truth" (where given), "prediction" and
+        "uncertainty", each with its name above it and as its label.
     """
-    probs = np.asarray(probs)
+    probs, image = take_array(probs), take_array(image)
     if probs.ndim != 3:
         refuse("segmentation_maps", "probs", "have shape (K, H, W)", list(probs.shape))
     count, shape = len(probs), probs.shape[1:]
-    names = [str(k) for k in range(count)] if class_names is None else class_names
-    colors = (
-        [CLASS_COLORS[k % len(CLASS_COLORS)] for k in range(count)] if colors is None else colors
-    )
-    for name, given in (("class_names", names), ("colors", colors)):
-        if len(given) != count:
-            refuse("segmentation_maps", name, f"have {count} entries, one a class", len(given))
-    _take_map("image", np.asarray(image)[..., 0] if np.ndim(image) == 3 else image, shape)
-    maps = {"prediction": probs.argmax(0)}
+    names, colors = _take_names(count, class_names, colors)
+    _take_map("image", image[..., 0] if image.ndim == 3 else image, shape)
+    classes = {"prediction": probs.argmax(0)}
     if truth is not None:
-        maps = {"truth": _take_map("truth", truth, shape), **maps}
+        classes = {"truth": _take_map("truth", truth, shape), **classes}
+    maps = {"image": image} | {name: _colored(c, colors) for name, c in classes.items()}
+    maps["uncertainty"] = _take_map("uncertainty", uncertainty, shape)
 
-    places = ["image", *maps, "uncertainty"]
-    figure = new_figure(3.1 * len(places) + 0.4, 2.8 * shape[0] / shape[1] + 0.9)
-    axes = figure.subplot_mosaic([places])
-    axes["image"].imshow(image, cmap="gray", interpolation="nearest")
-    for name, labels in maps.items():
-        _draw_classes(axes[name], labels, colors)
-    uncertainty = _take_map("uncertainty", uncertainty, shape)
-    drawn = axes["uncertainty"].imshow(uncertainty, cmap="viridis", vmin=0)
-    figure.colorbar(drawn, ax=axes["uncertainty"], label=label, shrink=0.85)
-    for name, ax in axes.items():
-        ax.set(xticks=[], yticks=[], title=name)
+    ax = take_axes(ax, 3.1 * len(maps) + 0.4, 2.8 * shape[0] / shape[1] + 0.9)
+    _draw_side_by_side(ax, maps, shape)
+    bar = ax.inset_axes([1.01, 0.0, 0.05 / len(maps), 1.0])
+    ax.figure.colorbar(ax.images[-1], cax=bar, label=label)
+    _name_classes(ax, np.unique([*classes.values()]), names, colors)
+    return ax
+
+
+def _draw_side_by_side(ax, maps: dict, shape: tuple) -> None:
+    height, width = shape
+    step = (1 + GAP) * width
+    for i, (name, pixels) in enumerate(maps.items()):
+        style = {"cmap": "viridis", "vmin": 0} if name == "uncertainty" else {"cmap": "gray"}
+        extent = (i * step, i * step + width, height, 0)
+        ax.imshow(pixels, extent=extent, interpolation="nearest", label=name, **style)
+        place = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
+        ax.annotate(name, (i * step + width / 2, 1.02), **place)
+    ax.set(xlim=(0, (len(maps) - 1) * step + width), ylim=(height, 0))
+    ax.set_axis_off()
+
+
+def _name_classes(ax, seen, names, colors) -> None:
     from matplotlib.patches import Patch
 
-    seen = np.unique([*maps.values()])
-    patches = [Patch(color=colors[k], label=names[k]) for k in seen if 0 <= k < count]
-    if seen[0] < 0 or seen[-1] >= count:
+    patches = [Patch(color=colors[k], label=names[k]) for k in seen if 0 <= k < len(names)]
+    if seen[0] < 0 or seen[-1] >= len(names):
         patches.append(Patch(facecolor="white", edgecolor=GREY, label="not labelled"))
-    place = {"loc": "outside lower center", "ncols": 2 * len(places)}
-    figure.legend(handles=patches, frameon=False, **place)
-    return figure
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0)}
+    ax.legend(handles=patches, frameon=False, ncols=2 * len(ax.images), **place)

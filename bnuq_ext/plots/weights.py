@@ -4,7 +4,8 @@ from itertools import cycle
 
 import numpy as np
 
-from .canvas import BLUE, COLORS, GREY, new_figure, take_axes, take_values
+from ..ops.checks import refuse
+from .canvas import BLUE, COLORS, GREY, share_axes, take_axes, take_values
 
 
 def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]", ax=None):
@@ -39,7 +40,7 @@ def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]"
     return ax
 
 
-def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None):
+def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, ax=None):
     """One histogram of weights per entry, one under the other, over the same bins.
 
     Args:
@@ -48,57 +49,71 @@ def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None):
             0.05 % on.
         num_bins: their number.
         initial: (W,) weights before training, drawn as a grey line in each.
+        ax: where to draw.
 
     Returns:
-        Figure with an Axes per entry.
+        Axes of the last entry; above it in the figure are those labelled by the other entries.
     """
+    if not weights:
+        refuse("weight_histograms", "weights", "have an entry", len(weights))
     edges = np.linspace(-limit, limit, num_bins + 1)
-    figure = new_figure(5.4, 0.6 + 1.5 * len(weights))
-    axes = figure.subplots(len(weights), 1, sharex=True, squeeze=False)[:, 0]
-    for ax, (label, values), color in zip(axes, weights.items(), cycle(COLORS), strict=False):
+    ax = take_axes(ax, 5.4, 0.6 + 1.5 * len(weights))
+    panels = share_axes(ax, [*weights], len(weights) - 1, rows=True, sharex=ax)
+    for panel, (label, values), color in zip(panels, weights.items(), cycle(COLORS), strict=False):
         values = take_values("weight_histograms", label, values)
-        density = np.histogram(values, edges)[0] / len(values)
-        ax.stairs(100 * density, edges, fill=True, color=color, label=label)
-        if initial is not None:
-            before = np.histogram(initial, edges)[0] / len(initial)
-            ax.stairs(100 * before, edges, color=GREY, label="before training")
-        outside = np.mean(np.abs(values) > limit)
-        if outside >= 5e-4:
-            words = {"xycoords": "axes fraction", "va": "top", "fontsize": "small", "color": GREY}
-            ax.annotate(f"{outside:.1%} outside", (0.015, 0.93), **words)
-        top = 1.4 * ax.dataLim.y1  # room for the legend
-        ax.set(xlim=(-limit, limit), ylim=(0, top), ylabel="% a bin")
-        ax.legend(frameon=False, fontsize="small", loc="upper right", ncols=2)
-    axes[-1].set_xlabel("mean of a weight")
-    return figure
+        _histogram(panel, values, edges, color, label, initial)
+        panel.tick_params(labelbottom=panel is ax)
+    ax.set_xlabel("mean of a weight")
+    ax.figure.align_ylabels(panels)
+    return ax
 
 
-def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120):
+def _histogram(ax, values, edges, color, label, initial):
+    """The share of the weights in each bin, in percent, and what lies outside of all."""
+    shares = np.histogram(values, edges)[0] / len(values)
+    ax.stairs(100 * shares, edges, fill=True, color=color, label=label)
+    if initial is not None:
+        initial = take_values("weight_histograms", "initial", initial)
+        before = np.histogram(initial, edges)[0] / len(initial)
+        ax.stairs(100 * before, edges, color=GREY, label="before training")
+    outside = np.mean(np.abs(values) > edges[-1])
+    if outside >= 5e-4:
+        words = {"xycoords": "axes fraction", "va": "top", "fontsize": "small", "color": GREY}
+        ax.annotate(f"{outside:.1%} outside", (0.015, 0.93), **words)
+    top = 1.4 * ax.dataLim.y1 or 1  # room for the legend
+    ax.set(xlim=edges[[0, -1]], ylim=(0, top), ylabel="% a bin")
+    ax.legend(frameon=False, fontsize="small", loc="upper right", ncols=2)
+
+
+def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None):
     """Histogram of the weights' signal-to-noise ratios over their distribution function.
 
     Args:
         snr: (W,) |mu| / sigma; those that are 0 fall into the first bin.
         cuts: fractions of the weights; the ratio below which each lies is marked in both.
         num_bins: of equal width in the logarithm of the ratio.
+        ax: where to draw.
 
     Returns:
-        Figure with two Axes.
+        Axes of the distribution function; above it in the figure are those labelled "histogram".
     """
     snr = np.sort(take_values("signal_to_noise", "snr", snr))
     # The least thousandth may reach down to 0, which has no logarithm.
     low, high = max(np.quantile(snr, 1e-3), snr[-1] * 1e-6), snr[-1]
     edges = np.geomspace(low, high * (1 + 1e-6), num_bins + 1)
-    figure = new_figure(5.4, 4.6)
-    upper, lower = figure.subplots(2, 1, sharex=True)
+    ax = take_axes(ax, 5.4, 4.6)
+    upper, _ = share_axes(ax, ["histogram", "distribution"], 1, rows=True, sharex=ax)
     counts = np.histogram(np.maximum(snr, low), edges)[0]
     upper.stairs(100 * counts / len(snr), edges, fill=True, color=BLUE)
-    lower.step(snr, np.arange(1, len(snr) + 1) / len(snr), where="post", color=BLUE)
+    ax.step(snr, np.arange(1, len(snr) + 1) / len(snr), where="post", color=BLUE)
     for cut, color in zip(cuts, cycle(COLORS[1:]), strict=False):
         value = snr[min(int(cut * len(snr)), len(snr) - 1)]
-        for ax in (upper, lower):
-            ax.axvline(value, color=color, linewidth=1.2, label=f"{cut:.0%} below {value:.3g}")
+        for panel in (upper, ax):
+            panel.axvline(value, color=color, linewidth=1.2, label=f"{cut:.0%} below {value:.3g}")
     upper.set(xscale="log", xlim=(edges[0], edges[-1]), ylabel="% of weights a bin")
-    lower.set(xlabel="signal-to-noise ratio |mean| / std", ylabel="fraction at or below")
-    lower.set_ylim(0, 1.02)
-    lower.legend(frameon=False, fontsize="small", loc="upper left")
-    return figure
+    upper.tick_params(labelbottom=False, which="both")
+    ax.set(xlabel="signal-to-noise ratio |mean| / std", ylabel="fraction at or below")
+    ax.set_ylim(0, 1.02)
+    ax.figure.align_ylabels([upper, ax])
+    ax.legend(frameon=False, fontsize="small", loc="upper left")
+    return ax
