@@ -69,8 +69,15 @@ def doctor(arguments) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line; how the command is used is what --help tells."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="bnuq", description="Uncertainty from batch normalisation.")
+    root = Parser(prog="bnuq", description="Uncertainty from batch normalisation.")
     commands = root.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "demo",

@@ -82,10 +82,21 @@ def test_interrupt(capsys, monkeypatch):
     assert "goes on where it stopped" in capsys.readouterr().err
 
 
-def test_usage_errors(capsys):
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["dmeo"], "bnuq: argument command: invalid choice: 'dmeo' (choose from "),
+        ([], "bnuq: the following arguments are required: command (see bnuq --help)"),
+        (["reproduce", "toy", "--quick", "--full"], "bnuq reproduce: argument --full: not allowed"),
+        (["reproduce", "toy", "--jobs", "x"], "bnuq reproduce: argument --jobs: invalid int value"),
+        (["demo", "--sedes", "1"], "bnuq: unrecognized arguments: --sedes 1"),
+    ],
+)
+def test_usage_errors(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
-        cli.main(["dmeo"])
-    assert caught.value.code == 2 and "invalid choice" in capsys.readouterr().err
+        cli.main(arguments)
+    found = capsys.readouterr().err
+    assert caught.value.code == 2 and found.startswith(message) and found.count("\n") == 1
 
 
 def test_module_runs_as_a_program():

@@ -212,7 +212,7 @@ REFUSED = [
         "categorical_pll: y must be a tensor of integer labels, got <class 'list'>",
     ),
     (lambda: metrics.ece(PROBS, Y + 1), ValueError, "ece: y must lie in [0, 2), got [1, 2]"),
-    (lambda: metrics.ece(PROBS, Y, 0), ValueError, "ece: num_bins must be positive, got 0"),
+    (lambda: metrics.ece(PROBS, Y, 0), ValueError, "ece: num_bins must be at least 1, got 0"),
     (
         lambda: metrics.nll(PROBS, Y, reduction="sum"),
         ValueError,
@@ -232,6 +232,34 @@ REFUSED = [
         lambda: metrics.auroc(PROBS, PROBS[0]),
         ValueError,
         "auroc: scores_in must have one dimension, got 2",
+    ),
+    (
+        lambda: metrics.ece(PROBS, Y, 15.0),
+        TypeError,
+        "ece: num_bins must be an integer, got 15.0",
+    ),
+    (
+        lambda: metrics.fit_temperature([0.5], Y),
+        TypeError,
+        "fit_temperature: logits must be a tensor, got list",
+    ),
+    *(
+        (
+            lambda score=score: score(torch.tensor([[0.5, 0.5], [-1.5, 0.5], [2.5, 0.5]]), Y),
+            ValueError,
+            f"{score.__name__}: probs must lie in [0, 1], got -1.5",
+        )
+        for score in (metrics.nll, metrics.brier, metrics.ece, metrics.categorical_pll)
+    ),
+    (
+        lambda: metrics.mutual_information(1.5 * PROBS[None] + 0.5),
+        ValueError,
+        "mutual_information: probs must lie in [0, 1], got 1.25",
+    ),
+    (
+        lambda: metrics.predictive_entropy(-PROBS[None]),
+        ValueError,
+        "predictive_entropy: probs must lie in [0, 1], got -0.5",
     ),
     (
         lambda: metrics.fit_temperature(PROBS[:0], Y[:0]),

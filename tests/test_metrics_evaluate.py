@@ -81,6 +81,15 @@ def test_one_replica_without_noise_scores_its_absolute_error():
     assert actual["crps"] == pytest.approx((samples[0] - y).abs().mean().item(), rel=1e-12)
 
 
+def test_targets_of_one_output_may_be_flat():
+    samples, y = draw(6, 30, 1), draw(30, seed=1)
+    for noise_var in (torch.tensor(0.3), torch.full((30, 1), 0.3)):
+        pred = Prediction.from_samples(samples, "gaussian", noise_var)
+        flat = Prediction.from_samples(samples[..., 0], "gaussian", torch.tensor(0.3))
+        assert metrics.evaluate(pred, y) == metrics.evaluate(pred, y[:, None])
+        assert metrics.evaluate(pred, y) == pytest.approx(metrics.evaluate(flat, y), rel=1e-12)
+
+
 def test_outputs_of_more_dimensions_are_outputs():
     samples, y = draw(4, 5, 2, 3), draw(5, 2, 3, seed=1)
     actual = metrics.evaluate(Prediction.from_samples(samples, "gaussian", 0.2), y)
@@ -103,14 +112,14 @@ def test_rejects():
             "evaluate: y must be a tensor, got list",
         ),
         (
-            lambda: metrics.evaluate(gaussian, torch.zeros(3)),
+            lambda: metrics.evaluate(gaussian, torch.zeros(1, 3)),
             ValueError,
-            "evaluate: y must have shape [3, 1], got [3]",
+            "evaluate: y must have shape [3, 1], got [1, 3]",
         ),
         (
             lambda: metrics.evaluate(gaussian, torch.zeros(3, 1, dtype=torch.int64)),
             TypeError,
-            "rmse: y must be a floating-point tensor, got torch.int64",
+            "evaluate: y must be a floating-point tensor, got torch.int64",
         ),
         (
             lambda: metrics.evaluate(categorical, torch.zeros(3)),

@@ -229,7 +229,7 @@ REFUSED = [
     ),
     (
         lambda: metrics.fit_noise_variance(MEAN, Y),
-        "fit_noise_variance: samples must have shape (T, N) or (T, N, D) with T > 0, got [30]",
+        "fit_noise_variance: y must have shape [], got [30]",
     ),
     (
         lambda: metrics.fit_noise_variance(MEAN[None], Y, "rmse"),

@@ -154,6 +154,40 @@ def test_ranked_scores_of_several_outputs_are_means():
     torch.testing.assert_close(actual, flat.view(6, 3).mean(1))
 
 
+SCORES = {
+    "rmse": lambda samples, y, var, **k: metrics.rmse(samples[0], y, **k),
+    "gaussian_nll": lambda samples, y, var, **k: metrics.gaussian_nll(samples[0], var, y, **k),
+    "gaussian_crps": lambda samples, y, var, **k: metrics.gaussian_crps(samples[0], var, y, **k),
+    "gaussian_pll": lambda samples, y, var, **k: metrics.gaussian_pll(samples, y, var, **k),
+    "ensemble_crps": lambda samples, y, var, **k: metrics.ensemble_crps(samples, y, **k),
+    "best_pll": lambda samples, y, var, **k: metrics.best_pll(samples[0], y, **k),
+    "best_crps": lambda samples, y, var, **k: metrics.best_crps(samples[0], y, **k),
+}
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_one_output_is_one_column_and_a_row_may_stand_alone(score):
+    samples, y, var = draw(5, 6), draw(6, seed=1), 0.5 + torch.arange(6)
+    expected = score(samples, y, var, reduction="none")
+    assert expected.shape == (6,)
+    column = score(samples[..., None], y, var[:, None], reduction="none")
+    torch.testing.assert_close(column, expected)
+    column = score(samples, y[:, None], var, reduction="none")
+    torch.testing.assert_close(column, expected)
+    columns = score(samples[..., None], y[:, None], var)
+    torch.testing.assert_close(columns, score(samples, y, var))
+    for reduction in ("none", "mean"):
+        alone = score(samples[:, 2], y[2], var[2], reduction=reduction)
+        torch.testing.assert_close(alone, expected[2])
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_outputs_of_more_dimensions_are_outputs(score):
+    samples, y, var = draw(5, 6, 2, 3), draw(6, 2, 3, seed=1), 0.5 + draw(6, 2, 3, seed=2).square()
+    flat = score(samples.flatten(2), y.flatten(1), var.flatten(1), reduction="none")
+    torch.testing.assert_close(score(samples, y, var, reduction="none"), flat)
+
+
 def test_nan_stays_in_its_row():
     mean, y = torch.tensor([math.nan, 1.0]), torch.tensor([0.0, 0.5])
     samples = torch.stack([mean, torch.tensor([0.0, 2.0])])
@@ -194,11 +228,12 @@ REFUSED = [
         lambda: metrics.rmse(MEAN, MEAN.long()),
         "rmse: y must be a floating-point tensor, got torch.int64",
     ),
+    (lambda: metrics.rmse(MEAN[None], MEAN), "rmse: y must have shape [1, 3], got [3]"),
+    (lambda: metrics.rmse(MEAN, MEAN[:1]), "rmse: y must have shape [3], got [1]"),
     (
-        lambda: metrics.rmse(torch.zeros(1, 1, 1), MEAN),
-        "rmse: mean must have shape (N,) or (N, D), got [1, 1, 1]",
+        lambda: metrics.rmse(MEAN[:, None, None], MEAN),
+        "rmse: y must have shape [3, 1, 1], got [3]",
     ),
-    (lambda: metrics.rmse(MEAN[:, None], MEAN), "rmse: y must have shape [3, 1], got [3]"),
     (
         lambda: metrics.rmse(MEAN, MEAN, reduction="sum"),
         'rmse: reduction must be "mean" or "none", got \'sum\'',
@@ -221,11 +256,15 @@ REFUSED = [
     ),
     (
         lambda: metrics.gaussian_pll(MEAN, MEAN, 1.0),
-        "gaussian_pll: samples must have shape (T, N) or (T, N, D) with T > 0, got [3]",
+        "gaussian_pll: y must have shape [], got [3]",
+    ),
+    (
+        lambda: metrics.gaussian_pll(MEAN[0], MEAN, 1.0),
+        "gaussian_pll: samples must have shape (T, N, *) with T > 0, got []",
     ),
     (
         lambda: metrics.gaussian_pll(SAMPLES[:0], MEAN, 1.0),
-        "gaussian_pll: samples must have shape (T, N) or (T, N, D) with T > 0, got [0, 3]",
+        "gaussian_pll: samples must have shape (T, N, *) with T > 0, got [0, 3]",
     ),
     (
         lambda: metrics.gaussian_pll(SAMPLES, MEAN[:2], 1.0),

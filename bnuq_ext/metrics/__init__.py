@@ -1,8 +1,9 @@
 """Scores of predictive distributions: pure functions on tensors, evaluated in float64.
 
-N rows, D outputs, K classes, T replicas; entropies and likelihoods in nats. With `reduction="none"`
-a function returns its value per row, with `"mean"` (the default) the mean over the rows. A nan in
-a row makes its value nan (an accuracy takes it for the largest); a fit refuses what is not finite.
+N rows, K classes, T replicas; entropies and likelihoods in nats. A row has one output, (N,) or
+(N, 1), or several, (N, *); a single row may also be (). With `reduction="none"` a function returns
+its value per row, with `"mean"` (the default) the mean over the rows. A nan in a row makes its
+value nan (an accuracy takes it for the largest); a fit refuses what is not finite.
 """
 
 from .baselines import best_crps as best_crps

@@ -7,13 +7,25 @@ from torch import Tensor
 
 from ..ops.checks import check_floating, check_shape, refuse
 
+# How far beyond 0 and 1 a probability may lie: more than the rounding of any dtype.
+SLACK = 1e-2
+
+
+def take_logits(op: str, name: str, logits: Tensor, form: str) -> Tensor:
+    """Logits or probabilities with at least the dimensions that `form` names."""
+    check_floating(op, name, logits)
+    if logits.dim() < form.count(",") + 1:
+        refuse(op, name, f"have shape {form}", list(logits.shape))
+    return logits.double()
+
 
 def take_probs(op: str, probs: Tensor, form: str) -> Tensor:
-    """Probabilities or logits with at least the dimensions that `form` names."""
-    check_floating(op, "probs", probs)
-    if probs.dim() < form.count(",") + 1:
-        refuse(op, "probs", f"have shape {form}", list(probs.shape))
-    return probs.double()
+    """`take_logits` of probabilities, which lie in [0, 1] or are nan."""
+    probs = take_logits(op, "probs", probs, form)
+    outside = (probs < -SLACK) | (probs > 1 + SLACK)
+    if outside.any():
+        refuse(op, "probs", "lie in [0, 1]", probs[outside][0].item())
+    return probs
 
 
 def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
@@ -27,23 +39,31 @@ def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
 
 
 def take_means(op: str, mean: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Predictive means (N,) or (N, D) and targets of their shape."""
+    """Predictive means (N, *), or one (), and targets of their shape."""
     check_floating(op, "mean", mean)
-    check_floating(op, "y", y)
-    if mean.dim() not in (1, 2):
-        refuse(op, "mean", "have shape (N,) or (N, D)", list(mean.shape))
-    check_shape(op, "y", y, mean.shape)
-    return mean.double(), y.to(mean.device, torch.float64)
+    return mean.double(), take_targets(op, y, mean)
 
 
 def take_samples(op: str, samples: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs (T, N) or (T, N, D) of at least one replica, and targets of the shape of one."""
+    """Outputs (T, N, *), or (T,) of one row, of at least one replica, and targets of one's shape."""
     check_floating(op, "samples", samples)
+    if samples.dim() == 0 or len(samples) == 0:
+        refuse(op, "samples", "have shape (T, N, *) with T > 0", list(samples.shape))
+    return samples.double(), take_targets(op, y, samples[0])
+
+
+def take_targets(op: str, y: Tensor, mean: Tensor) -> Tensor:
+    """Targets as float64 in the shape of the means, where (N,) and (N, 1) are the same."""
     check_floating(op, "y", y)
-    if samples.dim() not in (2, 3) or len(samples) == 0:
-        refuse(op, "samples", "have shape (T, N) or (T, N, D) with T > 0", list(samples.shape))
-    check_shape(op, "y", y, samples.shape[1:])
-    return samples.double(), y.to(samples.device, torch.float64)
+    y = as_rows_of(y, mean.shape)
+    check_shape(op, "y", y, mean.shape)
+    return y.to(mean.device, torch.float64)
+
+
+def as_rows_of(values: Tensor, shape: torch.Size) -> Tensor:
+    """(N, 1) as (N,), or (N,) as (N, 1), where that gives the shape; else as they are."""
+    longer, shorter = (values.shape, shape) if values.dim() > len(shape) else (shape, values.shape)
+    return values.reshape(shape) if longer == (*shorter, 1) else values
 
 
 def take_scale(op: str, name: str, value: float | Tensor, target: Tensor) -> Tensor:
@@ -51,6 +71,7 @@ def take_scale(op: str, name: str, value: float | Tensor, target: Tensor) -> Ten
     if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
         refuse(op, name, "be a number or a tensor", type(value).__name__, TypeError)
     value = torch.as_tensor(value, dtype=torch.float64, device=target.device)
+    value = as_rows_of(value, target.shape)
     try:
         return value.expand(target.shape)
     except RuntimeError:
@@ -71,8 +92,8 @@ def check_fittable(op: str, name: str, values: Tensor) -> None:
 
 
 def per_row(values: Tensor, dim: int = 1) -> Tensor:
-    """The outputs of a row as one last dimension: (N, D) of (N,) or (N, D), also without rows."""
-    return values.unsqueeze(-1).flatten(dim)
+    """The outputs of a row as one last dimension: (N, D) of (N, *), also without rows."""
+    return values.flatten(dim) if values.dim() > dim else values.unsqueeze(-1)
 
 
 def reduce(op: str, values: Tensor, reduction: str) -> Tensor:

@@ -17,7 +17,7 @@ def best_pll(mean: Tensor, y: Tensor, *, min_var: float = 0.0, reduction: str = 
     (Teye et al. 2018, section 4.2), summed over the outputs.
 
     Args:
-        mean: (N,) or (N, D) predictive means.
+        mean: (N, *) predictive means.
         y: targets of the shape of `mean`.
         min_var: the variance is held at or above it, in the unit of y squared. With 0 a point that
             is hit exactly has the value inf, and so has the mean.
@@ -33,7 +33,7 @@ def best_pll(mean: Tensor, y: Tensor, *, min_var: float = 0.0, reduction: str = 
     variance = squared.clamp_min(min_var)
     share = torch.where(variance == 0, 1.0, squared / variance)
     values = -0.5 * (LOG_TWO_PI + variance.log() + share)
-    return reduce("best_pll", per_row(values).sum(1), reduction)
+    return reduce("best_pll", per_row(values).sum(-1), reduction)
 
 
 def best_crps(mean: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -44,7 +44,7 @@ def best_crps(mean: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
     4.2, in closed form.
 
     Args:
-        mean: (N,) or (N, D) predictive means.
+        mean: (N, *) predictive means.
         y: targets of the shape of `mean`.
         reduction: "mean" over the rows, or "none".
 
@@ -53,7 +53,7 @@ def best_crps(mean: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
     """
     mean, y = take_means("best_crps", mean, y)
     values = math.erf((math.log(2) / 2) ** 0.5) * (y - mean).abs()
-    return reduce("best_crps", per_row(values).mean(1), reduction)
+    return reduce("best_crps", per_row(values).mean(-1), reduction)
 
 
 def fit_constant_variance(mean: Tensor, y: Tensor, score: str = "crps") -> float:
@@ -64,7 +64,7 @@ def fit_constant_variance(mean: Tensor, y: Tensor, score: str = "crps") -> float
     CRPS on validation data: their baselines CUBN and CUDO.
 
     Args:
-        mean: (N,) or (N, D) predictive means for validation data, N > 0; finite.
+        mean: (N, *) predictive means for validation data, N > 0; finite.
         y: targets of the shape of `mean`; finite.
         score: "crps" or "pll".
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import refuse
-from .arguments import check_choice, check_fittable, take_labels, take_probs, take_samples
+from .arguments import check_choice, check_fittable, take_labels, take_logits, take_samples
 from .regression import gaussian_crps, gaussian_pll
 
 
@@ -24,7 +24,7 @@ def fit_temperature(logits: Tensor, y: Tensor) -> float:
     Returns:
         the temperature, held in [0.01, 100] (labels that are all right have no finite optimum).
     """
-    logits = take_probs("fit_temperature", logits, "(N, K)")
+    logits = take_logits("fit_temperature", "logits", logits, "(N, K)")
     y = take_labels("fit_temperature", y, logits)
     if len(y) == 0:
         refuse("fit_temperature", "logits", "have rows", list(logits.shape))
@@ -45,9 +45,9 @@ def fit_noise_variance(samples: Tensor, y: Tensor, score: str = "crps") -> float
     the best of a grid of four values a decade is refined by golden section, to a relative 1e-7.
 
     Args:
-        samples: (T, N) or (T, N, D) outputs of the replicas for validation data, N > 0; finite.
+        samples: (T, N, *) outputs of the replicas for validation data, N > 0; finite.
             Those of several folds are put together along dim 1.
-        y: (N,) or (N, D) targets; finite.
+        y: (N, *) targets; finite.
         score: "crps" or "pll".
 
     Returns:

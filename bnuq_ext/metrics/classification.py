@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_floating, refuse
-from .arguments import reduce, take_labels, take_probs
+from ..ops.checks import check_floating, check_integer, refuse
+from .arguments import reduce, take_labels, take_logits, take_probs
 
 
 def nll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -72,7 +72,7 @@ def accuracy(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
     Returns:
         () or (N, *), float64.
     """
-    probs = take_probs("accuracy", probs, "(N, K)")
+    probs = take_logits("accuracy", "probs", probs, "(N, K)")
     return reduce(
         "accuracy", (probs.argmax(1) == take_labels("accuracy", y, probs)).double(), reduction
     )
@@ -94,8 +94,7 @@ def ece(probs: Tensor, y: Tensor, num_bins: int = 15) -> Tensor:
     """
     probs = take_probs("ece", probs, "(N, K)")
     y = take_labels("ece", y, probs)
-    if num_bins < 1:
-        refuse("ece", "num_bins", "be positive", num_bins)
+    num_bins = check_integer("ece", "num_bins", num_bins, 1)
     confidence, guess = probs.max(1)
     bins = (confidence * num_bins).ceil().long().clamp(1, num_bins) - 1
     gap = torch.zeros(num_bins, dtype=torch.float64, device=probs.device)

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_shape, check_tensor, refuse
+from ..ops.checks import check_tensor, refuse
 from ..prediction import Prediction
+from .arguments import take_targets
 from .classification import accuracy, brier, ece, nll
 from .regression import gaussian_crps, gaussian_nll, gaussian_pll, rmse
 
@@ -16,15 +17,13 @@ def evaluate(pred: Prediction, y: Tensor) -> dict[str, float]:
     probabilities.
 
     Gaussian: rmse of the mean, and crps of N(mean, variance + noise_var). A density needs a
-    noise_var, positive
-    everywhere: with one there is nll, of that Gaussian, and if the replicas were kept
-        (`keep_samples=True`) pll, of
-    their mixture. Without one both are left out, and the crps is that of the replicas' variance
-    alone, which for one replica is the mean absolute error.
+    noise_var, positive everywhere: with one there is nll, of that Gaussian, and if the replicas
+    were kept (`keep_samples=True`) pll, of their mixture. Without one both are left out, and the
+    crps is that of the replicas' variance alone, which for one replica is the mean absolute error.
 
     Args:
         pred: what `predict` or `Prediction.from_samples` returned.
-        y: (N, *) integer labels, or targets of the shape of `pred.mean`.
+        y: (N, *) integer labels, or targets of the shape of `pred.mean`, (N,) for (N, 1) too.
 
     Returns:
         name -> value; nats, or for rmse and crps the unit of y.
@@ -43,19 +42,12 @@ def _categorical(pred: Prediction, y: Tensor) -> dict[str, float]:
 
 
 def _gaussian(pred: Prediction, y: Tensor) -> dict[str, float]:
-    mean, variance = _outputs(pred.mean), _outputs(pred.total_variance)
-    check_shape("evaluate", "y", y, pred.mean.shape)
-    std, y = variance.double().sqrt(), _outputs(y)
+    mean, std = pred.mean, pred.total_variance.double().sqrt()
+    y = take_targets("evaluate", y, mean)
     scores = {"rmse": rmse(mean, y), "crps": gaussian_crps(mean, std, y)}
-    noise = torch.as_tensor(0.0 if pred.noise_var is None else pred.noise_var, dtype=torch.float64)
+    noise = torch.as_tensor(0.0 if pred.noise_var is None else pred.noise_var)
     if (noise > 0).all():
         scores["nll"] = gaussian_nll(mean, std, y)
         if pred.samples is not None:
-            noise = _outputs(noise.to(mean.device).expand(pred.mean.shape))
-            scores["pll"] = gaussian_pll(_outputs(pred.samples, 1), y, noise)
+            scores["pll"] = gaussian_pll(pred.samples, y, pred.noise_var)
     return {name: score.item() for name, score in scores.items()}
-
-
-def _outputs(values: Tensor, before: int = 0) -> Tensor:
-    """(*before, N) or (*before, N, D): what has more dimensions in one row is D outputs."""
-    return values.flatten(before + 1) if values.dim() > before + 2 else values

@@ -1,6 +1,6 @@
 """Scores of regression: log-likelihoods, continuous ranked probability scores, errors.
 
-A density of D outputs is joint, so log-likelihoods are summed over the outputs of a row; the ranked
+A density of several outputs is joint, so log-likelihoods are summed over the outputs of a row; the ranked
 scores are of one output each and their mean over the outputs is taken.
 """
 
@@ -26,7 +26,7 @@ def rmse(mean: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
     """Root mean squared error of the predictive mean, sqrt(mean (y - mean)²).
 
     Args:
-        mean: (N,) or (N, D) predictive means.
+        mean: (N, *) predictive means.
         y: targets of the shape of `mean`.
         reduction: "mean" for the root of the mean over rows and outputs, or "none" for that over
             the outputs of each row.
@@ -35,7 +35,7 @@ def rmse(mean: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
         () or (N,) in the unit of y, float64.
     """
     mean, y = take_means("rmse", mean, y)
-    squared = per_row((y - mean).square()).mean(1)
+    squared = per_row((y - mean).square()).mean(-1)
     if reduction == "mean":
         return squared.mean().sqrt()
     return reduce("rmse", squared.sqrt(), reduction)
@@ -46,13 +46,13 @@ def gaussian_pll(
 ) -> Tensor:
     """Predictive log-likelihood of T replicas, log 1/T sum_t N(y | f_t, noise_var).
 
-    As logsumexp_t(-sum_d (y_d - f_td)² / (2 noise_var)) - log T - D/2 log(2 pi noise_var) it stays
-    finite however far y lies in the tail. With tau = 1 / noise_var this is the PLL of Teye et al.
+    As logsumexp_t(-sum_d (y_d - f_td)² / (2 noise_var)) - log T - D/2 log(2 pi noise_var), with D
+    outputs, it stays finite however far y lies in the tail. With tau = 1 / noise_var this is the PLL of Teye et al.
     2018, section 4.1.
 
     Args:
-        samples: (T, N) or (T, N, D) outputs of the replicas, T at least 1.
-        y: (N,) or (N, D) targets.
+        samples: (T, N, *) outputs of the replicas, T at least 1.
+        y: (N, *) targets.
         noise_var: variance of the observation noise, in the unit of y squared; positive; a number
             or a tensor that broadcasts to y.
         reduction: "mean" over the rows, or "none".
@@ -66,7 +66,7 @@ def gaussian_pll(
     if not ((variance > 0) & variance.isfinite()).all():
         refuse("gaussian_pll", "noise_var", "be finite and positive", noise_var)
     log_density = (y - samples).square() / variance + variance.log() + LOG_TWO_PI
-    exponent = -0.5 * per_row(log_density, 2).sum(2)
+    exponent = -0.5 * per_row(log_density, 2).sum(-1)
     return reduce("gaussian_pll", exponent.logsumexp(0) - math.log(len(samples)), reduction)
 
 
@@ -76,7 +76,7 @@ def gaussian_nll(
     """Negative log-likelihood of one Gaussian, ((y - mean) / std)² / 2 + log std + log(2 pi) / 2.
 
     Args:
-        mean: (N,) or (N, D) predictive means.
+        mean: (N, *) predictive means.
         std: predictive standard deviation, noise included; a number or a tensor that broadcasts to
             y; not negative. Where it is 0 the value is inf, or -inf if y is the mean.
         y: targets of the shape of `mean`.
@@ -91,7 +91,7 @@ def gaussian_nll(
     z = torch.where(y == mean, 0.0, (y - mean) / std)
     # The square is infinite where the logarithm of 0 is, and outweighs it.
     values = torch.where(z.isinf(), torch.inf, z.square() / 2 + std.log() + LOG_TWO_PI / 2)
-    return reduce("gaussian_nll", per_row(values).sum(1), reduction)
+    return reduce("gaussian_nll", per_row(values).sum(-1), reduction)
 
 
 def gaussian_crps(
@@ -103,7 +103,7 @@ def gaussian_crps(
     (Gneiting and Raftery 2007); where std is 0 it is the absolute error.
 
     Args:
-        mean: (N,) or (N, D) predictive means.
+        mean: (N, *) predictive means.
         std: predictive standard deviation, noise included; a number or a tensor that broadcasts to
             y; not negative.
         y: targets of the shape of `mean`.
@@ -117,7 +117,7 @@ def gaussian_crps(
     z = error / std.clamp_min(torch.finfo(torch.float64).tiny)
     peak = (2 / math.pi) ** 0.5 * torch.exp(-0.5 * z.square()) - math.pi**-0.5
     values = error * torch.erf(z / 2**0.5) + std * peak
-    return reduce("gaussian_crps", per_row(values).mean(1), reduction)
+    return reduce("gaussian_crps", per_row(values).mean(-1), reduction)
 
 
 def ensemble_crps(
@@ -131,9 +131,9 @@ def ensemble_crps(
     in T log T.
 
     Args:
-        samples: (T, N) or (T, N, D) draws from the predictive distribution, noise included; T at
+        samples: (T, N, *) draws from the predictive distribution, noise included; T at
             least 1, or 2 if fair.
-        y: (N,) or (N, D) targets.
+        y: (N, *) targets.
         estimator: "fair" or "biased".
         reduction: "mean" over the rows, or "none".
 
@@ -153,4 +153,4 @@ def ensemble_crps(
     half_spread = torch.tensordot(weights, ordered, 1)
     pairs = count * (count - 1) if estimator == "fair" else count**2
     values = error - half_spread / pairs
-    return reduce("ensemble_crps", per_row(values).mean(1), reduction)
+    return reduce("ensemble_crps", per_row(values).mean(-1), reduction)
