@@ -83,8 +83,18 @@ def test_mnist_keeps_the_last_training_rows_to_validate(mnist_files):
     torch.testing.assert_close(split.train.x[0], torch.arange(20.0) / 255)
     assert split.validation.y.tolist() == [7, 8] and split.test.y.tolist() == [0, 1, 2]
     assert split.train.x.dtype == torch.float32 and split.train.y.dtype == torch.int64
-    with pytest.raises(ValueError, match=r"^mnist: num_validation must lie in \[1, 9\), got 9$"):
+    with pytest.raises(ValueError, match=r"^mnist: num_validation must lie in \[0, 9\), got 9$"):
         data.mnist(mnist_files, num_validation=9)
+    assert [len(part.y) for part in data.mnist(mnist_files, num_validation=0)] == [9, 0, 3]
+
+
+def test_mnist_in_the_folder_of_torchvision(mnist_files):
+    flat = data.mnist(mnist_files, num_validation=2)
+    (mnist_files / "MNIST" / "raw").mkdir(parents=True)
+    for path in mnist_files.glob("*ubyte*"):
+        path.rename(mnist_files / "MNIST" / "raw" / path.name)
+    raw = data.mnist(str(mnist_files / "MNIST"), num_validation=2)
+    assert all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(flat, raw))
 
 
 def test_a_missing_file_is_named_with_its_source(mnist_files):
@@ -116,6 +126,15 @@ def test_damaged_idx_files(tmp_path, name, content, message):
     with pytest.raises(ValueError) as caught:
         data.read_idx(path)
     assert str(caught.value).startswith(f"read_idx: {path} must {message}")
+
+
+def test_an_idx_file_by_its_name(tmp_path):
+    (tmp_path / "a").write_bytes(idx(2, 3))
+    assert data.read_idx(str(tmp_path / "a")).tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError) as caught:
+        data.read_idx(str(tmp_path / "b"))
+    assert str(caught.value).startswith("read_idx: path must be an idx file (MNIST's: https://")
+    assert str(caught.value).endswith(f"got {tmp_path / 'b'}")
 
 
 def test_labels_must_be_as_many_as_images(mnist_files):

@@ -45,8 +45,15 @@ def text_table(delimiter, header=""):
 
 @pytest.mark.parametrize(
     "content",
-    [text_table(","), text_table(";", '"a";"b";"c";"d"\n'), "\ufeff" + text_table(" "), None],
-    ids=["comma", "semicolon", "blanks", "npz"],
+    [
+        text_table(","),
+        text_table(";", '"a, in cm";"b";"c";"d"\n'),
+        "\ufeff" + text_table(" "),
+        '"a; cm",b,c,"d"\n' + "\n".join(f'"{line}"' for line in text_table('","').splitlines()),
+        "# x_0 x_1, x_2 y\n" + text_table(" ") + "# end\n",
+        None,
+    ],
+    ids=["comma", "semicolon", "blanks", "quotes", "savetxt", "npz"],
 )
 def test_table(tmp_path, content):
     path = tmp_path / ("t.csv" if content else "t.npz")
@@ -94,6 +101,16 @@ def test_npz_that_are_no_table(tmp_path, found, message):
     path = tmp_path / "t.npz"
     np.savez(path, **found)
     assert refusal(data.table, path).startswith(f"table: {path} must {message}")
+
+
+def test_npz_of_columns_and_of_one_feature(tmp_path):
+    file = io.BytesIO()
+    np.savez(file, X=X[:, 0], y=Y[:, None])
+    for name, content in (("t.npz", file.getvalue()), ("t.npz.xz", lzma.compress(file.getvalue()))):
+        (tmp_path / name).write_bytes(content)
+        part = data.table(tmp_path / name)
+        assert torch.equal(part.x, torch.from_numpy(X[:, :1]))
+        assert torch.equal(part.y, torch.from_numpy(Y))
 
 
 def test_a_missing_table_is_named_with_its_source(tmp_path):

@@ -1,5 +1,6 @@
 """Arrays and tables in npy, npz and text files."""
 
+import csv
 import io
 import lzma
 import zipfile
@@ -55,8 +56,9 @@ def table(path) -> Part:
     """A table for regression.
 
     Args:
-        path: an npz file with X (N, Q) and y (N,); or a text file (csv, txt) of N rows with the target in the last
-            column, fields apart by comma, semicolon or blanks, with or without a line of names above.
+        path: an npz file (npz.xz too) with X (N, Q) and y (N,), of one column also (N, 1); or a text file (csv,
+            txt) of N rows with the target in the last column, fields apart by comma, semicolon or blanks, in quotes
+            or not, with or without a line of names above. Lines that begin with # are passed over.
 
     Returns:
         Part; x (N, Q) float64, y (N,) float64, as they stand in the file.
@@ -68,7 +70,7 @@ def table(path) -> Part:
     if not path.is_file():
         requirement = f"be an npz file with X and y, or a csv file (those of the paper: {UCI})"
         refuse("table", "path", requirement, str(path))
-    x, y = _npz(path) if path.suffix == ".npz" else _text(path)
+    x, y = _npz(path) if path.name.endswith((".npz", ".npz.xz")) else _text(path)
     if y.shape != x.shape[:1] or x.ndim != 2 or 0 in x.shape:
         requirement = "hold X (N, Q) and y (N,), none empty"
         refuse("table", str(path), requirement, f"{list(x.shape)} and {list(y.shape)}")
@@ -84,7 +86,9 @@ def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
         refuse("table", str(path), "hold the arrays X and y", sorted(found))
     if any(found[name].dtype.kind not in "biuf" for name in "Xy"):
         refuse("table", str(path), "hold numbers", [str(found[name].dtype) for name in "Xy"])
-    return tuple(np.array(found[name], np.float64, order="C") for name in "Xy")
+    x, y = (np.array(found[name], np.float64, order="C") for name in "Xy")
+    x = x[:, None] if x.ndim == 1 else x
+    return x, y[:, 0] if y.shape == (len(x), 1) else y
 
 
 def _text(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -92,8 +96,9 @@ def _text(path: Path) -> tuple[np.ndarray, np.ndarray]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         refuse("table", str(path), "be text or an npz file", error)
-    delimiter = next((mark for mark in ",;" if lines and mark in lines[0]), None)
-    rows = [(i + 1, line.split(delimiter)) for i, line in enumerate(lines) if line.strip()]
+    told = [(i + 1, line) for i, line in enumerate(lines) if line.strip() and line[0] != "#"]
+    delimiter = next((mark for mark in ",;" if told and mark in told[-1][1]), None)
+    rows = [(i, _fields(line, delimiter)) for i, line in told]
     if rows and not any(map(_is_number, rows[0][1])):
         rows = rows[1:]  # the names of the columns
     if not rows or len(rows[0][1]) < 2:
@@ -105,6 +110,10 @@ def _text(path: Path) -> tuple[np.ndarray, np.ndarray]:
             refuse("table", str(path), f"have {width} numbers in line {number}", fields)
     values = np.array([[float(field) for field in fields] for _, fields in rows])
     return np.ascontiguousarray(values[:, :-1]), values[:, -1].copy()
+
+
+def _fields(line: str, delimiter: str | None) -> list[str]:
+    return next(csv.reader([line], delimiter=delimiter)) if delimiter else line.split()
 
 
 def _is_number(field: str) -> bool:

@@ -24,8 +24,10 @@ def mnist(root, *, num_validation=10_000) -> Split:
 
     Args:
         root: folder of train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
-            t10k-labels-idx1-ubyte, each with or without .gz.
-        num_validation: the last rows of the training files, which become the validation part.
+            t10k-labels-idx1-ubyte, each with or without .gz; or torchvision's folder MNIST or
+            FashionMNIST, which has them in raw.
+        num_validation: the last rows of the training files, which become the validation part; may
+            be 0.
 
     Returns:
         Split; x (N, pixels) float32 in [0, 1], y (N,) int64.
@@ -34,8 +36,8 @@ def mnist(root, *, num_validation=10_000) -> Split:
         ValueError: a file is missing or damaged, or no training rows would be left.
     """
     x, y = _images_and_labels(Path(root), "train")
-    if not 0 < num_validation < len(x):
-        refuse("mnist", "num_validation", f"lie in [1, {len(x)})", num_validation)
+    if not 0 <= num_validation < len(x):
+        refuse("mnist", "num_validation", f"lie in [0, {len(x)})", num_validation)
     cut = len(x) - num_validation
     test = Part(*_images_and_labels(Path(root), "t10k"))
     return Split(Part(x[:cut], y[:cut]), Part(x[cut:], y[cut:]), test)
@@ -51,19 +53,23 @@ def _images_and_labels(root: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def _find(root: Path, name: str) -> Path:
-    for path in (root / name, root / f"{name}.gz"):
-        if path.is_file():
-            return path
+    for folder in (root, root / "raw"):
+        for path in (folder / name, folder / f"{name}.gz"):
+            if path.is_file():
+                return path
     requirement = f"hold {name} or {name}.gz (to be had from {SOURCE})"
     refuse("mnist", "root", requirement, str(root))
 
 
-def read_idx(path: Path) -> Tensor:
+def read_idx(path) -> Tensor:
     """The unsigned bytes of an idx file, gzipped where its name ends in .gz, in the shape of its header.
 
     Raises:
-        ValueError: the file is damaged, or holds something else.
+        ValueError: the file is missing or damaged, or holds something else.
     """
+    path = Path(path)
+    if not path.is_file():
+        refuse("read_idx", "path", f"be an idx file (MNIST's: {SOURCE})", str(path))
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             content = file.read()
