@@ -292,7 +292,8 @@ class _Task:
 
 
 def _checked_members(op: str, models) -> list[nn.Module]:
-    if isinstance(models, nn.Module) or not isinstance(models, Iterable):
+    single = isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
+    if single or not isinstance(models, Iterable):
         refuse(op, "models", "be a list of modules", type(models).__name__, TypeError)
     models = list(models)
     if not models:

@@ -18,6 +18,7 @@ from .batches import fetcher, find_source
 from .collect import gather
 from .inputs import model_device, move
 from .metrics import mutual_information
+from .metrics.arguments import as_rows_of
 from .ops.checks import check_integer, refuse
 from .predict import predict
 from .prediction import check_likelihood
@@ -104,13 +105,13 @@ def fit_batch_size(
             "target" or "y", such as a TensorDataset(x, y).
         candidates: batch sizes, each once, from 2 to N.
         likelihood: "categorical": outputs are logits (N, K, *), targets (N, *). "gaussian": means, targets
-            of their shape.
+            of their shape, (N,) for (N, 1) too.
         prior: over the statistics: for all layers, such as `implied_prior(...)`, or by the layers' names in a
             bank. None takes q_M of the smallest candidate, which has then no divergence.
         validation: a data set like `data`. Where the mutual information and the variance are taken too; without
             it, on `data`.
         num_samples: T, batches and replicas for each M; at least 2.
-        noise_var: variance of gaussian noise; needed for "gaussian", only there.
+        noise_var: variance of gaussian noise, one for all outputs; needed for "gaussian", only there.
         num_rows: rows of `data`, drawn once, that the likelihood is estimated from, scaled up to N; None
             for all.
         seed: of all draws: the same seed, the same result. None draws it from torch's generator.
@@ -130,7 +131,7 @@ def fit_batch_size(
     sizes = _checked_sizes(data, candidates)
     num_samples = check_integer(OP, "num_samples", num_samples, 2)
     rows_at_a_time = check_integer(OP, "rows_at_a_time", rows_at_a_time, 1)
-    _check_likelihood(likelihood, noise_var)
+    noise_var = _checked_noise(likelihood, noise_var)
     _check_prior(prior, sizes, len(data))
     if validation is not None:
         _size("validation", validation)
@@ -193,10 +194,13 @@ def _checked_rows(data, num_rows) -> int:
     return num_rows
 
 
-def _check_likelihood(likelihood, noise_var) -> None:
+def _checked_noise(likelihood, noise_var) -> float | None:
+    if isinstance(noise_var, Tensor) and noise_var.numel() == 1:
+        noise_var = noise_var.item()
     check_likelihood(OP, likelihood, noise_var)
     if likelihood == "gaussian" and not (isinstance(noise_var, Real) and noise_var > 0):
         refuse(OP, "noise_var", "be a positive number for a gaussian likelihood", noise_var)
+    return noise_var
 
 
 @contextmanager
@@ -301,6 +305,8 @@ def log_likelihood(samples: Tensor, y, likelihood: str, noise_var) -> Tensor:
     """log p(y | replica): (T, N, *) for logits (T, N, K, *); (T, N) for means (T, N, ...), summed over outputs."""
     categorical = likelihood == "categorical"
     expected = (samples.shape[1], *samples.shape[3:]) if categorical else tuple(samples.shape[1:])
+    if isinstance(y, Tensor) and not categorical:
+        y = as_rows_of(y, expected)
     if not isinstance(y, Tensor) or tuple(y.shape) != expected:
         got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
         refuse(OP, "targets", f"be a tensor of shape {list(expected)}", got)

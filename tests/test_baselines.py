@@ -229,6 +229,7 @@ def test_an_ensemble_is_its_members():
     check_statistics(pred)
     assert pred.num_samples == 3 and pred.mutual_information.max() > 1e-3
     equal(bnuq.ensemble([plain(m) for m in models], X, **OPTIONS), pred)
+    equal(bnuq.ensemble(torch.nn.ModuleList(models), X, **OPTIONS), pred)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "folded", "loop"])

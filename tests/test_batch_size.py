@@ -128,6 +128,16 @@ def test_gaussian_likelihood_matches_a_plain_loop():
     assert found.mutual_information is None
 
 
+def test_one_output_may_have_flat_targets_and_the_noise_be_a_tensor():
+    data = dataset(outputs=1)
+    options = {"candidates": [5], "likelihood": "gaussian", "noise_var": 0.25}
+    expected = fit(bnuq.convert(network(outputs=1)), data=data, **options)
+    x, y = data.tensors
+    options |= {"noise_var": torch.tensor([0.25]), "data": TensorDataset(x, y[:, 0])}
+    found = fit(bnuq.convert(network(outputs=1)), **options)
+    assert torch.equal(found.log_likelihood, expected.log_likelihood)
+
+
 def test_no_uncertainty_and_no_elbo_where_the_batch_is_the_data():
     found = fit(candidates=[N, 4, 30], validation=dataset(20, seed=1))
     assert found.batch_sizes.tolist() == [4, 30, N]
@@ -252,6 +262,11 @@ CASES = {
     "at a time": ({"rows_at_a_time": 0}, ValueError, "rows_at_a_time must be at least 1"),
     "likelihood": ({"likelihood": "poisson"}, ValueError, "likelihood must be one of"),
     "noise": ({"noise_var": 1.0}, ValueError, "noise_var must be None"),
+    "noises": (
+        {"likelihood": "gaussian", "noise_var": torch.ones(2)},
+        ValueError,
+        r"noise_var must be a positive number .* got tensor\(\[1., 1.\]\)",
+    ),
     "no noise": ({"likelihood": "gaussian"}, ValueError, "noise_var must be a positive number .* got None"),
     "prior": ({"prior": 1.0}, TypeError, "prior must be a StatisticsGaussian"),
     "no prior": (

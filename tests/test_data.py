@@ -94,7 +94,9 @@ def test_mnist_in_the_folder_of_torchvision(mnist_files):
     for path in mnist_files.glob("*ubyte*"):
         path.rename(mnist_files / "MNIST" / "raw" / path.name)
     raw = data.mnist(str(mnist_files / "MNIST"), num_validation=2)
-    assert all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(flat, raw))
+    assert all(
+        torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(flat, raw, strict=True)
+    )
 
 
 def test_a_missing_file_is_named_with_its_source(mnist_files):
