@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from .ops import bayes_linear, new_seed, philox_normal
 from .ops.checks import check_integer, refuse
+from .ops.linear_products import spread
 from .priors import GaussianPrior, check_prior
 from .replicas import Replicated, current_pass
 from .samplers import Draw
@@ -106,10 +107,22 @@ class BayesLinear(Replicated, nn.Module):
 
     def posterior(self) -> tuple[Tensor, Tensor]:
         """(weight_mu, weight_rho), with 0 and -inf for weights that are pruned."""
+        return self._kept(self.weight_rho)
+
+    def _kept(self, weight_rho: Tensor) -> tuple[Tensor, Tensor]:
         if self.weight_mask is None:
-            return self.weight_mu, self.weight_rho
+            return self.weight_mu, weight_rho
         mu = torch.where(self.weight_mask, self.weight_mu, 0.0)
-        return mu, torch.where(self.weight_mask, self.weight_rho, -math.inf)
+        return mu, torch.where(self.weight_mask, weight_rho, -math.inf)
+
+    def _parameters_of(self, trial: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Means and spreads of weights and biases; in a trial the weights' own size is the least spread."""
+        if not trial:
+            return *self.posterior(), self.bias_mu, self.bias_rho
+        size = self.weight_mu.square().mean().sqrt()
+        least = torch.where(size > 0, size, 1.0).expm1().log()  # whose softplus is the size
+        bias_rho = None if self.bias_rho is None else self.bias_rho.clamp(min=least)
+        return *self._kept(self.weight_rho.clamp(min=least)), self.bias_mu, bias_rho
 
     @property
     def one_draw(self) -> bool:
@@ -130,16 +143,23 @@ class BayesLinear(Replicated, nn.Module):
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
-        return self.sample(x, draw.seed, stream, draw.num_samples, shared)
+        return self.sample(x, draw.seed, stream, draw.num_samples, shared, draw.trial)
 
     def sample(
-        self, x: Tensor, seed: Tensor, stream: int, num_samples: int, shared: bool
+        self,
+        x: Tensor,
+        seed: Tensor,
+        stream: int,
+        num_samples: int,
+        shared: bool,
+        trial: bool = False,
     ) -> Tensor:
         """The rows of T replicas, folded: (T*N, *, out_features).
 
         Args:
             x: (N, *, in_features) if `shared`, else (T*N, *, in_features), replica-major.
             seed, stream, num_samples: see `ops.bayes_linear`.
+            trial: whether the posterior is widened, so that samples differ by more than rounding.
         """
         if x.dim() < 2 or x.shape[-1] != self.in_features:
             refuse("BayesLinear", "x", f"have shape (N, *, {self.in_features})", list(x.shape))
@@ -150,26 +170,10 @@ class BayesLinear(Replicated, nn.Module):
             rows = x.reshape(N * math.prod(inner), self.in_features)
         else:
             rows = x.reshape(num_samples, N // num_samples * math.prod(inner), self.in_features)
-        draw = self._exact if self.estimator == "exact" else self._local
-        return draw(rows, seed, stream, num_samples).reshape(folded, *inner, self.out_features)
-
-    def _exact(self, x: Tensor, seed: Tensor, stream: int, num_samples: int) -> Tensor:
-        mu, rho = self.posterior()
-        parameters = (mu, rho, self.bias_mu, self.bias_rho)
-        return bayes_linear(x, *parameters, seed=seed, stream=stream, num_samples=num_samples)
-
-    def _local(self, x: Tensor, seed: Tensor, stream: int, num_samples: int) -> Tensor:
-        mu, rho = self.posterior()
-        xs = x.to(mu.dtype)
-        mean = functional.linear(xs, mu, self.bias_mu)
-        var = functional.linear(xs.square(), functional.softplus(rho).square())
-        if self.bias_rho is not None:
-            var = var + functional.softplus(self.bias_rho).square()
-        shape = (num_samples, x.shape[-2], self.out_features)
-        z = philox_normal(seed, stream, shape, tag="local").to(mu.dtype)
-        # The root's slope is infinite at 0, where every weight's spread is 0.
-        std = torch.where(var > 0, var, 1.0).sqrt() * (var > 0)
-        return (mean + std * z).to(x.dtype)
+        draw = bayes_linear if self.estimator == "exact" else _local
+        noise = {"seed": seed, "stream": stream, "num_samples": num_samples}
+        y = draw(rows, *self._parameters_of(trial), **noise)
+        return y.reshape(folded, *inner, self.out_features)
 
     def kl_divergence(self, seed: Tensor, stream: int, num_samples: int) -> Tensor:
         """Divergence of weights and biases from the prior, in nats; () in the parameters' dtype.
@@ -195,6 +199,30 @@ class BayesLinear(Replicated, nn.Module):
             mask = state_dict.get(prefix + "weight_mask")
             self.weight_mask = None if mask is None else mask.to(self.weight_mu.device, copy=True)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _local(
+    x: Tensor,
+    mu: Tensor,
+    rho: Tensor,
+    bias_mu: Tensor | None,
+    bias_rho: Tensor | None,
+    *,
+    seed: Tensor,
+    stream: int,
+    num_samples: int,
+) -> Tensor:
+    """`ops.bayes_linear` with fresh noise in each row."""
+    xs = x.to(mu.dtype)
+    mean = functional.linear(xs, mu, bias_mu)
+    var = functional.linear(xs.square(), spread(rho).square())
+    if bias_rho is not None:
+        var = var + spread(bias_rho).square()
+    shape = (num_samples, x.shape[-2], mu.shape[0])
+    z = philox_normal(seed, stream, shape, tag="local").to(mu.dtype)
+    # The root's slope is infinite at 0, where every weight's spread is 0.
+    std = torch.where(var > 0, var, 1.0).sqrt() * (var > 0)
+    return (mean + std * z).to(x.dtype)
 
 
 def check_initial(op: str, name: str, value) -> None:

@@ -25,7 +25,9 @@ def to_bayesian(
 ) -> nn.Module:
     """A copy of a trained model whose linear layers have a Gaussian around each of their weights.
 
-    In eval() it returns what the model returned, until it is trained.
+    In eval() it returns what the model returned, until it is trained. Hooks, shared layers and shared weights
+    stay. Layers that are called are sampled, and so are those of `torch.nn.TransformerEncoder`, whose fused path
+    is switched off; attention's own projections are not among them.
 
     Args:
         model: holds `torch.nn.Linear` layers (that very class).
@@ -35,7 +37,8 @@ def to_bayesian(
         prior: see `BayesLinear`.
 
     Raises:
-        ValueError, TypeError: no linear layer is left to turn, or one has parameters of 16 bits.
+        ValueError, TypeError: no linear layer is left to turn, or one has parameters of 16 bits, or a weight that
+            is made of others (spectral norm, weight norm, pruning by torch).
     """
     op = "to_bayesian"
     if not isinstance(model, nn.Module):
@@ -45,36 +48,52 @@ def to_bayesian(
     check_initial(op, "rho_init", rho_init)
     check_prior(op, prior)
     chosen = {
-        id(layer): name
+        layer: name
         for name, layer in model.named_modules()
         if type(layer) is nn.Linear and (filter_fn is None or filter_fn(name, layer))
     }
     if not chosen:
         refuse(op, "model", "contain a torch.nn.Linear that filter_fn accepts", "none")
+    for layer, name in chosen.items():
+        if "weight" not in layer._parameters:
+            requirement = "have its weight as a parameter (remove weight norm or pruning first)"
+            refuse(op, f"layer {name!r}", requirement, f"it made of {list(layer._parameters)}")
     memo: dict = {}
     model = copy.deepcopy(model, memo)
-    made = {id(memo[key]): _around(memo[key], rho_init, prior) for key in chosen}
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if id(child) in made:
-                module._modules[name] = made[id(child)]
-    return made.get(id(model), model)
+    for layer in chosen:
+        _turn(memo[id(layer)], rho_init, prior)
+    for module in model.modules():
+        _leave_fused_paths(module)
+    return model
 
 
-def _around(linear: nn.Linear, rho_init, prior) -> BayesLinear:
-    layer = BayesLinear(
+def _turn(linear: nn.Linear, rho_init, prior) -> None:
+    """Makes a linear layer a Bayesian one around its weights, in place: its hooks stay, and whoever shares it."""
+    made = BayesLinear(
         linear.in_features,
         linear.out_features,
         linear.bias is not None,
         prior=prior,
+        mu_init=0.0,  # draws nothing
         rho_init=rho_init,
         device=linear.weight.device,
         dtype=linear.weight.dtype,
     )
-    layer.weight_mu = linear.weight
-    if linear.bias is not None:
-        layer.bias_mu = linear.bias
-    return layer.train(linear.training)
+    made.mu_init = None
+    made.weight_mu, made.bias_mu = linear.weight, linear.bias
+    linear._parameters, linear._buffers = made._parameters, made._buffers
+    vars(linear).update({k: v for k, v in vars(made).items() if k not in vars(linear)})
+    linear.__class__ = BayesLinear
+
+
+def _leave_fused_paths(module: nn.Module) -> None:
+    """Torch's encoders read the weights of their linear layers in eval() instead of calling them."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        if isinstance(module.linear1, BayesLinear) or isinstance(module.linear2, BayesLinear):
+            module.activation_relu_or_gelu = 0
+    elif isinstance(module, nn.TransformerEncoder):
+        if any(isinstance(m, BayesLinear) for m in module.modules()):
+            module.use_nested_tensor = False
 
 
 class PosteriorSummary(NamedTuple):

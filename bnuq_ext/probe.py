@@ -82,16 +82,17 @@ def probe_draws(draw: Draw) -> tuple[Draw, Draw, Draw]:
     """Two replicas that differ in every layer: each alone, and both together.
 
     The first has the statistics of a replica of `draw`; in the second each mean is moved by half a
-    standard deviation, up or down from channel to channel, and each variance is half as large again. So
-    the trial does not depend on how different the snapshots of the bank are.
+    standard deviation, up or down from channel to channel, and each variance is half as large again;
+    Bayesian layers widen their posterior. So the trial does not depend on how different the snapshots of the
+    bank are, or the samples of a posterior.
     """
     tables = {key: _spread_out(draw, statistics) for key, statistics in draw.tables.items()}
     both = torch.arange(2, device=draw.seed.device)
     following = draw.seed + both  # key, next replica
     return (
-        Draw(1, draw.seed, both[:1], tables),
-        Draw(1, following, both[1:], tables),
-        Draw(2, draw.seed, both, tables),
+        Draw(1, draw.seed, both[:1], tables, trial=True),
+        Draw(1, following, both[1:], tables, trial=True),
+        Draw(2, draw.seed, both, tables, trial=True),
     )
 
 

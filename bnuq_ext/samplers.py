@@ -45,12 +45,14 @@ class Draw(NamedTuple):
         seed: (2,) int64, key and first replica.
         snapshot: (T,) int64, rows of the tables; None with `Fitted`.
         tables: {key: Statistics | Fitted}, the key naming a layer's call.
+        trial: whether the replicas are there to be told apart, not to be believed.
     """
 
     num_samples: int
     seed: Tensor
     snapshot: Tensor | None
     tables: dict[str, Statistics | Fitted]
+    trial: bool = False
 
 
 class Sampler(Protocol):

@@ -72,8 +72,10 @@ BNUQ_HD KlTerm<acc_t> mixture_kl_term(
   const acc_t b = p.log_scale2 - acc_t(0.5) * square * p.precision2;
   const acc_t e = exp_nonpositive(-std::fabs(a - b));  // the smaller density over the larger
   const acc_t log_p = (a > b ? a : b) + log1p_unit(e);
-  const acc_t share = (a > b ? acc_t(1) : e) / (acc_t(1) + e);  // of the first component
-  const acc_t by_w = w * (share * p.precision1 + (acc_t(1) - share) * p.precision2);
+  const acc_t larger = acc_t(1) / (acc_t(1) + e);
+  // Both shares as products: 1 minus the other one loses the small share of a narrow component.
+  const acc_t share1 = a > b ? larger : e * larger, share2 = a > b ? e * larger : larger;
+  const acc_t by_w = w * (share1 * p.precision1 + share2 * p.precision2);
   const acc_t value = -acc_t(0.5) * eps * eps - q.log_sigma - log_p;
   return {
       q.log_sigma < acc_t(kPrunedRho) ? acc_t(0) : value, by_w, by_w * eps * q.slope - q.log_slope};

@@ -1,0 +1,118 @@
+"""to_bayesian on models that are more than a chain of linear layers."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm
+
+import bnuq_ext as bnuq
+
+
+def x():
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+
+
+def samples(model, inputs, num_samples=4):
+    options = dict(likelihood="gaussian", num_samples=num_samples, seed=1, keep_samples=True)
+    return bnuq.predict(model, inputs, **options).samples
+
+
+def test_hooks_and_shared_weights_stay():
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).eval()
+    model[1].weight = model[0].weight
+    model[0].register_forward_hook(lambda module, args, y: 2 * y)
+    made = bnuq.to_bayesian(model)
+    assert torch.equal(made(x()), model(x()))
+    assert made[0].weight_mu is made[1].weight_mu is not model[0].weight
+    assert not any(hasattr(made[0], name) for name in ("weight", "bias"))
+
+
+def test_draws_nothing_and_initialises_like_a_new_layer():
+    torch.manual_seed(0)
+    linear, state = nn.Linear(5, 3), torch.get_rng_state()
+    made = bnuq.to_bayesian(linear)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(0)
+    made.reset_parameters()
+    assert torch.equal(made.weight_mu, linear.weight) and (made.weight_rho == -5).all()
+
+
+def test_frozen_weights_stay_frozen_and_parametrised_ones_linear():
+    model = nn.Sequential(nn.Linear(5, 4), parametrizations.weight_norm(nn.Linear(4, 3))).eval()
+    model[0].weight.requires_grad_(False)
+    made = bnuq.to_bayesian(model)
+    assert not made[0].weight_mu.requires_grad and made[0].weight_rho.requires_grad
+    assert type(made[1]) is not bnuq.BayesLinear
+    torch.testing.assert_close(made(x()), model(x()))
+
+
+@pytest.mark.parametrize("change", [spectral_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)])  # fmt: skip
+def test_weights_that_are_made_of_others_are_refused(change):
+    model = nn.Sequential(nn.Linear(5, 4), change(nn.Linear(4, 3)))
+    message = "to_bayesian: layer '1' must have its weight as a parameter .*, got it made of"
+    with pytest.raises(ValueError, match=message):
+        bnuq.to_bayesian(model)
+
+
+@pytest.mark.parametrize("depth", [None, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_transformers_are_sampled(depth, masked):
+    """Their fused path in eval() would read the weights instead of calling the layers."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = model if depth is None else nn.TransformerEncoder(model, depth)
+    made = bnuq.to_bayesian(model.eval(), rho_init=-3.0)
+    inputs = {"src": torch.randn(3, 4, 8)}
+    if masked:
+        inputs["src_key_padding_mask"] = torch.tensor([[False] * 3 + [True]] * 3)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its nested tensors
+        expected = model(**inputs)[:, :3]
+    with torch.no_grad():
+        torch.testing.assert_close(made(**inputs)[:, :3], expected, rtol=1e-4, atol=1e-5)
+    drawn = samples(made, inputs)[:, :, :3]
+    assert drawn.std(0).min() > 0
+    with torch.no_grad():
+        for t in range(2):
+            with bnuq.replicas(made, 1, seed=1, first_replica=t):
+                torch.testing.assert_close(drawn[t], made(**inputs)[:, :3], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rho", [-12.0, -100.0])
+@pytest.mark.parametrize("estimator", ["exact", "local"])
+def test_a_posterior_that_hardly_spreads_folds_too(rho, estimator):
+    """Replicas that differ by no more than rounding: the trial of folding widens the posterior by itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        bnuq.BayesLinear(5, 6, rho_init=rho, estimator=estimator),
+        nn.LayerNorm(6),
+        bnuq.BayesLinear(6, 3, rho_init=rho, bias=False, estimator=estimator),
+    )
+    bnuq.prune(model, 0.3)
+    with bnuq.replicas(model, 3, seed=1):
+        together = model(x()).view(3, 4, 3)
+    mean = model.eval()(x())
+    torch.testing.assert_close(together, mean.expand(3, 4, 3), rtol=1e-3, atol=1e-3)
+    one_by_one = []
+    for t in range(3):
+        with bnuq.replicas(model, 1, seed=1, first_replica=t):
+            one_by_one.append(model(x()))
+    torch.testing.assert_close(together, torch.stack(one_by_one), rtol=1e-6, atol=1e-7)
+
+
+class Centred(nn.Module):
+    def forward(self, h):
+        return h - h.mean(0)
+
+
+def test_a_posterior_that_hardly_spreads_does_not_hide_coupled_rows():
+    model = nn.Sequential(bnuq.BayesLinear(5, 3, rho_init=-30.0), Centred())
+    loop = bnuq.predict(model, x(), likelihood="gaussian", num_samples=3, seed=1, strategy="loop")
+    auto = bnuq.predict(model, x(), likelihood="gaussian", num_samples=3, seed=1)
+    torch.testing.assert_close(auto.mean, loop.mean)
+    torch.testing.assert_close(auto.mean, model.eval()(x()))
+    with pytest.raises(ValueError, match="replicas: model must give the same folded as one by one"):
+        with bnuq.replicas(model, 3, seed=1):
+            model(x())
