@@ -68,6 +68,11 @@ def test_stacked_probabilities():
     np.testing.assert_allclose([bar.get_height() for bar in lower], [0.3, 0.1])
     np.testing.assert_allclose([bar.get_height() for bar in upper], [0.2, 0.6])
     np.testing.assert_allclose([bar.get_y() for bar in upper], [0.3, 0.1])
+    assert (
+        texts(ax.get_legend()) == ["0", "2"] and ax.get_legend().get_title().get_text() == "class"
+    )
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("prediction", "probability")
+    assert ax.get_xticks().tolist() == [1, 2]
 
 
 def test_verdict():
@@ -80,7 +85,7 @@ def test_verdict():
     assert plug_in.get_xlabel() == "“1”, 98%"
     assert right.get_xlabel() == "together: “1”, 56%"
     # The surest of the most frequent verdict first; class 2 is too rare to be drawn.
-    assert texts(right.get_legend()) == ["0", "1"]
+    assert texts(right.get_legend()) == ["0", "1"] and plug_in.get_legend() is None
     np.testing.assert_allclose([bar.get_height() for bar in right.containers[0]], [0.9, 0.59, 0.19])
 
 

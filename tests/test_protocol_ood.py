@@ -248,6 +248,10 @@ def test_units_are_those_whose_data_is_there(data_root):
     assert names == {"digits", "mnist", "mnist-all", "fashion-mnist"}
     for file in (data_root / "fashion-mnist").iterdir():
         file.unlink()
+    with pytest.raises(
+        ValueError, match="^mnist: root must hold train-images.* got .*fashion-mnist$"
+    ):
+        ood.make_units(ood.FULL, str(data_root))
     (data_root / "fashion-mnist").rmdir()
     names = {u.arguments["dataset"] for u in ood.make_units(ood.FULL, str(data_root))}
     assert names == {"digits", "mnist"}

@@ -30,7 +30,7 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
         ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)
         place = (np.log(num_classes), 0.6)
         ax.annotate(f" log {num_classes}", place, color=GREY, rotation=90, ha="right")
-    ax.set(xlabel="predictive entropy [nats]", ylabel="fraction of images at or below")
+    ax.set(xlabel="predictive entropy [nats]", ylabel="fraction of inputs at or below")
     ax.set(xlim=(0, None), ylim=(0, 1.02))
     above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
     ax.legend(frameon=False, fontsize="small", **above)
@@ -114,7 +114,11 @@ def stacked_probabilities(probs, *, shown, ax=None):
             columns, probs[:, k], 1.0, bottom, color=color, edgecolor="white", lw=0.4, label=str(k)
         )
         bottom = bottom + probs[:, k]
-    ax.set(xlim=(0.5, len(probs) + 0.5), ylim=(0, 1))
+    ax.set(xlim=(0.5, len(probs) + 0.5), ylim=(0, 1), xlabel="prediction", ylabel="probability")
+    ax.set_xticks(sorted({1, len(probs)}))
+    ax.legend(
+        title="class", frameon=False, reverse=True, loc="center left", bbox_to_anchor=(1, 0.5)
+    )
     return ax
 
 
@@ -154,13 +158,12 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
             panels[name].set_title(title, fontsize="medium")
     middle = panels["plug-in"]
     stacked_probabilities(plug_in[None], shown=shown, ax=middle)
-    middle.set(xticks=[], yticks=[])
+    middle.get_legend().remove()
+    middle.set(xticks=[], yticks=[], ylabel="")
     middle.set_title("plug-in BN", fontsize="medium")
     middle.set_xlabel(f"“{plug_in.argmax()}”, {plug_in.max():.0%}")
     stacked_probabilities(replicas[order], shown=shown, ax=ax)
-    ax.set(yticks=[], xticks=[1, len(replicas)])
+    ax.set(yticks=[], ylabel="")
     ax.set_title(f"{len(replicas)} replicas, one column each", fontsize="medium")
     ax.set_xlabel(f"together: “{mean.argmax()}”, {mean.max():.0%}")
-    place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
-    ax.legend(title="class", frameon=False, reverse=True, **place)
     return ax

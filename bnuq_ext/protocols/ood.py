@@ -93,8 +93,10 @@ class Images(NamedTuple):
 
 def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     """One trained network each: the members of every run's ensemble, and one with dropout."""
-    units = []
-    for dataset, network, epochs in _cases(settings, data_root):
+    units, cases = [], _cases(settings, data_root)
+    for dataset in dict.fromkeys(case[0] for case in cases):
+        read_images(dataset, settings, data_root)  # what is missing is told before the work begins
+    for dataset, network, epochs in cases:
         for run in range(settings.num_runs):
             for member in range(settings.num_members + 1):
                 dropout = member == settings.num_members
