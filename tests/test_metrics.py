@@ -266,6 +266,11 @@ REFUSED = [
         ValueError,
         "fit_temperature: logits must have rows, got [0, 2]",
     ),
+    (
+        lambda: metrics.fit_temperature(PROBS.log() / torch.tensor([0.0, 1.0]), Y),
+        ValueError,
+        "fit_temperature: logits must be finite, got 3 values that are not",
+    ),
 ]
 
 

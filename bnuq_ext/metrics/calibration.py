@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..ops.checks import refuse
 from .arguments import check_choice, check_fittable, take_labels, take_logits, take_samples
 from .regression import gaussian_crps, gaussian_pll
 
@@ -18,16 +17,15 @@ def fit_temperature(logits: Tensor, y: Tensor) -> float:
     bisected (Guo et al. 2017, section 4.2).
 
     Args:
-        logits: (N, K) outputs for validation data, N > 0.
-        y: (N,) integer labels in [0, K).
+        logits: (N, K, *) outputs for validation data, N > 0; finite.
+        y: (N, *) integer labels in [0, K).
 
     Returns:
         the temperature, held in [0.01, 100] (labels that are all right have no finite optimum).
     """
     logits = take_logits("fit_temperature", "logits", logits, "(N, K)")
     y = take_labels("fit_temperature", y, logits)
-    if len(y) == 0:
-        refuse("fit_temperature", "logits", "have rows", list(logits.shape))
+    check_fittable("fit_temperature", "logits", logits)
     target = logits.gather(1, y.unsqueeze(1)).mean()
     low, high = 0.01, 100.0
     for _ in range(60):

@@ -25,7 +25,9 @@ def t_test(values: Tensor | list[float]) -> tuple[float, float]:
     values = torch.as_tensor(values, dtype=torch.float64)
     if values.dim() != 1 or len(values) < 2:
         refuse("t_test", "values", "have shape (R,) with R of at least 2", list(values.shape))
-    t = (values.mean() / (values.std() / len(values) ** 0.5)).item()
+    # Equal values may have a standard deviation of rounding's size.
+    spread = values.std() if (values != values[0]).any() else values.new_zeros(())
+    t = (values.mean() / (spread / len(values) ** 0.5)).item()
     freedom = len(values) - 1
     if not math.isfinite(t):
         return t, math.nan if math.isnan(t) else 0.0
