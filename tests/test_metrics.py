@@ -1,6 +1,8 @@
 """The scores against scikit-learn, scipy and values worked out by hand."""
 
+import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -175,6 +177,15 @@ def test_temperature_matches_scipy():
 def test_temperature_of_perfect_logits_is_the_bound():
     assert metrics.fit_temperature(0.1 * torch.eye(4), torch.arange(4)) == pytest.approx(0.01)
     assert metrics.fit_temperature(torch.eye(4), (torch.arange(4) + 1) % 4) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("name", [n for n in vars(metrics) if callable(getattr(metrics, n))])
+def test_every_score_tells_its_arguments_its_result_and_its_source(name):
+    words = getattr(metrics, name).__doc__
+    assert "Args:" in words and "Returns:" in words
+    for argument in inspect.signature(getattr(metrics, name)).parameters:
+        assert re.search(rf"\b{argument}\b.*:", words.split("Args:")[1]), argument
+    assert name == "evaluate" or re.search(r"\b(19|20)\d\d\b", words)
 
 
 PROBS, Y = torch.full((3, 2), 0.5), torch.tensor([0, 1, 1])

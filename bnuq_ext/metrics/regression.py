@@ -25,6 +25,8 @@ def _take_std(op: str, std: float | Tensor, y: Tensor) -> Tensor:
 def rmse(mean: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
     """Root mean squared error of the predictive mean, sqrt(mean (y - mean)²).
 
+    The score of Teye et al. 2018, appendix, Table 7.
+
     Args:
         mean: (N, *) predictive means.
         y: targets of the shape of `mean`.
@@ -74,6 +76,8 @@ def gaussian_nll(
     mean: Tensor, std: float | Tensor, y: Tensor, *, reduction: str = "mean"
 ) -> Tensor:
     """Negative log-likelihood of one Gaussian, ((y - mean) / std)² / 2 + log std + log(2 pi) / 2.
+
+    The score of Lakshminarayanan et al. 2017, equation 1.
 
     Args:
         mean: (N, *) predictive means.
