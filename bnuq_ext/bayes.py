@@ -120,7 +120,8 @@ class BayesLinear(Replicated, nn.Module):
         if not trial:
             return *self.posterior(), self.bias_mu, self.bias_rho
         size = self.weight_mu.square().mean().sqrt()
-        least = torch.where(size > 0, size, 1.0).expm1().log()  # whose softplus is the size
+        size = torch.where(size > 0, size, 1.0)
+        least = size + (-(-size).expm1()).log()  # whose softplus is the size
         bias_rho = None if self.bias_rho is None else self.bias_rho.clamp(min=least)
         return *self._kept(self.weight_rho.clamp(min=least)), self.bias_mu, bias_rho
 

@@ -35,12 +35,13 @@ def replicas(
 
     The replicas are those of `predict` with the same seed. Training flags are the user's and gradients
     flow. The model must be one that `predict` can fold, which is found out in eval at the first call with a
-    shape; dropout in train() draws for each of the T*N rows. The state is this thread's (or task's): other
+    shape; dropout in train() draws for each of the T*N rows. What a backward computes again
+    (`torch.utils.checkpoint`) is the same as in the forward. The state is this thread's (or task's): other
     threads may use the model with other replicas, or none, at the same time.
 
     Args:
-        model: converted by `convert`, with a bank; not one made by torch.compile. Call it itself, not
-            its parts.
+        model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not one made by
+            torch.compile. Call it itself, not its parts.
         num_samples: T, at least 1.
         seed, sampler, first_replica, batch_size: see `predict`; any sampler but "batch".
 

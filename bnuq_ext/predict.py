@@ -53,15 +53,16 @@ def predict(
     keep_samples: bool = False,
     progress: bool = False,
 ) -> Prediction:
-    """The predictive distribution of T replicas of a model, each with drawn batch-norm statistics.
+    """The predictive distribution of T replicas of a model, each with drawn batch-norm statistics or weights.
 
-    A replica is the model in eval with the statistics of one draw in its stochastic layers, the same for
-    all rows. Draws are a function of (seed, replica) alone: bit-identical for any chunk, strategy and
+    A replica is the model in eval with the statistics of one draw in its stochastic layers, and one sample of
+    the weights in its `BayesLinear` layers, the same for all rows. Draws are a function of (seed, replica) alone: bit-identical for any chunk, strategy and
     device; outputs agree to rounding. Memory beyond the result does not grow with T. Training flags are
     restored, gradients are off.
 
     Args:
-        model: converted by `convert`, with a bank from `collect` or `attach`.
+        model: converted by `convert`, with a bank from `collect` or `attach`; or with `BayesLinear` layers,
+            which need none; or both.
         x: a tensor, a tuple of arguments or a dict of keyword arguments, on the model's device; or a
             loader, any other iterable of batches: an input, or a tuple (input, targets), or a dict with
             one under "input" or "x" and "target" or "y". A loader's batches are moved to the model's device

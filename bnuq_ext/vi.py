@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 from typing import NamedTuple
 
@@ -65,7 +66,8 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
     """Divergence of the weights' posterior from their prior: the sum over all weights, in nats.
 
     Closed for a `GaussianPrior`. For a `ScaleMixturePrior` a Monte Carlo mean; inside `replicas` over the very
-    weights of its forwards.
+    weights of its forwards (the estimator "local" draws none there, and has some of its own here). Weights that
+    are pruned count nothing.
 
     Args:
         model: holds `BayesLinear` layers.
@@ -131,7 +133,8 @@ def elbo_loss(
         mean: nll and loss divided by the number of rows; kl is the whole divergence either way
 
     The samples go through the model together where it has proved to give the same as one after another; batch
-    norm in train() takes them one after another. Backward draws the same weights again.
+    norm in train() takes them one after another. Backward draws the same weights again, and so does what it
+    computes again (`torch.utils.checkpoint`).
 
     Args:
         model: holds `BayesLinear` layers; in train() or eval() as you set it.
@@ -153,6 +156,8 @@ def elbo_loss(
     """
     op = "elbo_loss"
     layers = require_bayes_layers(op, model)
+    if not isinstance(x, (Tensor, tuple, Mapping)):
+        refuse(op, "x", "be a tensor, a tuple or a dict", type(x).__name__, TypeError)
     rows = num_rows(op, x)
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     weight = _batch_weight(rows, batch_weight, dataset_size)

@@ -54,6 +54,7 @@ def test_refused(call, message):
             r"noise_std must be a number, got tensor\(\[1., 1., 1.\]\)",
         ),
         (dict(y=[0, 1]), "y must be a tensor, got list"),
+        (dict(x=[torch.zeros(4, 5)]), "x must be a tensor, a tuple or a dict, got list"),
         (dict(y=torch.zeros(4)), "y must hold integer labels, got torch.float32"),
     ],
 )
@@ -152,3 +153,12 @@ def test_elbo_of_a_converted_network_does_not_warn():
     with pytest.warns(UserWarning, match="1 batch-norm calls of the forward belong to no"):
         bnuq.collect(model, [torch.randn(8, 5) for _ in range(3)], progress=False)
         bnuq.predict(model, x, likelihood="categorical", num_samples=2)
+
+
+def test_elbo_of_an_output_that_is_no_tensor():
+    model = network()
+    model.forward = lambda x: {"logits": model[0](x)}
+    with pytest.raises(
+        TypeError, match="elbo_loss: the model's output must be a tensor, got dict$"
+    ):
+        bnuq.elbo_loss(model, torch.randn(4, 5), torch.zeros(4, dtype=torch.long), batch_weight=1.0)

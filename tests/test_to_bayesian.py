@@ -90,16 +90,18 @@ def test_a_posterior_that_hardly_spreads_folds_too(rho, estimator):
         nn.LayerNorm(6),
         bnuq.BayesLinear(6, 3, rho_init=rho, bias=False, estimator=estimator),
     )
+    with torch.no_grad():
+        model[2].weight_mu.mul_(1000)
     bnuq.prune(model, 0.3)
     with bnuq.replicas(model, 3, seed=1):
         together = model(x()).view(3, 4, 3)
     mean = model.eval()(x())
-    torch.testing.assert_close(together, mean.expand(3, 4, 3), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(together, mean.expand(3, 4, 3), rtol=1e-3, atol=0.1)
     one_by_one = []
     for t in range(3):
         with bnuq.replicas(model, 1, seed=1, first_replica=t):
             one_by_one.append(model(x()))
-    torch.testing.assert_close(together, torch.stack(one_by_one), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(together, torch.stack(one_by_one), rtol=1e-5, atol=1e-3)
 
 
 class Centred(nn.Module):
