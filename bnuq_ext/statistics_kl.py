@@ -137,7 +137,7 @@ def implied_prior(l2: float, dataset_size: int, tau: float = 1.0) -> StatisticsG
             refuse(op, name, "be positive and finite", value)
     dataset_size = check_integer(op, "dataset_size", dataset_size, 1)
     entries = 0.0, inf, 0.0, 1 / (2 * dataset_size * tau * l2)
-    return StatisticsGaussian(*(torch.tensor(e, dtype=torch.float64) for e in entries))
+    return StatisticsGaussian(*(torch.as_tensor(e, dtype=torch.float64) for e in entries))
 
 
 def analytic_statistics(

@@ -206,7 +206,7 @@ def test_rejects():
         plots.error_over_epochs({"a": []})
     assert str(caught.value) == "error_over_epochs: a must have shape (N,) with N > 0, got [0]"
     with pytest.raises(ValueError, match="^weight_histograms: a must have shape"):
-        plots.weight_histograms({"a": [[1.0]]})
+        plots.weight_histograms({"a": [[1.0, 2.0]]})
     with pytest.raises(ValueError) as caught:
         plots.weight_histograms({})
     assert str(caught.value) == "weight_histograms: weights must have an entry, got 0"

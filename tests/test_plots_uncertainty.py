@@ -63,6 +63,12 @@ def test_uncertainty_error_of_few_and_of_many_points():
     assert len(many.lines) == 2 and texts(many.get_legend())[-1] == "their running mean over 900"
 
 
+def test_columns_of_one_output_are_drawn():
+    column = torch.from_numpy(MEAN)[:, None], torch.from_numpy(STD)[:, None], Y[:, None]
+    dots, flat = plots.uncertainty_error(*column), plots.uncertainty_error(MEAN, STD, Y)
+    np.testing.assert_array_equal(dots.lines[0].get_ydata(), flat.lines[0].get_ydata())
+
+
 def test_regression_band():
     x = RNG.permutation(50) / 10
     ax = plots.regression_band(
@@ -269,8 +275,8 @@ REFUSED = [
         "regression_band: x must have 50 values like mean, got 2",
     ),
     (
-        lambda: plots.regression_band([0.0], [0.0], [[1.0]]),
-        "regression_band: std must have shape (N,) with N > 0, got [1, 1]",
+        lambda: plots.regression_band([0.0], [0.0], [[1.0, 2.0]]),
+        "regression_band: std must have shape (N,) with N > 0, got [1, 2]",
     ),
     (
         lambda: plots.statistic_marginals([], {}),

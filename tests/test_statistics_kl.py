@@ -79,7 +79,7 @@ def test_no_variance_is_infinitely_far_and_float32_stays():
         == math.inf
     )
     value = bnuq.statistics_kl(
-        StatisticsGaussian(zero, one, one, one), bnuq.implied_prior(1e-4, 10)
+        StatisticsGaussian(zero, one, one, one), bnuq.implied_prior(torch.tensor(1e-4), 10)
     )
     assert value.dtype == torch.float32
     assert math.isclose(value, -1 + 2 * 0.5 * (math.log(500) + 2 / 500 - 1), rel_tol=1e-6)

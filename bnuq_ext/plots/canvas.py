@@ -64,7 +64,9 @@ def take_array(values, dtype=None):
 
 
 def take_values(op: str, name: str, values):
+    """Numbers (N,), or (N, 1) as of a network with one output."""
     values = take_array(values, float)
+    values = values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
     if values.ndim != 1 or len(values) == 0:
         refuse(op, name, "have shape (N,) with N > 0", list(values.shape))
     return values
