@@ -79,3 +79,16 @@ def test_claims_by_hand():
     about_size, about_count = sensitivity.claims("crps", sizes, counts, TINY)
     assert about_size.endswith("on 1 of 2 data sets (a).")
     assert about_count.endswith("on 1 of 2 data sets (a).")
+
+
+def test_the_figure_is_logarithmic_only_where_scores_are_large(monkeypatch, tmp_path):
+    drawn, new_figure = [], sensitivity.new_figure
+    monkeypatch.setattr(
+        sensitivity, "new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1]
+    )
+    sizes = {"crps": {"a": {8: [3.0, 1.0]}}, "pll": {"a": {8: [-400.0, -200.0], 16: [3.0]}}}
+    sensitivity.draw(sizes, TINY, tmp_path)
+    small, large = drawn[0].axes
+    assert (small.get_yscale(), large.get_yscale()) == ("linear", "symlog")
+    assert small.get_ylabel() == "normalised CRPS [%]"
+    assert large.get_ylabel() == "normalised PLL [%], logarithmic beyond ±10"

@@ -156,10 +156,12 @@ def draw(sizes: dict, settings: Settings, folder: Path) -> str:
             ax.errorbar(batch_sizes, means, errors, label=name, linewidth=1.2, **style)
         ax.axhline(0, color=GREY, linewidth=0.8)
         ax.set_xscale("log", base=2)
-        ax.set_yscale("symlog", linthresh=10)
         ax.set_xticks(settings.batch_sizes, map(str, settings.batch_sizes))
-        ax.yaxis.set_major_formatter("{x:g}")
-        label = f"normalised {score.upper()} [%], logarithmic beyond ±10"
+        label = f"normalised {score.upper()} [%]"
+        if max(map(abs, ax.dataLim.intervaly)) > 10:
+            ax.set_yscale("symlog", linthresh=10)
+            ax.yaxis.set_major_formatter("{x:g}")
+            label += ", logarithmic beyond ±10"
         ax.set(xlabel="batch size M", ylabel=label)
     axes[-1].legend(frameon=False, fontsize="small", ncols=2)
     file = "batch-size.png"
