@@ -46,6 +46,13 @@ def test_report(tmp_path, jobs):
         assert entry["result"]["threads"] == 1 and entry["seconds"] >= 0
 
 
+def test_figures_of_any_name_are_linked():
+    about = {"title": "T", "seconds": 1.0, "settings": {}}
+    about["machine"] = dict.fromkeys(("processor", "torch", "bnuq_ext"), "-")
+    text = runner.markdown(about, results.Report([], ["my data (1).png"], []))
+    assert text.endswith("![my data (1).png](my%20data%20%281%29.png)\n")
+
+
 @pytest.mark.parametrize("jobs", (1, 2))
 def test_goes_on_after_a_failure(tmp_path, jobs):
     settings, root = squares.Settings(fail_at=4), tmp_path / "data"

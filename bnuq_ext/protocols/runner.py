@@ -12,6 +12,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import quote
 
 import torch
 from tqdm import tqdm
@@ -159,5 +160,5 @@ def markdown(about: dict, report: Report) -> str:
     ]
     if report.remarks:
         parts.append("## Remarks\n\n" + "\n".join(f"- {remark}" for remark in report.remarks))
-    parts += [f"![{name}]({name})" for name in report.figures]
+    parts += [f"![{name}]({quote(name)})" for name in report.figures]
     return "\n\n".join(parts) + "\n"
