@@ -75,6 +75,11 @@ def test_stacked_probabilities():
     assert ax.get_xticks().tolist() == [1, 2]
 
 
+def test_ten_classes_have_ten_colours():
+    ax = plots.stacked_probabilities(np.full((2, 10), 0.1), shown=range(10))
+    assert len({bars[0].get_facecolor() for bars in ax.containers}) == 10
+
+
 def test_verdict():
     replicas = np.array([[0.1, 0.9, 0.0], [0.8, 0.19, 0.01], [0.4, 0.59, 0.01]])
     right = plots.verdict(np.eye(8), [0.01, 0.98, 0.01], replicas, clean=np.ones((8, 8)), truth=0)
@@ -82,7 +87,7 @@ def test_verdict():
     plug_in = axes["plug-in"]
     assert axes["clean"].get_title() == "a 0" and axes["image"].get_title() == "a noisy 0"
     np.testing.assert_array_equal(axes["image"].images[0].get_array(), np.eye(8))
-    assert plug_in.get_xlabel() == "“1”, 98%"
+    assert plug_in.get_xlabel() == "“1”, 98%" and plug_in.get_ylabel() == "probability"
     assert right.get_xlabel() == "together: “1”, 56%"
     # The surest of the most frequent verdict first; class 2 is too rare to be drawn.
     assert texts(right.get_legend()) == ["0", "1"] and plug_in.get_legend() is None

@@ -5,7 +5,7 @@ from itertools import cycle
 import numpy as np
 
 from ..ops.checks import check_integer, refuse
-from .canvas import BLUE, COLORS, GREY, ORANGE, share_axes, take_array, take_axes, take_values
+from .canvas import BLUE, CLASS_COLORS, GREY, ORANGE, share_axes, take_array, take_axes, take_values
 
 
 def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
@@ -97,7 +97,7 @@ def stacked_probabilities(probs, *, shown, ax=None):
 
     Args:
         probs: (T, K) probabilities.
-        shown: the classes to draw, from the bottom up, in the order of `COLORS`.
+        shown: the classes to draw, from the bottom up, in the order of `CLASS_COLORS`.
         ax: where to draw.
 
     Returns:
@@ -108,7 +108,7 @@ def stacked_probabilities(probs, *, shown, ax=None):
     if probs.ndim != 2:
         refuse("stacked_probabilities", "probs", "have shape (T, K)", list(probs.shape))
     bottom = np.zeros(len(probs))
-    for k, color in zip(shown, cycle(COLORS), strict=False):
+    for k, color in zip(shown, cycle(CLASS_COLORS), strict=False):
         columns = np.arange(1, len(probs) + 1)
         ax.bar(
             columns, probs[:, k], 1.0, bottom, color=color, edgecolor="white", lw=0.4, label=str(k)
@@ -159,7 +159,7 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
     middle = panels["plug-in"]
     stacked_probabilities(plug_in[None], shown=shown, ax=middle)
     middle.get_legend().remove()
-    middle.set(xticks=[], yticks=[], ylabel="")
+    middle.set_xticks([])
     middle.set_title("plug-in BN", fontsize="medium")
     middle.set_xlabel(f"“{plug_in.argmax()}”, {plug_in.max():.0%}")
     stacked_probabilities(replicas[order], shown=shown, ax=ax)

@@ -3,10 +3,8 @@
 import numpy as np
 
 from ..ops.checks import refuse
-from .canvas import COLORS, GREY, take_array, take_axes
+from .canvas import CLASS_COLORS, GREY, take_array, take_axes
 
-# Twelve that stay apart side by side; more classes start over.
-CLASS_COLORS = [*COLORS, "#882255", "#332288", "#999933", "#44aa99"]
 GAP = 0.05  # between two maps, in widths of one
 
 
