@@ -203,7 +203,10 @@ class Replay(Pass):
             requirement = "be called once in a forward that is computed again"
             refuse(done.op, f"layer {name!r}", requirement, f"{done.calls[name]} calls")
         shared = done.draw.num_samples > 1 and x.shape[0] == done.rows[name]
-        return layer.replicate(x, done.draw, name, self.stream_of(name), shared)
+        y = layer.replicate(x, done.draw, name, self.stream_of(name), shared)
+        if y.requires_grad:
+            y.register_hook(self.enter)  # a reentrant checkpoint runs a backward of its own
+        return y
 
 
 def _split(key: str) -> tuple[str, int]:

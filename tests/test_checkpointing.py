@@ -119,3 +119,28 @@ def test_a_layer_called_twice():
             ValueError, match="replicas: layer 'layer' must be called once .* got 2"
         ):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside_checkpoints(reentrant, num_samples):
+    """A reentrant one runs a backward of its own inside the backward."""
+
+    class Nested(Block):
+        def forward(self, x):
+            if not (self.again and torch.is_grad_enabled()):
+                return self.last(self.inner(self.first(x)))
+            options = dict(use_reentrant=self.reentrant)
+
+            def outer(h):
+                return self.inner[2:](checkpoint(self.inner[:2], h, **options))
+
+            return self.last(checkpoint(outer, self.first(x), **options))
+
+    found = []
+    for again in (False, True):
+        model = Nested(again, reentrant, nn.Tanh())
+        elbo(model, num_samples).backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)

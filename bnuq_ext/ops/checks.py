@@ -2,6 +2,7 @@
 
 import math
 import operator
+from contextlib import nullcontext
 from numbers import Real
 
 import torch
@@ -79,6 +80,11 @@ def check_stream(op: str, stream: int) -> None:
         refuse(op, "stream", "be an integer", repr(stream), TypeError)
     if not 0 <= stream < 2**32:
         refuse(op, "stream", "lie in [0, 2^32)", stream)
+
+
+def past_autograd():
+    """Around `<op>_backward` in a backward: no detour by its rule, which is Python, where no graph is made."""
+    return nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd()
 
 
 def refuse_second_derivatives(op: str) -> None:

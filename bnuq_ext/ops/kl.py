@@ -9,6 +9,7 @@ from .checks import (
     check_floating,
     check_seed,
     check_shape,
+    past_autograd,
     refuse,
     refuse_second_derivatives,
 )
@@ -59,8 +60,9 @@ class _GaussianSum(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         tensors, grads = ctx.saved_tensors, []
-        for mu, rho, std in zip(tensors[::2], tensors[1::2], ctx.stds, strict=True):
-            grads += torch.ops.bnuq.gaussian_kl_backward(grad.to(mu), mu, rho, std)
+        with past_autograd():
+            for mu, rho, std in zip(tensors[::2], tensors[1::2], ctx.stds, strict=True):
+                grads += torch.ops.bnuq.gaussian_kl_backward(grad.to(mu), mu, rho, std)
         return None, *grads
 
 
@@ -152,7 +154,8 @@ def _setup_gaussian(ctx, inputs, output):
 
 
 def _backward_gaussian(ctx, grad):
-    grads = torch.ops.bnuq.gaussian_kl_backward(grad, *ctx.saved_tensors, ctx.prior_std)
+    with past_autograd():
+        grads = torch.ops.bnuq.gaussian_kl_backward(grad, *ctx.saved_tensors, ctx.prior_std)
     return *grads, None
 
 
@@ -162,7 +165,8 @@ def _setup_mixture(ctx, inputs, output):
 
 
 def _backward_mixture(ctx, grad):
-    grads = torch.ops.bnuq.mixture_kl_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    with past_autograd():
+        grads = torch.ops.bnuq.mixture_kl_backward(grad, *ctx.saved_tensors, *ctx.rest)
     return *grads, None, None, None, None, None, None
 
 

@@ -11,6 +11,7 @@ from .checks import (
     check_floating,
     check_seed,
     check_shape,
+    past_autograd,
     refuse,
     refuse_second_derivatives,
 )
@@ -117,19 +118,11 @@ def _backward(ctx, grad_y):
     x, mu, rho, bias_rho, seed = ctx.saved_tensors
     need_x, need_mu, need_rho, need_bias_mu, need_bias_rho, *_ = ctx.needs_input_grad
     need_weight, need_bias = need_mu or need_rho, need_bias_mu or need_bias_rho
-    grads = torch.ops.bnuq.bayes_linear_backward(
-        grad_y,
-        x,
-        mu,
-        rho,
-        bias_rho,
-        seed,
-        ctx.stream,
-        ctx.num_samples,
-        need_x,
-        need_weight,
-        need_bias,
-    )
+    needed = need_x, need_weight, need_bias
+    with past_autograd():
+        grads = torch.ops.bnuq.bayes_linear_backward(
+            grad_y, x, mu, rho, bias_rho, seed, ctx.stream, ctx.num_samples, *needed
+        )
     grads = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
     return *grads, None, None, None
 
