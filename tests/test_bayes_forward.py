@@ -146,3 +146,24 @@ def test_second_derivatives_are_refused(second):
     (grad,) = torch.autograd.grad(value.square().sum(), mu, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives are not available"):
         grad.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside its compiler
+@pytest.mark.parametrize("prior", [bnuq.GaussianPrior(0.5), bnuq.ScaleMixturePrior(0.5, 1.0, 0.1)])
+def test_a_training_step_compiles_whole(prior):
+    """A sample of the weights and their divergence, with the gradients that eager has."""
+    torch.manual_seed(0)
+    options = OPTIONS | dict(prior=prior)
+    model = nn.Sequential(bnuq.BayesLinear(5, 6, **options), nn.ReLU(), bnuq.BayesLinear(6, 2, **options))  # fmt: skip
+
+    def loss(inputs):
+        return model(inputs).square().mean() + 0.1 * bnuq.kl_divergence(model, 2, seed=3)
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found = []
+    for step in (loss, compiled):
+        torch.manual_seed(4)
+        value = step(x(7, 5))
+        found.append((value, *torch.autograd.grad(value, list(model.parameters()))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)

@@ -84,7 +84,9 @@ def check_stream(op: str, stream: int) -> None:
 
 def past_autograd():
     """Around `<op>_backward` in a backward: no detour by its rule, which is Python, where no graph is made."""
-    return nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd()
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return nullcontext()
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def refuse_second_derivatives(op: str) -> None:
