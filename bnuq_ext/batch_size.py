@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .bank import Bank, attach, stochastic_layers
-from .batches import fetcher, find_source
+from .batches import as_dataset, fetcher, find_source
 from .collect import gather
 from .inputs import model_device, move
 from .metrics import mutual_information
@@ -101,8 +101,8 @@ def fit_batch_size(
 
     Args:
         model: converted by `convert`; with a bank or without.
-        data: training data, a map-style data set of (input, target) or of dicts with "input" or "x" and
-            "target" or "y", such as a TensorDataset(x, y).
+        data: training data, (x, y) or a map-style data set of (input, target) or of dicts with "input" or
+            "x" and "target" or "y"; a DataLoader stands for its data set.
         candidates: batch sizes, each once, from 2 to N.
         likelihood: "categorical": outputs are logits (N, K, *), targets (N, *). "gaussian": means, targets
             of their shape, (N,) for (N, 1) too.
@@ -128,6 +128,8 @@ def fit_batch_size(
         it; objective and divergence from Teye et al. (2018), equation 1 and appendix 1.2.
     """
     layers = stochastic_layers(OP, model)
+    data = as_dataset(OP, "data", data)
+    validation = as_dataset(OP, "validation", validation)
     sizes = _checked_sizes(data, candidates)
     num_samples = check_integer(OP, "num_samples", num_samples, 2)
     rows_at_a_time = check_integer(OP, "rows_at_a_time", rows_at_a_time, 1)

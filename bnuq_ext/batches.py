@@ -45,6 +45,17 @@ class Source:
             number += 1
 
 
+def as_dataset(op: str, name: str, data):
+    """A tuple of tensors as a TensorDataset, a loader's data set, anything else as it is."""
+    if isinstance(data, torch_data.DataLoader):
+        return data.dataset
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
+        if len({part.shape[:1] for part in data}) > 1:
+            refuse(op, name, "have as many rows in each tensor", [list(p.shape) for p in data])
+        return torch_data.TensorDataset(*data)
+    return data
+
+
 def find_source(op: str, data, batch_size: int | None) -> Source:
     """The source that a user's `data` and `batch_size` mean.
 

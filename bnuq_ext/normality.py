@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .bank import Bank, stochastic_layers
-from .batches import fetcher, find_source
+from .batches import as_dataset, fetcher, find_source
 from .collect import gather
 from .inputs import call, model_device, move
 from .ops.checks import acc_dtype, check_floating, check_integer, refuse
@@ -119,7 +119,7 @@ def statistics_normality(
 
     Args:
         model: converted by `convert`; with a bank or without.
-        data: a map-style data set of inputs, see `collect`.
+        data: a map-style data set of inputs, see `collect`, or (x, y); a DataLoader stands for its data set.
         batch_size: M, from 2 to N - 1.
         num_batches: B; at least 8. An observed variance has a relative standard error of sqrt(2 / (B - 1)).
         seed: of the draws; None draws it from torch's generator.
@@ -136,6 +136,7 @@ def statistics_normality(
     """
     layers = stochastic_layers(OP, model)
     batch_size = check_integer(OP, "batch_size", batch_size, 2)
+    data = as_dataset(OP, "data", data)
     source = find_source(OP, data, batch_size)
     N = len(data)
     if batch_size == N:

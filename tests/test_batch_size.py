@@ -8,7 +8,7 @@ import torch
 from scipy.stats import entropy
 from torch import nn
 from torch.distributions import Categorical, Normal, kl_divergence
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import bnuq_ext as bnuq
 from bnuq_ext import StatisticsGaussian
@@ -99,6 +99,13 @@ def test_divergence_is_that_of_the_snapshots():
             expected += kl_divergence(q, Normal(m, v**0.5)).sum()
     torch.testing.assert_close(found.kl, expected[None], rtol=1e-6, atol=0)
     torch.testing.assert_close(found.elbo, found.log_likelihood - found.kl)
+
+
+def test_tensors_and_loaders_stand_for_data_sets():
+    data, wanted = dataset(), fit(candidates=[5], validation=dataset(seed=1))
+    for given in (data.tensors, DataLoader(data, batch_size=7)):
+        found = fit(candidates=[5], data=given, validation=dataset(seed=1).tensors)
+        assert torch.equal(found.elbo, wanted.elbo) and torch.equal(found.nll, wanted.nll)
 
 
 def test_without_a_prior_the_smallest_batch_is_it():
@@ -269,6 +276,9 @@ CASES = {
     ),
     "no noise": ({"likelihood": "gaussian"}, ValueError, "noise_var must be a positive number .* got None"),
     "prior": ({"prior": 1.0}, TypeError, "prior must be a StatisticsGaussian"),
+    "lengths": (
+        {"data": (torch.rand(3, 4), torch.rand(2))}, ValueError, r"data must have as many rows in each tensor, got \[\[3, 4\], \[2\]\]"
+    ),
     "no prior": (
         {"prior": None, "candidates": [N]}, ValueError, "prior must be given without a batch size below N = 60"
     ),
