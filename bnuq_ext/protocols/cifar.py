@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import collect, convert, data, metrics, plots, plug_in, predict
-from ..ops.checks import refuse
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, agrees, mean_and_error, read_table, shown
+from .results import Report, Table, Unit, agrees, mean_and_error, read_table, required_folder, shown
 
 TITLE = "CIFAR-10: log-likelihood against the number of replicas (Teye et al. 2018, Table 2)"
 REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -54,11 +53,7 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
 
 
 def _folder(data_root: str | None) -> Path:
-    folder = Path(data_root or "") / "cifar10"
-    if data_root is None or not folder.is_dir():
-        requirement = f"hold the folder cifar10 (its files are to be had from {data.CIFAR})"
-        refuse("cifar", "data_root", requirement, data_root)
-    return folder
+    return required_folder("cifar", data_root, "cifar10", data.CIFAR)
 
 
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:

@@ -4,7 +4,10 @@ import csv
 import io
 import math
 from importlib.resources import files
+from pathlib import Path
 from typing import NamedTuple
+
+from ..ops.checks import refuse
 
 
 class Unit(NamedTuple):
@@ -56,6 +59,15 @@ class Report(NamedTuple):
     tables: list[Table]
     figures: list[str]
     remarks: list[str]
+
+
+def required_folder(op: str, data_root: str | None, name: str, source: str) -> Path:
+    """The folder of a data set; `source` tells in the message where it is to be had."""
+    folder = Path(data_root or "") / name
+    if data_root is None or not folder.is_dir():
+        requirement = f"hold the folder {name} (to be had from {source})"
+        refuse(op, "data_root", requirement, data_root)
+    return folder
 
 
 def _cell(value) -> str:

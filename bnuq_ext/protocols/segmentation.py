@@ -11,9 +11,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from .. import Prediction, collect, convert, data, metrics, plots, plug_in, predict
-from ..ops.checks import refuse
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, mean_and_error, shown
+from .results import Report, Table, Unit, mean_and_error, required_folder, shown
 
 TITLE = "Segmentation of CamVid with partial MCBN (Teye et al. 2018, section 4.4 and figure 2)"
 CLASSES = "sky building pole road pavement tree sign fence car pedestrian bicyclist".split()
@@ -70,11 +69,7 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
 
 
 def _folder(data_root: str | None) -> Path:
-    folder = Path(data_root or "") / "camvid"
-    if data_root is None or not folder.is_dir():
-        requirement = f"hold the folder camvid (its frames are to be had from {data.CAMVID})"
-        refuse("segmentation", "data_root", requirement, data_root)
-    return folder
+    return required_folder("segmentation", data_root, "camvid", data.CAMVID)
 
 
 def load(settings: Settings, data_root: str | None) -> data.Split:
