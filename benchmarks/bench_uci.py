@@ -10,7 +10,7 @@ from torch import nn
 from bnuq_ext import collect, convert, predict
 from bnuq_ext.protocols.stacked import Network, Stack, Training, plain_network
 from bnuq_ext.protocols.uci import QUICK
-from bnuq_ext.protocols.uci_search import METHODS, stacks
+from bnuq_ext.protocols.uci_search import METHODS, ROWS, stacks
 
 from .timing import FULL, compare, record
 
@@ -124,7 +124,7 @@ def test_predictions(benchmark, name):
     x = torch.randn(rows, features)
     options = {"likelihood": "gaussian", "num_samples": 500, "seed": 0, "keep_samples": True}
     cases = {
-        "ours": lambda: predict(model, x, **options),
+        "ours": lambda: predict(model, [*x.split(ROWS)], **options),
         "one after another": lambda: predict(model, x, strategy="loop", **options),
     }
     folded, looped = (case().samples for case in cases.values())

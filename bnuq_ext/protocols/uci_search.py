@@ -15,6 +15,7 @@ from ..ops.checks import refuse
 from .stacked import Network, Stack, Training, networks_at_once
 
 METHODS = ("MCBN", "MCDO")
+ROWS = 2048  # predicted together, so that a layer of a few replicas stays in the cache
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def replicas(
         draw = lambda: rng.choice(len(data.y), choice.batch_size, replace=False, shuffle=False)  # noqa: E731
         batches = [data.x[torch.from_numpy(draw())] for _ in range(num_samples)]
         collect(model, batches, num_samples, progress=False)
-        pred = predict(model, data.test_x, keep_samples=True, **options)
+        pred = predict(model, [*data.test_x.split(ROWS)], keep_samples=True, **options)
     return pred.samples.squeeze(2).double() * data.spread + data.center
 
 
