@@ -106,7 +106,10 @@ def add_bbb(commands) -> None:
         help="train by Bayes by Backprop as in the report, print the tables, draw the figures",
     )
     add = command.add_argument
-    add("--data-root", help="folder of MNIST's idx files; without it scikit-learn's digits")
+    add(
+        "--data-root",
+        help="folder of MNIST's idx files, or with mnist in it; without it scikit-learn's digits",
+    )
     add("--hidden", type=int, default=400, help="units of each hidden layer (400)")
     add("--epochs", type=int, default=600, help="in all; more of them continue a run (600)")
     known = "gaussian, mixture, mixture-quarter, mixture-narrow (the first two)"

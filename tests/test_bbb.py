@@ -251,14 +251,17 @@ def test_scalings():
         torch.testing.assert_close(scale(pixels / 255), expected[name])
 
 
-def test_mnist_files_are_read(tmp_path):
+@pytest.mark.parametrize("inside", [".", "mnist"])
+def test_mnist_files_are_read(tmp_path, inside):
     generator = np.random.default_rng(0)
+    folder = tmp_path / inside
+    folder.mkdir(exist_ok=True)
     for part, rows in (("train", 10_120), ("t10k", 30)):
         images = generator.integers(0, 256, (rows, 2, 3), dtype=np.uint8)
         header = struct.pack(">I3I", 0x0803, rows, 2, 3)
-        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
         labels = struct.pack(">II", 0x0801, rows) + bytes(rows)
-        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(labels)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(labels)
     settings = replace(TINY, epochs=1)
     split, states = bbb.run(
         tmp_path / "out", ["gaussian"], settings, data_root=tmp_path, progress=False

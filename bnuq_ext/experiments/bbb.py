@@ -109,8 +109,12 @@ class State:
 
 
 def load_data(root, scaling: str) -> data.Split:
-    """MNIST from the folder `root`, or without one scikit-learn's digits, split 1,200, 297, 300."""
-    split = data.digits(num_train=1200, num_validation=297) if root is None else data.mnist(root)
+    """MNIST from the folder `root` or its `mnist`, or without one scikit-learn's digits, split 1,200, 297, 300."""
+    if root is None:
+        split = data.digits(num_train=1200, num_validation=297)
+    else:
+        folder = Path(root) / "mnist"
+        split = data.mnist(folder if folder.is_dir() else root)
     scale = SCALINGS[scaling]
     return data.Split(*(data.Part(scale(x), y) for x, y in split))
 
