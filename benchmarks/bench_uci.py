@@ -1,13 +1,12 @@
 """Training the grid of `bnuq reproduce uci --quick`, and T = 500 predictions over the test sets."""
 
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from bnuq_ext import collect, convert, predict
+from bnuq_ext.protocols.runner import one_thread
 from bnuq_ext.protocols.stacked import Network, Stack, Training, plain_network
 from bnuq_ext.protocols.uci import QUICK
 from bnuq_ext.protocols.uci_search import METHODS, ROWS, stacks
@@ -17,17 +16,6 @@ from .timing import FULL, compare, record
 # name: rows of a fold's training part, rows of a test part, features
 SETS = {"boston": (324, 101, 13), "power": (6124, 1914, 4), "protein": (29268, 9146, 9)}
 MOST_ROWS = 1024  # an epoch of more takes longer in proportion
-
-
-@contextmanager
-def one_thread():
-    """As a process of the runner has it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def data_of(name: str):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .bayes import bayes_layers
 from .chunks import check_chunk
 from .dropout import Dropping
-from .folding import Forward
+from .folding import Forward, check_output_fn
 from .known import know
 from .nn import check_model as check_module
 from .ops import new_seed, snapshot_indices
@@ -22,7 +22,7 @@ from .prediction import Prediction, check_likelihood, check_noise_shape, entropi
 from .replicas import Pass, running
 from .restore import evaluating
 from .samplers import BankSampler, check_key, check_sampler, draw_key
-from .stream import STRATEGIES, Replicas, Stream
+from .stream import Replicas, Stream, check_strategy
 
 _SEEDS = 2**31 - 1
 
@@ -140,8 +140,7 @@ def ensemble(
     if num_samples is None:
         num_samples = 1 if sampler is None else 32
     first_replica, num_samples = task.replicas(first_replica, num_samples, seed)
-    if strategy not in STRATEGIES:
-        refuse(op, "strategy", f"be one of {', '.join(STRATEGIES)}", repr(strategy))
+    check_strategy(op, strategy)
     check_chunk(op, chunk)
     key = draw_key(seed, device_of(list(models[0].modules())))
     streams = []
@@ -240,9 +239,7 @@ class _Task:
 
     def __post_init__(self):
         check_likelihood(self.op, self.likelihood, self.noise_var)
-        if self.output_fn is not None and not callable(self.output_fn):
-            got = type(self.output_fn).__name__
-            refuse(self.op, "output_fn", "be callable", got, TypeError)
+        check_output_fn(self.op, self.output_fn)
 
     @property
     def single(self) -> bool:

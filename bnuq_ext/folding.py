@@ -43,6 +43,12 @@ WAYS = ("folded", "expanded", "loop")
 _MOST = 256  # plans of one model; after so many input shapes it starts over
 
 
+def check_output_fn(op: str, output_fn) -> None:
+    """Checks that `output_fn` is None or can be called."""
+    if output_fn is not None and not callable(output_fn):
+        refuse(op, "output_fn", "be callable", type(output_fn).__name__, TypeError)
+
+
 class Forward(NamedTuple):
     """How to run a model: what is the same for every chunk of a prediction."""
 

@@ -13,7 +13,7 @@ from .batches import find_source
 from .bayes import bayes_layers
 from .chunks import check_chunk
 from .collect import gather
-from .folding import Forward
+from .folding import Forward, check_output_fn
 from .inputs import num_rows, tensors
 from .known import know
 from .nn import Stochastic, named_stochastic_layers
@@ -31,7 +31,7 @@ from .samplers import (
     draw_key,
     make_sampler,
 )
-from .stream import STRATEGIES, Replicas, Stream
+from .stream import Replicas, Stream, check_strategy
 
 
 def predict(
@@ -159,13 +159,11 @@ def device_of(modules: list[nn.Module]) -> torch.device:
 
 def _check_options(sampler, seed, loader, strategy, output_fn) -> None:
     op = "predict"
-    if strategy not in STRATEGIES:
-        refuse(op, "strategy", f"be one of {', '.join(STRATEGIES)}", repr(strategy))
+    check_strategy(op, strategy)
     if (sampler == "batch") != (loader is not None):
         got = "none" if loader is None else f'one with sampler "{sampler}"'
         refuse(op, "loader", 'be given with sampler "batch" and no other', got)
-    if output_fn is not None and not callable(output_fn):
-        refuse(op, "output_fn", "be callable", type(output_fn).__name__, TypeError)
+    check_output_fn(op, output_fn)
     check_key(op, seed)
 
 

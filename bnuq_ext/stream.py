@@ -20,6 +20,12 @@ STRATEGIES = ("auto", "folded", "loop")
 _LOOP = Plan("loop", {}, 0, (), {}, set())
 
 
+def check_strategy(op: str, strategy) -> None:
+    """Checks a strategy's name."""
+    if strategy not in STRATEGIES:
+        refuse(op, "strategy", f"be one of {', '.join(STRATEGIES)}", repr(strategy))
+
+
 class Replicas(NamedTuple):
     """Which replicas to run, and how; as in `predict`."""
 

@@ -2,30 +2,19 @@
 
 import io
 import lzma
-import os
 import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from packed import packed
 from PIL import Image
 
 from bnuq_ext import data
 
-REAL = os.environ.get("BNUQ_DATA")
-needs_real_data = pytest.mark.skipif(
-    not REAL, reason="BNUQ_DATA does not name the folder of uci, mnist, cifar10, camvid"
-)
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(6, 3)), RNG.normal(size=6)
-
-
-def packed(value):
-    file = io.BytesIO()
-    np.save(file, value)
-    return lzma.compress(file.getvalue())
 
 
 def pixels(*shape, top=256):
@@ -378,39 +367,3 @@ def test_image_folder_refuses(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ModuleNotFoundError, match=r"^image_folder: Pillow must be installed \(pip"):
         data.image_folder(root)
-
-
-@needs_real_data
-def test_real_uci_tables():
-    sizes = {"boston": (506, 13), "energy": (768, 8), "power": (9568, 4)}
-    for name, shape in sizes.items():
-        part = data.table(Path(REAL) / "uci" / f"{name}.npz")
-        assert part.x.shape == shape and part.y.shape == shape[:1]
-
-
-@needs_real_data
-def test_real_fashion_mnist():
-    split = data.mnist(Path(REAL) / "fashion-mnist")
-    assert [len(part.x) for part in split] == [50_000, 10_000, 10_000]
-    everything = torch.cat([split.train.x, split.validation.x])
-    # As published: mean 0.2860, standard deviation 0.3530.
-    assert abs(everything.mean() - 0.2860) < 1e-4 and abs(everything.std() - 0.3530) < 1e-4
-
-
-@needs_real_data
-def test_real_cifar10():
-    split = data.cifar10(Path(REAL) / "cifar10")
-    assert len(split.validation.x) == 5_000 and len(split.test.x) >= 1_000
-    assert split.test.y[:10].tolist() == [3, 8, 8, 0, 6, 6, 1, 6, 3, 1]
-    # A sample of the train set, published means of the whole: 0.4914, 0.4822, 0.4465.
-    means = split.validation.x.mean((0, 2, 3)).tolist()
-    assert means == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.01)
-
-
-@needs_real_data
-def test_real_camvid():
-    split = data.camvid(Path(REAL) / "camvid")
-    assert split.test.x.shape[1:] == (3, 180, 240) and split.test.y.shape[1:] == (180, 240)
-    shares = split.train.y.flatten().bincount(minlength=12) / split.train.y.numel()
-    # Sky, buildings and roads are most of a street.
-    assert shares[[0, 1, 3]].sum() > 0.6 and (shares > 0).all()

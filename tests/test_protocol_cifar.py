@@ -1,14 +1,13 @@
 """CIFAR-10 on tiny data: the network, augmentation, the likelihood of T replicas, the paper's table."""
 
-import io
 import itertools
 import json
-import lzma
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from packed import packed
 from torch import nn
 
 from bnuq_ext.protocols import cifar, runner
@@ -18,20 +17,14 @@ TINY = cifar.Settings(
 )
 
 
-def save(path, values):
-    file = io.BytesIO()
-    np.save(file, values)
-    path.write_bytes(lzma.compress(file.getvalue()))
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     (root / "cifar10").mkdir()
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (106, 32, 32, 3), dtype=np.uint8)
-    save(root / "cifar10" / "train_00000_00099.npy.xz", images[:100])
-    save(root / "cifar10" / "test_00000_00005.npy.xz", images[100:])
+    (root / "cifar10" / "train_00000_00099.npy.xz").write_bytes(packed(images[:100]))
+    (root / "cifar10" / "test_00000_00005.npy.xz").write_bytes(packed(images[100:]))
     labels = generator.integers(0, 10, 106, dtype=np.uint8)
     np.savez(root / "cifar10" / "labels.npz", train=labels[:100], test=labels[100:])
     return root

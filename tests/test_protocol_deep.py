@@ -1,12 +1,12 @@
 """Ninety layers: which networks are made, which rate is shown, and what the report says."""
 
 import math
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from real_data import REAL, needs_real_data
 from torch import nn
 
 from bnuq_ext.protocols import deep, runner
@@ -135,9 +135,7 @@ def test_picture(run):
         assert level.get_ydata()[0] == math.log(10)
 
 
-@pytest.mark.skipif(
-    not os.environ.get("BNUQ_DATA"), reason="BNUQ_DATA does not name the folder of mnist"
-)
+@needs_real_data
 def test_mnist_is_taken_where_it_is_given():
-    split = deep.load(os.environ["BNUQ_DATA"], 0)
+    split = deep.load(str(REAL), 0)
     assert split.train.x.shape == (50_000, 784)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import scipy.ndimage
 import sklearn.metrics
 import torch
+from real_data import REAL, needs_real_data
 from torch import nn
 
 import bnuq_ext as bnuq
@@ -231,9 +231,9 @@ def test_all_classes_of_one_set_against_another_set(data_root):
     assert ood_report.Outcomes([result, result | {"dropout": True}]).num_classes == 10
 
 
-@pytest.mark.skipif("BNUQ_DATA" not in os.environ, reason="BNUQ_DATA names no folder of data sets")
+@needs_real_data
 def test_real_files():
-    root = os.environ["BNUQ_DATA"]
+    root = str(REAL)
     here = [case for case in ood.FULL.cases if case[0] != "digits"]
     here = [case for case in here if all((Path(root) / f).is_dir() for f in ood.FOLDERS[case[0]])]
     for dataset in {case[0] for case in here}:

@@ -1,12 +1,11 @@
 """Segmentation on tiny frames: the network, what is stochastic, scores against plain loops, the maps."""
 
-import io
-import lzma
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from packed import packed
 from sklearn.metrics import jaccard_score, roc_auc_score
 
 from bnuq_ext import data
@@ -25,12 +24,6 @@ TINY = segmentation.Settings(
 CPU = torch.device("cpu")
 
 
-def save(path, values):
-    file = io.BytesIO()
-    np.save(file, values)
-    path.write_bytes(lzma.compress(file.getvalue()))
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Frames of two halves, each of a class with its own colour, and a strip that is not labelled."""
@@ -43,8 +36,10 @@ def root(tmp_path_factory):
             labels[i, cut:] = 3
         labels[:, :, :2] = segmentation.UNLABELLED
         images = 40 + 40 * labels[..., None] + generator.integers(0, 60, (count, 18, 22, 3))
-        save(root / "camvid" / f"{part}_images.npy.xz", images.clip(0, 255).astype(np.uint8))
-        save(root / "camvid" / f"{part}_labels.npy.xz", labels)
+        (root / "camvid" / f"{part}_images.npy.xz").write_bytes(
+            packed(images.clip(0, 255).astype(np.uint8))
+        )
+        (root / "camvid" / f"{part}_labels.npy.xz").write_bytes(packed(labels))
     return root
 
 

@@ -89,7 +89,7 @@ def _run_all(compute, units: list[Unit], jobs: int, bar: tqdm) -> dict[str, dict
 def _executed(compute, units: list[Unit], jobs: int):
     """The (name, entry) of the units as they are finished."""
     if jobs == 1:
-        with _one_thread():
+        with one_thread():
             yield map(compute, units)
         return
     # A forked process would inherit the threads' locks without the threads.
@@ -116,7 +116,8 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _one_thread():
+def one_thread():
+    """One thread for the body, as in a worker."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
