@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,33 +110,50 @@ def scores(
         points: whether the first network's predictive means, standard deviations and targets are wanted.
     """
     num_samples = settings.num_samples
-    noise_var, constant_var = fit_noise(found, num_samples)
-    noise_var = max(noise_var, settings.least_noise * scaled.spread**2)
+    noise = fit_noise(found, num_samples, settings.least_noise * scaled.spread**2)
     runs = []
-    result = {"noise_var": noise_var, "constant_var": constant_var, "runs": runs}
+    result = noise._asdict() | {"runs": runs}
     for net, seed in zip(networks, seeds, strict=True):
         samples = replicas(net, scaled, found.choice, num_samples, seed)
-        run = run_scores(samples, scaled.test_y, noise_var, constant_var)
+        run = run_scores(samples, scaled.test_y, noise.noise_var, noise.constant_var)
         plain = plain_mean(net, scaled)
         runs.append(run | {"plain_rmse": metrics.rmse(plain, scaled.test_y).item()})
         if points and len(runs) == 1:
             var, mean = torch.var_mean(samples, 0, correction=0)
-            values = {"mean": mean, "std": (var + noise_var).sqrt(), "y": scaled.test_y}
+            values = {"mean": mean, "std": (var + noise.noise_var).sqrt(), "y": scaled.test_y}
             result["points"] = {
                 k: [float(f"{v:.6g}") for v in t.tolist()] for k, t in values.items()
             }
     return result
 
 
-def fit_noise(found: Found, num_samples: int) -> tuple[float, float]:
-    """(noise variance beside that of the replicas, constant variance), both by CRPS over the held-out rows."""
+class Noise(NamedTuple):
+    """What the held-out rows of the folds tell about the noise.
+
+    Attributes:
+        noise_var: beside the variance of the replicas, by CRPS, not below the bound.
+        constant_var: of the same mean without replicas, by CRPS.
+        held_out_pll: with `noise_var`.
+        unbounded_pll: with the noise variance that CRPS alone would take; the same unless the bound held.
+    """
+
+    noise_var: float
+    constant_var: float
+    held_out_pll: float
+    unbounded_pll: float
+
+
+def fit_noise(found: Found, num_samples: int, least_var: float) -> Noise:
     parts = [
         replicas(net, fold, found.choice, num_samples, k)
         for k, (net, fold) in enumerate(zip(found.networks, found.folds, strict=True))
     ]
     samples, y = torch.cat(parts, 1), torch.cat([fold.test_y for fold in found.folds])
     constant = metrics.fit_constant_variance(samples.mean(0), y, score="crps")
-    return metrics.fit_noise_variance(samples, y, score="crps"), constant
+    unbounded = metrics.fit_noise_variance(samples, y, score="crps")
+    noise = max(unbounded, least_var)
+    plls = [metrics.gaussian_pll(samples, y, v).item() for v in (noise, unbounded)]
+    return Noise(noise, constant, *plls)
 
 
 def run_scores(

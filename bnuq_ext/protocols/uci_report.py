@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from statistics import median
 
 from .. import metrics
 from ..plots import uncertainty_error
@@ -19,7 +20,7 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
         tables.append(table)
         remarks += sentences
     tables.append(choices(groups))
-    remarks.append(unfinished(groups, settings))
+    remarks += [unfinished(groups, settings), bounded(groups, settings)]
     figures = [draw(name, groups, folder) for name in dict.fromkeys(name for name, _ in groups)]
     return Report(tables, figures, remarks)
 
@@ -147,14 +148,15 @@ def root_errors(groups: dict) -> tuple[Table, list[str]]:
 def choices(groups: dict) -> Table:
     """What cross-validation chose on the training part of each split."""
     columns = ["data set", "method", "split", "batch size", "weight decay", "dropout", "epochs"]
-    columns += ["CV RMSE", "noise std", "constant std"]
+    columns += ["CV RMSE", "noise std", "constant std", "CV PLL", "CV PLL without a bound"]
     rows = []
     for (name, method), splits in groups.items():
         for number, split in enumerate(splits, 1):
             c = split["choice"]
             cells = [c[k] for k in ("batch_size", "weight_decay", "dropout", "epochs", "rmse")]
             deviations = [split[k] ** 0.5 for k in ("noise_var", "constant_var")]
-            rows.append([name, method, number, *cells, *deviations])
+            plls = [split[k] for k in ("held_out_pll", "unbounded_pll")]
+            rows.append([name, method, number, *cells, *deviations, *plls])
     return Table("choices", "Chosen by cross-validation within the training part", columns, rows)
 
 
@@ -171,6 +173,27 @@ def unfinished(groups: dict, settings) -> str:
     found = ", ".join(f"{key} ({count})" for key, count in counts.items())
     text = f"The best epoch was the last one allowed in {sum(counts.values())} of {total} searches"
     return f"{text}: {found}." if found else f"{text}."
+
+
+def bounded(groups: dict, settings) -> str:
+    """Where the fit of the noise by CRPS ended at its bound, and the held-out PLL with the bound and without."""
+    found, held = [], []
+    for (name, method), splits in groups.items():
+        here = [s for s in splits if s["held_out_pll"] != s["unbounded_pll"]]
+        found += [f"{name} {method} ({len(here)})"] * bool(here)
+        held += here
+    total = sum(map(len, groups.values()))
+    text = (
+        f"The noise variance ended at its bound, {settings.least_noise:g} of the training targets' "
+        f"variance, in {len(held)} of {total} searches"
+    )
+    if not held:
+        return f"{text}."
+    with_bound, without = (median(s[k] for s in held) for k in ("held_out_pll", "unbounded_pll"))
+    return (
+        f"{text}: {', '.join(found)}. Median PLL of the held-out rows of these: {with_bound:.2f}, "
+        f"without the bound {without:.0f}."
+    )
 
 
 def draw(name: str, groups: dict, folder: Path) -> str:
