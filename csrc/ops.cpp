@@ -67,6 +67,11 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
   m.def(
       "weight_backward_(Tensor(a!) weight, Tensor(b!) grad_mu, Tensor(c!) grad_sigma,"
       " Tensor grad_weight, Tensor mu, Tensor sigma, Tensor seed, int stream, int first) -> ()");
+  m.def("sample_posterior(Tensor mu, Tensor rho, Tensor seed, int stream) -> Tensor");
+  m.def(
+      "sample_posterior_backward(Tensor grad_weight, Tensor mu, Tensor rho, Tensor seed, int "
+      "stream,"
+      " bool need_weight) -> (Tensor weight, Tensor grad_rho)");
   m.def(
       "bayes_rows(Tensor x, Tensor mu, Tensor sigma, Tensor seed, int stream, int num_samples) -> "
       "Tensor");

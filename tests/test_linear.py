@@ -79,29 +79,51 @@ def test_dtypes(N, dtype, device, assert_close):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("N", [2, FEW + 2])
-def test_gradcheck(N, shared, bias):
-    inputs = [t for t in make(N, 5, 3, 2, shared, bias=bias)]
+@pytest.mark.parametrize("T", [1, 2])
+def test_gradcheck(T, N, shared, bias):
+    inputs = [t for t in make(N, 5, 3, T, shared, bias=bias)]
     seed = ops.new_seed(11)
     wanted = [t for t in inputs if t is not None]
     pad = [None] * (5 - len(wanted))
-    assert torch.autograd.gradcheck(lambda *a: run([*a, *pad], seed, 2), wanted)
+    assert torch.autograd.gradcheck(lambda *a: run([*a, *pad], seed, T), wanted)
 
 
 @pytest.mark.parametrize("N", [2, FEW + 2])
+@pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.filterwarnings("ignore")  # torch's own, inside opcheck
-def test_opcheck(N, device):
+def test_opcheck(T, N, device):
     for shared in (True, False):
-        x, mu, rho, bias_mu, bias_rho = make(N, 20, 18, 3, shared, torch.float32, device)
-        args = (x, mu, rho, bias_mu, bias_rho, ops.new_seed(0, 0, device), STREAM, 3)
+        x, mu, rho, bias_mu, bias_rho = make(N, 20, 18, T, shared, torch.float32, device)
+        args = (x, mu, rho, bias_mu, bias_rho, ops.new_seed(0, 0, device), STREAM, T)
         torch.library.opcheck(torch.ops.bnuq.bayes_linear.default, args)
 
 
+@pytest.mark.parametrize("T", [1, 3])
+def test_the_registered_rule_gives_the_same(T, device):
+    inputs, seed = make(FEW + 2, 20, 18, T, True, torch.float32, device), ops.new_seed(1, 0, device)
+    y, registered = run(inputs, seed, T), torch.ops.bnuq.bayes_linear(*inputs, seed, STREAM, T)
+    assert torch.equal(y, registered)
+    grad_y = torch.randn_like(y)
+    for a, e in zip(grads(y, inputs, grad_y), grads(registered, inputs, grad_y), strict=True):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: it has no batching rule, and goes one by one
+def test_vmap():
+    _, mu, rho, *bias = make(FEW + 2, 20, 9, 2, True)
+    xs, seed = torch.randn(3, FEW + 2, 20).double(), ops.new_seed(1)
+    with torch.no_grad():
+        actual = torch.vmap(lambda x: run([x, mu, rho, *bias], seed, 2))(xs)
+        assert torch.equal(actual, torch.stack([run([x, mu, rho, *bias], seed, 2) for x in xs]))
+
+
 @pytest.mark.parametrize("needed", range(5))
-def test_each_gradient_alone(needed):
-    inputs = make(FEW + 2, 20, 9, 2, True)
-    full = grads(run(inputs, ops.new_seed(2), 2), inputs, torch.ones(2, FEW + 2, 9).double())
+@pytest.mark.parametrize("T", [1, 2])
+def test_each_gradient_alone(T, needed):
+    inputs = make(FEW + 2, 20, 9, T, True)
+    full = grads(run(inputs, ops.new_seed(2), T), inputs, torch.ones(T, FEW + 2, 9).double())
     alone = [t.detach().requires_grad_(k == needed) for k, t in enumerate(inputs)]
-    (actual,) = torch.autograd.grad(run(alone, ops.new_seed(2), 2).sum(), [alone[needed]])
+    (actual,) = torch.autograd.grad(run(alone, ops.new_seed(2), T).sum(), [alone[needed]])
     torch.testing.assert_close(actual, full[needed])
 
 
@@ -151,8 +173,9 @@ def test_is_deterministic():
 
 
 @pytest.mark.parametrize("N", [2, FEW + 2])
-def test_accepts_strided_inputs(N):
-    inputs = make(N, 20, 9, 2, False)
+@pytest.mark.parametrize("T", [1, 2])
+def test_accepts_strided_inputs(T, N):
+    inputs = make(N, 20, 9, T, False)
     x, mu, rho = inputs[:3]
     strided = [
         x.transpose(0, 2).contiguous().transpose(0, 2),
@@ -161,17 +184,18 @@ def test_accepts_strided_inputs(N):
         *inputs[3:],
     ]
     assert not strided[0].is_contiguous() and not strided[1].is_contiguous()
-    torch.testing.assert_close(run(strided, ops.new_seed(6), 2), run(inputs, ops.new_seed(6), 2))
+    torch.testing.assert_close(run(strided, ops.new_seed(6), T), run(inputs, ops.new_seed(6), T))
 
 
-def test_extreme_rho():
+@pytest.mark.parametrize("T", [1, 2])
+def test_extreme_rho(T):
     """sigma is rho at +100 and 0 at -100; nothing overflows."""
     x = torch.ones(FEW + 2, 8)
     seed = ops.new_seed(8)
     for rho, sigma in ((100.0, 100.0), (-100.0, 0.0)):
         mu, spread = torch.zeros(6, 8, requires_grad=True), torch.full((6, 8), rho).requires_grad_()
-        y = ops.bayes_linear(x, mu, spread, seed=seed, stream=STREAM, num_samples=2)
-        eps = ops.philox_normal(seed, STREAM, (2, 6, 8))
+        y = ops.bayes_linear(x, mu, spread, seed=seed, stream=STREAM, num_samples=T)
+        eps = ops.philox_normal(seed, STREAM, (T, 6, 8))
         torch.testing.assert_close(
             y, (sigma * eps.sum(-1))[:, None].expand_as(y), rtol=1e-4, atol=1e-4
         )

@@ -13,11 +13,11 @@ _ops = torch.ops.bnuq
 
 def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
     noise = Noise(seed, stream, num_samples)
-    xs, mu, sigma = products.replicas(x), mu.contiguous(), _ops.spread(rho.contiguous())
+    xs, mu, rho = products.replicas(x), mu.contiguous(), rho.contiguous()
     bias = products.sample_bias(bias_mu, bias_rho, noise)
     if xs.shape[1] > FEW_ROWS:
-        return products.forward(xs, mu, sigma, bias, noise).to(x.dtype)
-    y = _ops.bayes_rows(xs, mu, sigma, *noise)
+        return products.forward(xs, mu, rho, bias, noise).to(x.dtype)
+    y = _ops.bayes_rows(xs, mu, _ops.spread(rho), *noise)
     return (y if bias is None else y.add_(bias[:, None])).to(x.dtype)
 
 
@@ -25,26 +25,22 @@ def _backward(
     grad_y, x, mu, rho, bias_rho, seed, stream, num_samples, need_x, need_weight, need_bias
 ):
     noise = Noise(seed, stream, num_samples)
-    xs, mu = products.replicas(x), mu.contiguous()
-    sigma = _ops.spread(rho.contiguous()) if need_x else rho.new_empty(0)
+    xs, mu, rho = products.replicas(x), mu.contiguous(), rho.contiguous()
     grad_y = grad_y.to(mu.dtype).contiguous()
-    if xs.shape[1] > FEW_ROWS:
-        grads = products.backward(grad_y, xs, mu, sigma, noise, need_x, need_weight)
-    else:
-        grads = _few_rows_backward(grad_y, xs, mu, sigma, noise, need_x, need_weight)
-    if need_weight:
-        _ops.spread_backward_(grads[2], rho.contiguous())
+    backward = products.backward if xs.shape[1] > FEW_ROWS else _few_rows_backward
+    grads = backward(grad_y, xs, mu, rho, noise, need_x, need_weight)
     bias_grads = products.grad_bias(grad_y, bias_rho, noise) if need_bias else None
     return products.pack_grads(x, rho, *grads, bias_grads)
 
 
-def _few_rows_backward(grad_y, xs, mu, sigma, noise, need_x, need_weight):
-    grad_x = grad_mu = grad_sigma = None
+def _few_rows_backward(grad_y, xs, mu, rho, noise, need_x, need_weight):
+    grad_x = grad_mu = grad_rho = None
     if need_weight:
-        grad_mu, grad_sigma = _ops.bayes_rows_grad_weight(grad_y, xs, noise.seed, noise.stream)
+        grad_mu, grad_rho = _ops.bayes_rows_grad_weight(grad_y, xs, noise.seed, noise.stream)
+        _ops.spread_backward_(grad_rho, rho)
     if need_x:
-        grad_x = _ops.bayes_rows_grad_x(grad_y, mu, sigma, noise.seed, noise.stream)
-    return grad_x, grad_mu, grad_sigma
+        grad_x = _ops.bayes_rows_grad_x(grad_y, mu, _ops.spread(rho), noise.seed, noise.stream)
+    return grad_x, grad_mu, grad_rho
 
 
 _LIBRARY = torch.library.Library("bnuq", "IMPL")

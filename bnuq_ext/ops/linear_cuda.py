@@ -28,9 +28,7 @@ def _is_bfloat16(x: Tensor) -> bool:
 
 def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
     noise, xs = Noise(seed, stream, num_samples), products.replicas(x)
-    bias = None
-    if bias_mu is not None:
-        bias = _ops.sample_bias(bias_mu.contiguous(), bias_rho.contiguous(), *noise)
+    bias = products.sample_bias(bias_mu, bias_rho, noise)
     if x.dtype == torch.float64:
         sigma = products.spread(rho).contiguous()
         return batched.forward(xs, mu.contiguous(), sigma, bias, noise)

@@ -43,8 +43,7 @@ def sample_bias(bias_mu: Tensor | None, bias_rho: Tensor | None, noise: Noise) -
     """(T, O), or None without a bias."""
     if bias_mu is None:
         return None
-    eps = noise.bias(len(bias_mu)).to(bias_mu.dtype)
-    return torch.addcmul(bias_mu, spread(bias_rho), eps)
+    return _ops.sample_bias(bias_mu.contiguous(), bias_rho.contiguous(), *noise)
 
 
 def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
@@ -54,36 +53,43 @@ def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> tuple[Tensor, T
     return by_replica.sum(0), (by_replica * eps).sum(0) * torch.sigmoid(bias_rho)
 
 
-def forward(xs: Tensor, mu: Tensor, sigma: Tensor, bias: Tensor | None, noise: Noise) -> Tensor:
+def forward(xs: Tensor, mu: Tensor, rho: Tensor, bias: Tensor | None, noise: Noise) -> Tensor:
     """(T, N, O) of xs (T or 1, N, I), bias (T, O)."""
+    if noise.num_samples == 1:
+        weight = _ops.sample_posterior(mu, rho, noise.seed, noise.stream)
+        return _product(xs[0], weight, bias)[None]
+    sigma, weight = _ops.spread(rho), torch.empty_like(mu)[None]
     y = xs.new_empty((noise.num_samples, xs.shape[1], mu.shape[0]))
-    weight = torch.empty_like(mu)[None]
     for t in range(noise.num_samples):
         _ops.sample_weights_(weight, mu, sigma, noise.seed, noise.stream, t)
-        x = xs[t % len(xs)]
-        if bias is None:
-            torch.mm(x, weight[0].t(), out=y[t])
-        else:
-            torch.addmm(bias[t], x, weight[0].t(), out=y[t])
+        _product(xs[t % len(xs)], weight[0], None if bias is None else bias[t], out=y[t])
     return y
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 def backward(
     grad_y: Tensor,
     xs: Tensor,
     mu: Tensor,
-    sigma: Tensor,
+    rho: Tensor,
     noise: Noise,
     need_x: bool,
     need_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients by xs (T or 1, N, I), mu and sigma; None for what is not needed."""
+    """Gradients by xs (T or 1, N, I), mu and rho; None for what is not needed."""
+    if len(grad_y) == 1:
+        return _backward_once(grad_y[0], xs[0], mu, rho, noise, need_x, need_weight)
     empty = mu.new_empty(0)
+    sigma = _ops.spread(rho) if need_x else empty
     grad_x = torch.empty_like(xs) if need_x else None
     weight = torch.empty_like(mu)[None] if need_x else empty
     if need_weight:
-        grad_mu, grad_sigma = torch.empty_like(mu), torch.empty_like(mu)
-        grad_weight = torch.empty_like(mu) if len(grad_y) > 1 else empty
+        grad_mu, grad_sigma, grad_weight = (torch.empty_like(mu) for _ in range(3))
     for t in range(len(grad_y)):
         k = t % len(xs)
         if need_weight:
@@ -99,7 +105,23 @@ def backward(
             torch.mm(grad_y[t], weight[0], out=grad_x[k])
         elif need_x:
             grad_x[k].addmm_(grad_y[t], weight[0])
-    return (grad_x, grad_mu, grad_sigma) if need_weight else (grad_x, None, None)
+    if not need_weight:
+        return grad_x, None, None
+    _ops.spread_backward_(grad_sigma, rho)
+    return grad_x, grad_mu, grad_sigma
+
+
+def _backward_once(grad_y, x, mu, rho, noise, need_x, need_weight):
+    """`backward` of one replica, which needs no sigma in memory."""
+    grad_mu = grad_rho = None
+    if need_weight:
+        grad_mu = torch.mm(grad_y.t(), x)
+        weight, grad_rho = _ops.sample_posterior_backward(
+            grad_mu, mu, rho, noise.seed, noise.stream, need_x
+        )
+    elif need_x:
+        weight = _ops.sample_posterior(mu, rho, noise.seed, noise.stream)
+    return torch.mm(grad_y, weight)[None] if need_x else None, grad_mu, grad_rho
 
 
 def pack_grads(x, rho, grad_x, grad_mu, grad_rho, bias_grads) -> tuple[Tensor, ...]:

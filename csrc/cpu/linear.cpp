@@ -6,6 +6,7 @@
 
 #include <tuple>
 
+#include "noise.h"
 #include "weight_noise.h"
 
 namespace bnuq {
@@ -62,6 +63,20 @@ BNUQ_CLONES void softplus_row(acc_t* __restrict__ sigma, const acc_t* rho, int64
 }
 
 template <typename acc_t>
+BNUQ_CLONES void posterior_row(
+    acc_t* __restrict__ w, const acc_t* mu, const acc_t* rho, const float* z, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) w[i] = mu[i] + softplus(rho[i]) * acc_t(z[i]);
+}
+
+template <typename acc_t>
+BNUQ_CLONES void posterior_grad_row(
+    acc_t* __restrict__ grad_rho, const acc_t* grad, const acc_t* rho, const float* z, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) grad_rho[i] = grad[i] * acc_t(z[i]) * sigmoid(rho[i]);
+}
+
+template <typename acc_t>
 BNUQ_CLONES void sigmoid_row(acc_t* __restrict__ grad, const acc_t* rho, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) grad[i] *= sigmoid(rho[i]);
@@ -74,12 +89,12 @@ struct Noise {
   uint64_t first;  // number of the first replica
 };
 
-Noise noise_of(const Tensor& seed, int64_t stream, int64_t first) {
+Noise noise_of(const Tensor& seed, int64_t stream, int64_t first, uint32_t tag = kTagWeight) {
   STD_TORCH_CHECK(
       seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
       "bayes_linear: seed must be int64, contiguous, and have 2 entries");
   const int64_t* s = seed.const_data_ptr<int64_t>();
-  return {subkey(s[0], uint32_t(stream), kTagWeight), uint64_t(s[1] + first)};
+  return {subkey(s[0], uint32_t(stream), tag), uint64_t(s[1] + first)};
 }
 
 template <typename F>
@@ -98,6 +113,15 @@ void check_like(const Tensor& t, const Tensor& like, int64_t numel) {
 
 int64_t tiles_of(int64_t n) {
   return (n + kTile - 1) / kTile;
+}
+
+// row(o, z) for every row o of one replica's weights, in parallel.
+template <typename Row>
+void for_rows(const Noise& noise, int64_t O, int64_t I, const Row& row) {
+  st::parallel_for(0, tiles_of(O), 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t band = begin; band < end; ++band)
+      for_band_rows(noise.sub, noise.first, band, O, 0, tiles_of(I), row);
+  });
 }
 
 // sigma of rho: torch's own softplus takes ten times as long.
@@ -175,18 +199,76 @@ void weight_backward_cpu(
     acc_t* w = need_weight ? static_cast<acc_t*>(weight.mutable_data_ptr()) : nullptr;
     acc_t* gm = static_cast<acc_t*>(grad_mu.mutable_data_ptr());
     acc_t* gs = static_cast<acc_t*>(grad_sigma.mutable_data_ptr());
-    st::parallel_for(0, tiles_of(O), 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
-      const auto row = [&](int64_t o, const float* z) {
-        if (need_mu)
-          add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
-        else
-          set_product(gs + o * I, g + o * I, z, I);
-        if (w) sample_row(w + o * I, m + o * I, s + o * I, z, I);
-      };
-      for (int64_t band = begin; band < end; ++band)
-        for_band_rows(noise.sub, noise.first, band, O, 0, tiles_of(I), row);
+    for_rows(noise, O, I, [&](int64_t o, const float* z) {
+      if (need_mu)
+        add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
+      else
+        set_product(gs + o * I, g + o * I, z, I);
+      if (w) sample_row(w + o * I, m + o * I, s + o * I, z, I);
     });
   });
+}
+
+// The weights of one replica, with no sigma in memory.
+Tensor sample_posterior_cpu(Tensor mu, Tensor rho, Tensor seed, int64_t stream) {
+  const int64_t O = mu.size(0), I = mu.size(1);
+  for (const Tensor& t : {mu, rho}) check_like(t, mu, O * I);
+  const Noise noise = noise_of(seed, stream, 0);
+  Tensor weight = st::empty_like(mu);
+  dispatch_acc(mu, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
+    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
+    acc_t* w = static_cast<acc_t*>(weight.mutable_data_ptr());
+    for_rows(noise, O, I, [&](int64_t o, const float* z) {
+      posterior_row(w + o * I, m + o * I, r + o * I, z, I);
+    });
+  });
+  return weight;
+}
+
+// Those weights again, for the gradient by x (empty where that is not needed), and the gradient by
+// rho.
+std::tuple<Tensor, Tensor> sample_posterior_backward_cpu(
+    Tensor grad_weight, Tensor mu, Tensor rho, Tensor seed, int64_t stream, bool need_weight) {
+  const int64_t O = mu.size(0), I = mu.size(1);
+  for (const Tensor& t : {grad_weight, mu, rho}) check_like(t, mu, O * I);
+  const Noise noise = noise_of(seed, stream, 0);
+  Tensor grad_rho = st::empty_like(mu);
+  Tensor weight = need_weight ? st::empty_like(mu) : st::new_empty(mu, {0});
+  dispatch_acc(mu, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
+    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
+    const acc_t* g = static_cast<const acc_t*>(grad_weight.const_data_ptr());
+    acc_t* w = static_cast<acc_t*>(weight.mutable_data_ptr());
+    acc_t* gr = static_cast<acc_t*>(grad_rho.mutable_data_ptr());
+    for_rows(noise, O, I, [&](int64_t o, const float* z) {
+      posterior_grad_row(gr + o * I, g + o * I, r + o * I, z, I);
+      if (need_weight) posterior_row(w + o * I, m + o * I, r + o * I, z, I);
+    });
+  });
+  return {weight, grad_rho};
+}
+
+// The biases of T replicas.
+Tensor sample_bias_cpu(Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64_t num_samples) {
+  const int64_t O = mu.numel();
+  for (const Tensor& t : {mu, rho}) check_like(t, mu, O);
+  const Noise noise = noise_of(seed, stream, 0, kTagBias);
+  Tensor bias = st::new_empty(mu, {num_samples, O});
+  dispatch_acc(mu, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
+    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
+    acc_t* b = static_cast<acc_t*>(bias.mutable_data_ptr());
+    std::vector<float> z(O);
+    for (int64_t t = 0; t < num_samples; ++t) {
+      vector_normals(z.data(), noise.sub, noise.first + t, O);
+      posterior_row(b + t * O, m, r, z.data(), O);
+    }
+  });
+  return bias;
 }
 
 // ---- few rows a replica: a row of weights is used while it is in the first cache ----------------
@@ -293,6 +375,9 @@ STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
   m.impl("spread_backward_", TORCH_BOX(&spread_backward_cpu));
   m.impl("sample_weights_", TORCH_BOX(&sample_weights_cpu));
   m.impl("weight_backward_", TORCH_BOX(&weight_backward_cpu));
+  m.impl("sample_posterior", TORCH_BOX(&sample_posterior_cpu));
+  m.impl("sample_posterior_backward", TORCH_BOX(&sample_posterior_backward_cpu));
+  m.impl("sample_bias", TORCH_BOX(&sample_bias_cpu));
   m.impl("bayes_rows", TORCH_BOX(&bayes_rows_cpu));
   m.impl("bayes_rows_grad_x", TORCH_BOX(&bayes_rows_grad_x_cpu));
   m.impl("bayes_rows_grad_weight", TORCH_BOX(&bayes_rows_grad_weight_cpu));
