@@ -103,6 +103,8 @@ def _divergence(layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, i
             closed += parameters
     if closed:
         terms.append(gaussian_kl_sum(closed))
+    if len(terms) == 1:
+        return terms[0]
     return torch.stack([t.to(terms[0].device, terms[0].dtype) for t in terms]).sum()
 
 

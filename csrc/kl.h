@@ -46,6 +46,17 @@ BNUQ_HD KlTerm<acc_t> gaussian_kl_term(acc_t mu, acc_t rho, acc_t log_std, acc_t
       q.sigma * q.slope * precision - q.log_slope};
 }
 
+// log(log(1 + x) / x) for 0 <= x <= 1, absolute error below 1e-7.
+inline float log_log1p_ratio(float x) {
+  return x *
+         (-0.499998897f +
+          x * (0.2082946f +
+               x * (-0.124529198f +
+                    x * (0.0843195245f +
+                         x * (-0.0561299101f +
+                              x * (0.0310471803f + x * (-0.0115643563f + x * 0.00204814901f)))))));
+}
+
 // log pi - log s1, log(1 - pi) - log s2 and the precisions: what the mixture needs of its
 // arguments. The 1/2 log(2 pi) of q and p cancel.
 template <typename acc_t>

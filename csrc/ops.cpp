@@ -101,6 +101,10 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
   m.def(
       "gaussian_kl_backward(Tensor grad, Tensor mu, Tensor rho, float prior_std) -> (Tensor, "
       "Tensor)");
+  m.def("gaussian_kl_sum(Tensor[] mu, Tensor[] rho, float[] prior_std) -> Tensor");
+  m.def(
+      "gaussian_kl_sum_backward(Tensor grad, Tensor[] mu, Tensor[] rho, float[] prior_std)"
+      " -> Tensor[]");
   m.def(
       "mixture_kl(Tensor mu, Tensor rho, Tensor seed, int stream, int num_samples, float pi,"
       " float std1, float std2) -> Tensor");

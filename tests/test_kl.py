@@ -7,7 +7,7 @@ import torch
 from scipy.integrate import quad
 
 from bnuq_ext import ops, reference_bayes
-from bnuq_ext.ops.kl import gaussian_kl_sum
+from bnuq_ext.ops import kl as kl_ops
 
 MIXTURE = dict(pi=0.25, std1=1.0, std2=math.exp(-6))
 STREAM = 3
@@ -35,6 +35,21 @@ def test_gaussian_matches_reference(shape, dtype, device, assert_close):
         torch.autograd.grad(kl, inputs), torch.autograd.grad(expected, inputs64), strict=True
     ):
         assert_close(a, e, scale=5)
+
+
+@pytest.mark.parametrize("highest", [0.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gaussian_of_each_rho(highest, dtype):
+    """One at a time, and all at once: where no rho is positive the sum goes another way."""
+    rho = torch.linspace(-90, highest, 700, dtype=dtype)
+    mu = torch.zeros_like(rho)
+    expected = torch.stack(
+        [reference_bayes.gaussian_kl(mu[0].double(), r, 0.7) for r in rho.double()]
+    )
+    actual = torch.stack([ops.gaussian_kl(mu[0], r, 0.7) for r in rho])
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-7, atol=3e-7)
+    total = ops.gaussian_kl(mu, rho, 0.7)
+    torch.testing.assert_close(total.double(), expected.sum(), rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("shape", [(1,), (130,), (7, 5), (33, 129)], ids=str)
@@ -247,7 +262,7 @@ def test_mixture_rejects(change, error, message):
 def test_sum_over_layers_is_the_sum_of_each(dtypes, device):
     shapes, stds = [(5, 3), (7,)], (0.7, 1.3)
     pairs = [make(s, d, device) for s, d in zip(shapes, dtypes, strict=True)]
-    total = gaussian_kl_sum([(*pair, std) for pair, std in zip(pairs, stds, strict=True)])
+    total = kl_ops.gaussian_kl_sum([(*pair, std) for pair, std in zip(pairs, stds, strict=True)])
     parts = [ops.gaussian_kl(*pair, std) for pair, std in zip(pairs, stds, strict=True)]
     assert total.dtype == dtypes[0]
     torch.testing.assert_close(total, sum(parts).to(dtypes[0]), rtol=1e-6, atol=1e-6)
@@ -255,3 +270,16 @@ def test_sum_over_layers_is_the_sum_of_each(dtypes, device):
     expected = torch.autograd.grad(sum(3 * part for part in parts), tensors)
     for a, e in zip(torch.autograd.grad(3 * total, tensors), expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-7)
+
+
+def test_sum_on_cuda_goes_layer_by_layer():
+    """What is registered for CUDA, on the CPU."""
+    mu, rho = zip(*(make(shape, torch.float32) for shape in [(5, 3), (7,)]), strict=True)
+    mu, rho, stds = [m.detach() for m in mu], [r.detach() for r in rho], [0.7, 1.3]
+    grad = torch.tensor(3.0)
+    torch.testing.assert_close(
+        kl_ops._sum(mu, rho, stds), torch.ops.bnuq.gaussian_kl_sum(mu, rho, stds)
+    )
+    expected = torch.ops.bnuq.gaussian_kl_sum_backward(grad, mu, rho, stds)
+    for a, e in zip(kl_ops._sum_backward(grad, mu, rho, stds), expected, strict=True):
+        assert torch.equal(a, e)

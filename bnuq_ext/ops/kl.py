@@ -52,18 +52,32 @@ class _GaussianSum(torch.autograd.Function):
         tensors = [tensor.contiguous() for tensor in tensors]
         ctx.stds = stds
         ctx.save_for_backward(*tensors)
-        triples = zip(tensors[::2], tensors[1::2], stds, strict=True)
-        parts = [torch.ops.bnuq.gaussian_kl(*triple) for triple in triples]
-        return torch.stack([part.to(tensors[0]) for part in parts]).sum()
+        return torch.ops.bnuq.gaussian_kl_sum(tensors[::2], tensors[1::2], stds)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        tensors, grads = ctx.saved_tensors, []
+        tensors = ctx.saved_tensors
+        args = grad, tensors[::2], tensors[1::2], ctx.stds
         with past_autograd():
-            for mu, rho, std in zip(tensors[::2], tensors[1::2], ctx.stds, strict=True):
-                grads += torch.ops.bnuq.gaussian_kl_backward(grad.to(mu), mu, rho, std)
-        return None, *grads
+            return None, *torch.ops.bnuq.gaussian_kl_sum_backward(*args)
+
+
+def _sum(mu, rho, prior_std):
+    parts = map(torch.ops.bnuq.gaussian_kl, mu, rho, prior_std)
+    return torch.stack([part.to(mu[0]) for part in parts]).sum()
+
+
+def _sum_backward(grad, mu, rho, prior_std):
+    grads = []
+    for m, r, std in zip(mu, rho, prior_std, strict=True):
+        grads += torch.ops.bnuq.gaussian_kl_backward(grad.to(m), m, r, std)
+    return grads
+
+
+_LIBRARY = torch.library.Library("bnuq", "IMPL")
+_LIBRARY.impl("gaussian_kl_sum", _sum, "CUDA")
+_LIBRARY.impl("gaussian_kl_sum_backward", _sum_backward, "CUDA")
 
 
 def mixture_kl(
@@ -141,6 +155,16 @@ def _(mu, rho, seed, stream, num_samples, pi, std1, std2):
 @torch.library.register_fake("bnuq::gaussian_kl_backward")
 def _(grad, mu, rho, prior_std):
     return torch.empty_like(mu), torch.empty_like(rho)
+
+
+@torch.library.register_fake("bnuq::gaussian_kl_sum")
+def _(mu, rho, prior_std):
+    return mu[0].new_empty(())
+
+
+@torch.library.register_fake("bnuq::gaussian_kl_sum_backward")
+def _(grad, mu, rho, prior_std):
+    return [torch.empty_like(t) for pair in zip(mu, rho, strict=True) for t in pair]
 
 
 @torch.library.register_fake("bnuq::mixture_kl_backward")

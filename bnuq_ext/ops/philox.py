@@ -20,10 +20,9 @@ def new_seed(seed: int | None = None, first_replica: int = 0, device="cpu") -> T
     Returns:
         (2,) int64 on `device`.
     """
-    if seed is None:
-        key = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
-    else:
-        key = torch.tensor([seed], dtype=torch.int64, device=device)
+    if seed is not None:
+        return torch.tensor([seed, first_replica], dtype=torch.int64, device=device)
+    key = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     return torch.cat([key, torch.tensor([first_replica], dtype=torch.int64, device=device)])
 
 

@@ -42,11 +42,19 @@ double sum_slices(int64_t n, int64_t slice, const Part& part) {
   return std::accumulate(partial.begin(), partial.end(), 0.0);
 }
 
-template <typename acc_t>
 Tensor scalar_like(const Tensor& like, double value) {
   Tensor out = st::new_empty(like, {});
-  *static_cast<acc_t*>(out.mutable_data_ptr()) = acc_t(value);
+  if (like.scalar_type() == ScalarType::Double)
+    *static_cast<double*>(out.mutable_data_ptr()) = value;
+  else
+    *static_cast<float*>(out.mutable_data_ptr()) = float(value);
   return out;
+}
+
+double value_of(const Tensor& scalar) {
+  const void* data = scalar.const_data_ptr();
+  return scalar.scalar_type() == ScalarType::Double ? *static_cast<const double*>(data)
+                                                    : *static_cast<const float*>(data);
 }
 
 // ---- the Gaussian prior
@@ -61,6 +69,38 @@ BNUQ_CLONES double gaussian_slice(
   return double(sum);
 }
 
+BNUQ_CLONES bool none_positive(const float* v, int64_t n) {
+  int32_t found = 0;  // a bool would not vectorise
+#pragma omp simd reduction(| : found)
+  for (int64_t i = 0; i < n; ++i) found |= !(v[i] <= 0.0f);
+  return !found;
+}
+
+// gaussian_slice where no rho is positive, in two thirds of its time: with e = exp(rho),
+// log sigma = rho + log(log1p(e) / e) needs no logarithm of its own, however small sigma is.
+BNUQ_CLONES double narrow_slice(
+    const float* mu, const float* rho, float log_std, float precision, int64_t n) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) {
+    const float e = exp_nonpositive(rho[i]), sigma = log1p_unit(e);
+    const float value = log_std - (rho[i] + log_log1p_ratio(e)) - 0.5f +
+                        0.5f * precision * (sigma * sigma + mu[i] * mu[i]);
+    sum += rho[i] < kPrunedRho ? 0.0f : value;
+  }
+  return double(sum);
+}
+
+double gaussian_part(
+    const double* mu, const double* rho, double log_std, double precision, int64_t n) {
+  return gaussian_slice(mu, rho, log_std, precision, n);
+}
+
+double gaussian_part(const float* mu, const float* rho, float log_std, float precision, int64_t n) {
+  const auto slice = none_positive(rho, n) ? narrow_slice : gaussian_slice<float>;
+  return slice(mu, rho, log_std, precision, n);
+}
+
 template <typename acc_t>
 BNUQ_CLONES void gaussian_grad_slice(
     acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_rho, const acc_t* mu, const acc_t* rho,
@@ -73,38 +113,59 @@ BNUQ_CLONES void gaussian_grad_slice(
   }
 }
 
-Tensor gaussian_kl_cpu(Tensor mu, Tensor rho, double prior_std) {
-  Tensor out;
+double gaussian_kl_of(const Tensor& mu, const Tensor& rho, double prior_std) {
+  double sum = 0;
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
     const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
     const acc_t log_std = acc_t(std::log(prior_std)),
                 precision = acc_t(1 / (prior_std * prior_std));
-    out = scalar_like<acc_t>(mu, sum_slices(mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
-                               return gaussian_slice(
-                                   m + begin, r + begin, log_std, precision, end - begin);
-                             }));
+    sum = sum_slices(mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
+      return gaussian_part(m + begin, r + begin, log_std, precision, end - begin);
+    });
   });
-  return out;
+  return sum;
+}
+
+Tensor gaussian_kl_cpu(Tensor mu, Tensor rho, double prior_std) {
+  return scalar_like(mu, gaussian_kl_of(mu, rho, prior_std));
+}
+
+Tensor gaussian_kl_sum_cpu(
+    std::vector<Tensor> mu, std::vector<Tensor> rho, std::vector<double> prior_std) {
+  double sum = 0;
+  for (size_t k = 0; k < mu.size(); ++k) sum += gaussian_kl_of(mu[k], rho[k], prior_std[k]);
+  return scalar_like(mu.at(0), sum);
 }
 
 std::tuple<Tensor, Tensor> gaussian_kl_backward_cpu(
     Tensor grad, Tensor mu, Tensor rho, double prior_std) {
   Tensor grad_mu = st::empty_like(mu), grad_rho = st::empty_like(rho);
+  const double factor = value_of(grad);
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
     const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
-    const acc_t g = *static_cast<const acc_t*>(grad.const_data_ptr());
     acc_t* gm = static_cast<acc_t*>(grad_mu.mutable_data_ptr());
     acc_t* gr = static_cast<acc_t*>(grad_rho.mutable_data_ptr());
-    const acc_t precision = acc_t(1 / (prior_std * prior_std));
+    const acc_t g = acc_t(factor), precision = acc_t(1 / (prior_std * prior_std));
     st::parallel_for(0, mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
       gaussian_grad_slice(gm + begin, gr + begin, m + begin, r + begin, g, precision, end - begin);
     });
   });
   return {grad_mu, grad_rho};
+}
+
+std::vector<Tensor> gaussian_kl_sum_backward_cpu(
+    Tensor grad, std::vector<Tensor> mu, std::vector<Tensor> rho, std::vector<double> prior_std) {
+  std::vector<Tensor> grads;
+  for (size_t k = 0; k < mu.size(); ++k) {
+    auto [grad_mu, grad_rho] = gaussian_kl_backward_cpu(grad, mu[k], rho[k], prior_std[k]);
+    grads.push_back(grad_mu);
+    grads.push_back(grad_rho);
+  }
+  return grads;
 }
 
 // ---- the scale mixture: at the very weights of the forward
@@ -180,7 +241,7 @@ Tensor mixture_kl_cpu(
       });
       return part;
     });
-    out = scalar_like<acc_t>(mu, sum / double(num_samples));
+    out = scalar_like(mu, sum / double(num_samples));
   });
   return out;
 }
@@ -213,6 +274,8 @@ std::tuple<Tensor, Tensor> mixture_kl_backward_cpu(
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
   m.impl("gaussian_kl", TORCH_BOX(&gaussian_kl_cpu));
   m.impl("gaussian_kl_backward", TORCH_BOX(&gaussian_kl_backward_cpu));
+  m.impl("gaussian_kl_sum", TORCH_BOX(&gaussian_kl_sum_cpu));
+  m.impl("gaussian_kl_sum_backward", TORCH_BOX(&gaussian_kl_sum_backward_cpu));
   m.impl("mixture_kl", TORCH_BOX(&mixture_kl_cpu));
   m.impl("mixture_kl_backward", TORCH_BOX(&mixture_kl_backward_cpu));
 }
