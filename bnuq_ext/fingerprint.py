@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,21 @@ _SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.d
 _CONTAINERS = (list, dict, set, deque)
 
 
-def fingerprint(modules: list[nn.Module]) -> list:
+class Fingerprint(NamedTuple):
+    """What a model is, and apart from it the versions of its parameters and buffers, which training changes."""
+
+    structure: list
+    versions: list
+
+
+def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     """Identity, type, plain attributes, hooks, and identity and version of every parameter and buffer.
 
     Two equal fingerprints of one model mean that its forward is still the same function, as far as it
     can be seen from outside: in-place changes of tensors count, changes inside foreign objects do not.
     The training flags are left out.
     """
-    seen: list = []
+    seen, versions = [], []
     for module in modules:
         attributes = module.__dict__
         seen += (id(module), type(module))
@@ -31,7 +39,9 @@ def fingerprint(modules: list[nn.Module]) -> list:
                 seen += [id(hook) for hook in attributes[hooks].values() if not hasattr(hook, OURS)]
         for tensors in (attributes["_parameters"], attributes["_buffers"]):
             for tensor in tensors.values():
-                seen += _of_tensor(tensor)
+                identity, *version = _of_tensor(tensor)
+                seen.append(identity)
+                versions += version
         for name, value in attributes.items():
             if name not in _BASE:
                 seen.append(name)
@@ -39,7 +49,7 @@ def fingerprint(modules: list[nn.Module]) -> list:
                     seen.append(value)
                 else:
                     _append(seen, value)
-    return seen
+    return Fingerprint(seen, versions)
 
 
 def _append(seen: list, value) -> None:

@@ -5,16 +5,22 @@ One replica after another is the definition of the answer. Folding must prove it
 1.  A run with T = 1 at the actual size records the rows that each stochastic call sees.
 2.  On three rows, two replicas folded must equal the two one after another; once per model and trailing
     shape. If they do not, the input is expanded T-fold and that is tried.
-3.  The first folded chunk of every size must agree with its last replica run alone.
+3.  The first folded chunk of every size must agree with one of its replicas run alone.
 4.  Every folded run must show each stochastic call the rows of the record, or T times as many, as in
     the trial, and return T times the rows of the record.
 
 Anything else, any exception too, leads to the next way; the last is the loop.
+
+All this holds for the parameters as they are. Where gradients will be taken the trial must hold with the
+parameters moved too, since a coupling of rows behind a gate at zero shows in no output, but in the gate's
+gradient. A plan that does stands when training changes the values of parameters, and nothing else: there one
+replica run alone must agree with the folded ones, else all is found out again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from inspect import ismethod
 from typing import NamedTuple
 from weakref import WeakMethod, ref
@@ -26,10 +32,12 @@ from .chunks import is_out_of_memory
 from .fingerprint import State, fingerprint
 from .inputs import call
 from .known import Known, know
+from .moved import Moved
 from .ops.checks import refuse
 from .probe import (
     check_equal,
     check_informative,
+    check_replica,
     expand,
     probe_draws,
     probe_inputs,
@@ -103,6 +111,9 @@ class Plan(NamedTuple):
         checked: numbers of replicas that were folded and agreed with the loop.
         reason: why a way before this one was given up.
         lasting: whether that holds for other values of the input too.
+        steady: whether it may stand for other values of the parameters.
+        repeatable: whether a forward, with the training flags as they are, draws no random numbers; None until
+            it has been found out.
     """
 
     way: str
@@ -113,6 +124,15 @@ class Plan(NamedTuple):
     checked: set[int]
     reason: str = ""
     lasting: bool = True
+    steady: bool = True
+    repeatable: bool | None = None
+
+
+class Proof(NamedTuple):
+    """What a trial has shown: which calls share their input, and whether with moved parameters too."""
+
+    shared: dict[str, bool]
+    steady: bool
 
 
 class Folding:
@@ -122,15 +142,22 @@ class Folding:
         forward: how to run the model.
         modules: all modules of the model.
         first_replica: whose statistics the record uses.
+        flags: training flags of the modules, if gradients will be taken.
     """
 
-    def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int):
+    def __init__(
+        self,
+        forward: Forward,
+        modules: list[nn.Module],
+        first_replica: int,
+        flags: tuple[bool, ...] | None = None,
+    ):
         self.forward, self.modules, self.first_replica = forward, modules, first_replica
-        self.known = forward.known
+        self.flags, self.known = flags, forward.known
 
     def plan(self, inputs) -> Plan:
         """The plan for an input, made at the first sight of its signature."""
-        place = self._place(inputs)
+        place = self.place(inputs)
         plan = self.known.plans.get(place)
         if plan is None:
             with self.known.planning:
@@ -144,12 +171,74 @@ class Folding:
         """The next way that passes its trial, after a failure at the actual size."""
         with self.known.planning:
             following = self._next(plan, inputs, str(reason))
-            self._remember(self.known.plans, self._place(inputs), following, following.lasting)
+            if is_out_of_memory(reason):
+                following = following._replace(steady=False)
+            self._remember(self.known.plans, self.place(inputs), following, following.lasting)
         return following
 
-    def _place(self, inputs, from_dim: int = 0) -> tuple:
+    def proven(self, inputs, num_samples: int) -> Plan | None:
+        """The plan, if it has been proven for T replicas in this very state."""
+        plan = self.known.plans.get(self.place(inputs))
+        return plan if plan is not None and num_samples in plan.checked else None
+
+    def standing(self, inputs, num_samples: int) -> Plan | None:
+        """The plan of an earlier state of the parameters, if it holds in this one too."""
+        place = self.place(inputs)
+        plan = None if place in self.known.plans else self.known.standing.get(place)
+        if plan is None or plan.way == "loop":
+            return plan
+        plan = plan._replace(checked={num_samples})
+        with self.known.planning, preserved_rng():
+            try:
+                draws = probe_draws(self.forward.draw(self.first_replica, 1), num_samples)
+                outputs = self._together(plan, inputs, draws[-1])
+                alone, _ = self.forward.run(inputs, draws[self.chosen(num_samples)])
+                self.hold(plan, inputs, outputs, alone)
+            except Exception:
+                self.known.standing.pop(place, None)
+                return None
+        return plan
+
+    def hold(self, plan: Plan, inputs, outputs: Tensor, alone: Tensor) -> None:
+        """Takes a plan as proven in this state, if `alone` is the replica of the outputs (T, N, ...) that it
+        should be."""
+        tolerance = self._tolerance(alone, inputs)
+        check_replica(outputs, self.chosen(len(outputs)), alone, tolerance)
+        self._remember(self.known.plans, self.place(inputs), plan, True)
+
+    def stand(self, plan: Plan, inputs) -> None:
+        """Lets a proven plan stand for other values of the parameters, if it may."""
+        if self.flags is not None and plan.lasting and plan.steady:
+            place, checked, repeatable = self.place(inputs), set(plan.checked), None
+            before = self.known.standing.get(place)
+            if before is not None and before.way == plan.way:
+                checked, repeatable = before.checked | checked, before.repeatable
+            plan = plan._replace(checked=checked, repeatable=repeatable)
+            self._remember(self.known.standing, place, plan, True)
+
+    def compare_in_eval(self, inputs) -> None:
+        """Compares no outputs of a training step any more."""
+        place = self.place(inputs)
+        self.known.standing[place] = self.known.standing[place]._replace(repeatable=False)
+
+    def refute(self, plan: Plan, inputs, reason: str) -> None:
+        """Sends the replicas one after another, now and with other values of the parameters."""
+        place, loop = self.place(inputs), plan._replace(way="loop", shared={}, reason=reason)
+        self._remember(self.known.plans, place, loop, True)
+        self._remember(self.known.standing, place, loop, True)
+
+    def chosen(self, num_samples: int) -> int:
+        """Which of T replicas is run alone: another one in each state of the parameters."""
+        return (num_samples - 1 - self.known.turn) % num_samples
+
+    def alone(self, inputs, first_replica: int, num_samples: int) -> Tensor:
+        """The output of the chosen one of T replicas."""
+        draw = self.forward.draw(first_replica + self.chosen(num_samples), 1)
+        return self.forward.run(inputs, draw)[0]
+
+    def place(self, inputs, from_dim: int = 0) -> tuple:
         autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
-        how = _identity(self.forward.output_fn), tuple(self.forward.layers), *autocast
+        how = _identity(self.forward.output_fn), tuple(self.forward.layers), self.flags, *autocast
         return _signature(inputs, from_dim), *how
 
     def _remember(self, memory: dict, place, value, lasting: bool) -> None:
@@ -184,15 +273,16 @@ class Folding:
             if way == "loop":
                 break
             found, proven_for_all = self._trial(inputs, way)
-            if isinstance(found, dict):
-                return plan._replace(way=way, shared=found, checked=set(), reason=reason)
+            if isinstance(found, Proof):
+                proven = dict(shared=found.shared, steady=found.steady, checked=set())
+                return plan._replace(way=way, reason=reason, **proven)
             reason, lasting = found, lasting and proven_for_all
         return plan._replace(way="loop", shared={}, reason=reason, lasting=lasting)
 
-    def _trial(self, inputs, way: str) -> tuple[dict[str, bool] | str, bool]:
-        """Which calls share their input when two replicas of three rows go this way, or why not; and
-        whether that holds for every input of this trailing shape."""
-        place = (way, self._place(inputs, 1))
+    def _trial(self, inputs, way: str) -> tuple[Proof | str, bool]:
+        """What two replicas of three rows that go this way have shown, or why they do not; and whether
+        that holds for every input of this trailing shape."""
+        place = (way, self.place(inputs, 1))
         if place in self.known.trials:
             return self.known.trials[place], True
         lasting = True
@@ -205,15 +295,32 @@ class Folding:
         self._remember(self.known.trials, place, found, lasting)
         return found, lasting
 
-    def _prove(self, inputs, way: str) -> dict[str, bool]:
+    def _prove(self, inputs, way: str) -> Proof:
         probe = probe_inputs(inputs)
+        shared = self._try(probe, way, nullcontext())
+        return Proof(shared, self.flags is not None and self._try_moved(probe, way))
+
+    def _try_moved(self, probe, way: str) -> bool:
+        """Whether the trial could be made with other parameters; it must not fail."""
+        try:
+            moved = Moved(self.modules)
+            self._try(probe, way, moved)
+        except Exception as error:
+            if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
+                raise
+            return False
+        return moved.complete
+
+    def _try(self, probe, way: str, mode) -> dict[str, bool]:
         *alone, both = probe_draws(self.forward.draw(self.first_replica, 1))
-        runs = [self.forward.run(probe, draw) for draw in alone]
+        with mode:
+            runs = [self.forward.run(probe, draw) for draw in alone]
         loop, rows = torch.cat([output for output, _ in runs]), runs[0][1].rows
-        tolerance = self._tolerance(loop, inputs)
+        tolerance = self._tolerance(loop, probe)
         check_informative(torch.stack([output for output, _ in runs]), tolerance)
         arguments = probe if way == "folded" else expand(probe, 2)
-        folded, seen = self.forward.run(arguments, both, rows)
+        with mode:
+            folded, seen = self.forward.run(arguments, both, rows)
         check_equal(folded, loop, tolerance)
         return seen.shared
 
@@ -228,39 +335,49 @@ class Folding:
         draw = self.forward.draw(first_replica, num_samples)
         if num_samples == 1:
             return self.forward.run(inputs, draw)[0].unsqueeze(0)
+        output = self._together(plan, inputs, draw)
+        if num_samples not in plan.checked:
+            self._check_one(plan, inputs, output, first_replica)
+        return output
+
+    def _together(self, plan: Plan, inputs, draw: Draw) -> Tensor:
+        num_samples = draw.num_samples
         arguments = inputs if plan.way == "folded" else expand(inputs, num_samples)
         output, _ = self.forward.run(arguments, draw, plan.rows, plan.shared)
         if tuple(output.shape) != (num_samples * plan.shape[0], *plan.shape[1:]):
             raise DoesNotFold(
                 f"{num_samples} replicas have outputs {list(output.shape)}, one has {list(plan.shape)}"
             )
-        output = output.unflatten(0, (num_samples, plan.shape[0]))
-        if num_samples not in plan.checked:
-            self._check_last(plan, inputs, output, first_replica)
-        return output
+        return output.unflatten(0, (num_samples, plan.shape[0]))
 
-    def _check_last(self, plan: Plan, inputs, output: Tensor, first_replica: int) -> None:
-        last = first_replica + output.shape[0] - 1
+    def _check_one(self, plan: Plan, inputs, output: Tensor, first_replica: int) -> None:
         with self.known.planning, preserved_rng():
-            alone, _ = self.forward.run(inputs, self.forward.draw(last, 1))
-        check_equal(output[-1], alone, self._tolerance(output, inputs))
-        plan.checked.add(output.shape[0])
+            alone = self.alone(inputs, first_replica, len(output))
+        check_equal(output[self.chosen(len(output))], alone, self._tolerance(output, inputs))
+        plan.checked.add(len(output))
 
 
 def proven_plan(
     forward: Forward, modules: list[nn.Module], inputs, first_replica: int, num_samples: int
 ) -> Plan:
     """The plan for T replicas of a model that the caller runs itself, tried in eval at the actual size."""
+    flags = flags_of(modules)
     with torch.no_grad(), evaluating(modules):
         known = know(forward.model, modules)
-        folding = Folding(forward._replace(known=known), modules, first_replica)
-        plan = folding.plan(inputs)
+        folding = Folding(forward._replace(known=known), modules, first_replica, flags)
+        plan = folding.standing(inputs, num_samples) or folding.plan(inputs)
         while plan.way != "loop" and num_samples not in plan.checked:
             try:
                 folding.run(plan, inputs, first_replica, num_samples)
             except Exception as error:
                 plan = folding.give_up(plan, inputs, error)
+    folding.stand(plan, inputs)
     return plan
+
+
+def flags_of(modules: list[nn.Module]) -> tuple[bool, ...] | None:
+    """The training flags of modules; None where no gradients are taken."""
+    return tuple(m.training for m in modules) if torch.is_grad_enabled() else None
 
 
 def _signature(inputs, from_dim: int) -> tuple:

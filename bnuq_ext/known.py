@@ -12,7 +12,7 @@ from torch import nn
 
 from .bank import find_bank
 from .doctor import count_uncovered
-from .fingerprint import fingerprint
+from .fingerprint import Fingerprint, fingerprint
 from .inputs import map_tensors, tensors
 from .nn import named_stochastic_layers
 from .ops.checks import refuse
@@ -28,16 +28,21 @@ class Known:
     Attributes:
         seen: the fingerprint of its modules.
         plans, trials: see `Folding`.
+        standing: plans of earlier states, for as long as nothing but the values of parameters has changed; see
+            `Folding`.
+        turn: how often those have changed.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
         samplers: of its bank, as they have been asked for.
         changes_input: whether its forward writes into its input; None until one has been run.
     """
 
-    def __init__(self, seen: list):
+    def __init__(self, seen: Fingerprint):
         self.seen = seen
         self.plans: dict = {}
         self.trials: dict = {}
+        self.standing: dict = {}
+        self.turn = 0
         self.planning = threading.RLock()
         self.examined = False
         self.samplers: dict[tuple, Sampler] = {}
@@ -96,7 +101,7 @@ class Known:
 
 
 def know(model: nn.Module, modules: list[nn.Module]) -> Known:
-    """What is known of a model with these modules: nothing but `examined` where it has changed since."""
+    """What is known of a model with these modules: where it has changed since, nothing but what may stand."""
     seen = fingerprint(modules)
     with _LOCK:
         before = _KNOWN.get(model)
@@ -105,4 +110,6 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
         known = _KNOWN[model] = Known(seen)
         if before is not None:
             known.examined, known.planning = before.examined, before.planning
+            if before.seen.structure == seen.structure:
+                known.standing, known.turn = before.standing, before.turn + 1
     return known

@@ -13,6 +13,7 @@ from .samplers import Draw, Fitted, Statistics
 
 ROWS = 3
 _LOOKED_AT = 16  # rows of the input
+_APART = 3  # tolerances between what is to be told apart
 
 
 def leading(inputs, rows: int) -> list[Tensor]:
@@ -78,22 +79,22 @@ def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
     return not all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
-def probe_draws(draw: Draw) -> tuple[Draw, Draw, Draw]:
-    """Two replicas that differ in every layer: each alone, and both together.
+def probe_draws(draw: Draw, num_samples: int = 2) -> list[Draw]:
+    """Replicas that differ from the one before in every layer: each alone, and last all together.
 
-    The first has the statistics of a replica of `draw`; in the second each mean is moved by half a
+    The first has the statistics of a replica of `draw`; in every second each mean is moved by half a
     standard deviation, up or down from channel to channel, and each variance is half as large again;
     Bayesian layers widen their posterior. So the trial does not depend on how different the snapshots of the
     bank are, or the samples of a posterior.
     """
     tables = {key: _spread_out(draw, statistics) for key, statistics in draw.tables.items()}
-    both = torch.arange(2, device=draw.seed.device)
-    following = draw.seed + both  # key, next replica
-    return (
-        Draw(1, draw.seed, both[:1], tables, trial=True),
-        Draw(1, following, both[1:], tables, trial=True),
-        Draw(2, draw.seed, both, tables, trial=True),
-    )
+    rows = torch.arange(num_samples, device=draw.seed.device) % 2
+    one_on = torch.arange(2, device=draw.seed.device)  # key, next replica
+    alone = [
+        Draw(1, draw.seed + t * one_on, rows[t : t + 1], tables, trial=True)
+        for t in range(num_samples)
+    ]
+    return [*alone, Draw(num_samples, draw.seed, rows, tables, trial=True)]
 
 
 def _spread_out(draw: Draw, statistics: Statistics | Fitted) -> Statistics:
@@ -128,13 +129,22 @@ def check_informative(loop: Tensor, tolerance: float) -> None:
     values = loop.double().unsqueeze(-1).flatten(2)
     if not values.isfinite().all():
         raise Undecided("the outputs of the trial are not finite")
-    least = 3 * tolerance * values.abs().max()
+    least = _APART * tolerance * values.abs().max()
     pairs = [
         (values[0], values[1]),
         *((values[:, i], values[:, j]) for i, j in combinations(range(ROWS), 2)),
     ]
     if not all((a - b).abs().max() > least for a, b in pairs):
         raise Undecided("the outputs of the trial do not tell replicas and rows apart")
+
+
+def check_replica(outputs: Tensor, replica: int, alone: Tensor, tolerance: float) -> None:
+    """Raises unless that replica of outputs (T, N, ...) is the one run alone, and Undecided where the one before
+    it is nearly the same, so that an influence of the others would not show."""
+    check_equal(outputs[replica], alone, tolerance)
+    difference = (outputs[replica - 1].double() - alone.double()).abs().max()
+    if not difference > _APART * tolerance * alone.double().abs().max():
+        raise Undecided("the replicas are nearly the same")
 
 
 def tolerance_of(output: Tensor, inputs, model_dtypes: set[torch.dtype]) -> float:

@@ -64,6 +64,14 @@ def preserved_rng(*generators: torch.Generator):
             generator.set_state(state)
 
 
+def random_states() -> tuple:
+    """The states that `preserved_rng` puts back, to compare."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    _, words, *legacy = np.random.get_state()
+    tensors = [state.numpy().tobytes() for state in (torch.get_rng_state(), *cuda)]
+    return *tensors, words.tobytes(), *legacy, random.getstate()
+
+
 @contextmanager
 def without_gradients():
     """No autograd graph, and ordinary tensors even where the caller is in inference mode."""

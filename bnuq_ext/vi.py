@@ -14,16 +14,16 @@ from torch.nn import functional
 from .batch_norm_like import averages_rows
 from .bayes import BayesLinear, require_bayes_layers
 from .chunks import keep_freed_pages
-from .folding import Forward, Plan, proven_plan
+from .folding import Forward
 from .inputs import num_rows
 from .known import know
 from .ops import new_seed
 from .ops.checks import check_integer, check_number, check_tensor, refuse
 from .ops.kl import gaussian_kl_sum
 from .predict import device_of
-from .probe import expand
-from .replicas import current_pass
+from .replicas import ReplicaPass, current_pass
 from .samplers import Draw, WeightSampler, check_key, draw_key
+from .together import run_together
 
 SCHEMES = ("uniform", "geometric")
 # Layers that treat every row of an input with two dimensions or more by itself, by their definition.
@@ -134,9 +134,14 @@ def elbo_loss(
         sum:  nll = -mean over t of sum over rows of log p(y | x, w_t),  loss = nll + batch_weight * kl
         mean: nll and loss divided by the number of rows; kl is the whole divergence either way
 
-    The samples go through the model together where it has proved to give the same as one after another; batch
-    norm in train() takes them one after another. Backward draws the same weights again, and so does what it
-    computes again (`torch.utils.checkpoint`).
+    The samples go through the model together where it has proved to give the same as one after another. A
+    plain `nn.Sequential` of layers that treat rows one by one needs no proof. Any other model is tried when its
+    modules, hooks, flags or shapes are new, with its parameters moved too, for a gate at zero hides what it will let
+    through. After steps of an optimiser one sample is run alone, 1/T of a forward, and has to agree with the
+    others; a model with random numbers in train(), dropout, repeats the T samples in eval for that. What
+    couples rows, or changes itself in train() (batch norm), takes the samples one after another.
+
+    Backward draws the same weights again, and so does what it computes again (`torch.utils.checkpoint`).
 
     Args:
         model: holds `BayesLinear` layers; in train() or eval() as you set it.
@@ -182,33 +187,30 @@ def elbo_loss(
 def _outputs(forward: Forward, modules: list[nn.Module], x, num_samples: int):
     """Outputs (T, N, ...), the draw, and the layers' streams."""
     draw = forward.draw(0, num_samples)
-    plan = _plan(forward, modules, x, num_samples)
-    if plan is None:
+    found = _together(forward, modules, x, draw)
+    if found is None:
         runs = [forward.run(x, forward.draw(t, 1)) for t in range(num_samples)]
         outputs, active = torch.stack([output for output, _ in runs]), runs[0][1]
     else:
-        inputs = x if plan.way == "folded" else expand(x, num_samples)
-        output, active = forward.run(inputs, draw, plan.rows, plan.shared)
+        output, active = found
         outputs = output.unflatten(0, (num_samples, -1))
     return outputs, draw, {name: active.stream_of(name) for name in forward.layers}
 
 
-def _plan(forward: Forward, modules: list[nn.Module], x, num_samples: int) -> Plan | None:
-    """How the samples go through the model together; None for one after another."""
+def _together(
+    forward: Forward, modules: list[nn.Module], x, draw: Draw
+) -> tuple[Tensor, ReplicaPass] | None:
+    """The outputs (T*N, ...) of samples that go through the model together; None for one after another."""
     coupled = any(module.training and averages_rows(module) for module in modules)
-    if num_samples == 1 or coupled or num_rows(forward.op, x) == 0:
+    if draw.num_samples == 1 or coupled or num_rows(forward.op, x) == 0:
         return None
     if _goes_by_row(forward.model, modules, x):
-        return Plan("folded", dict.fromkeys(forward.layers, len(x)), 0, (), {}, {num_samples})
-    plan = proven_plan(forward, modules, x, 0, num_samples)
-    return None if plan.way == "loop" else plan
+        return forward.run(x, draw, dict.fromkeys(forward.layers, len(x)))
+    return run_together(forward, modules, x, draw)
 
 
 def _goes_by_row(model: nn.Module, modules: list[nn.Module], x) -> bool:
-    """Whether the model is a plain chain of layers that treat rows one by one: no trial is needed.
-
-    A trial holds until a parameter changes, which in training is every step.
-    """
+    """Whether the model is a plain chain of layers that treat rows one by one: no trial is needed."""
     return (
         isinstance(x, Tensor)
         and x.dim() >= 2

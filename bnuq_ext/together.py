@@ -1,0 +1,77 @@
+"""T replicas as one batch in a training step, held to one of them that is run alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .fingerprint import State, fingerprint
+from .folding import Folding, Forward, Plan, flags_of, proven_plan
+from .probe import expand
+from .replicas import DoesNotFold, ReplicaPass, Undecided
+from .restore import preserved_rng, random_states
+from .samplers import Draw
+
+
+def run_together(
+    forward: Forward, modules: list[nn.Module], inputs, draw: Draw
+) -> tuple[Tensor, ReplicaPass] | None:
+    """The outputs (T*N, ...) of a draw's replicas and their pass; None where they go one after another.
+
+    A plan is proven in full for new shapes, modules, hooks, flags. When only values of parameters have
+    changed since, one replica is run alone, with the flags as they are and without gradients, and must be the
+    one among the others. Where train() draws random numbers or the samples hardly differ, that is done in eval.
+    """
+    T, folding = draw.num_samples, Folding(forward, modules, 0, flags_of(modules))
+    plan, alone = _decide(folding, inputs, T)
+    if plan.way == "loop":
+        return None
+    try:
+        arguments = inputs if plan.way == "folded" else expand(inputs, T)
+        output, active = forward.run(arguments, draw, plan.rows, plan.shared)
+        if len(output) != T * plan.shape[0]:
+            raise DoesNotFold(f"{T} replicas have {len(output)} rows, one has {plan.shape[0]}")
+        if alone is not None:
+            folding.hold(plan, inputs, output.detach().unflatten(0, (T, -1)), alone)
+    except Undecided:
+        # The samples are nearly the same. In eval their posterior can be widened.
+        folding.compare_in_eval(inputs)
+        if folding.proven(inputs, T) is None:
+            return None
+    except DoesNotFold as error:
+        folding.refute(plan, inputs, str(error))
+        return None
+    return output, active
+
+
+def _decide(folding: Folding, inputs, num_samples: int) -> tuple[Plan, Tensor | None]:
+    """The plan, and the chosen replica run alone where it has still to be compared."""
+    plan = folding.proven(inputs, num_samples)
+    if plan is not None:
+        return plan, None
+    plan = folding.known.standing.get(folding.place(inputs))
+    if plan is not None and plan.repeatable and num_samples in plan.checked:
+        with torch.no_grad():
+            return plan._replace(checked={num_samples}), folding.alone(inputs, 0, num_samples)
+    plan = proven_plan(folding.forward, folding.modules, inputs, 0, num_samples)
+    stood = folding.known.standing.get(folding.place(inputs))
+    if plan.way == "loop" or stood is None or stood.repeatable is not None:
+        return plan, None
+    return _examined(folding, plan, inputs, num_samples)
+
+
+def _examined(folding: Folding, plan: Plan, inputs, num_samples: int) -> tuple[Plan, Tensor | None]:
+    """The plan after a replica has been run alone with the flags as they are, which is undone."""
+    known, place = folding.known, folding.place(inputs)
+    state = State(folding.modules)
+    with torch.no_grad(), preserved_rng():
+        before = random_states()
+        alone = folding.alone(inputs, 0, num_samples)
+        repeatable = random_states() == before
+    if fingerprint(folding.modules) != known.seen:
+        state.restore()
+        known.seen = fingerprint(folding.modules)
+        folding.refute(plan, inputs, "its forward changes the model's state")
+        return known.plans[place], None
+    known.standing[place] = known.standing[place]._replace(repeatable=repeatable)
+    return plan, alone if repeatable else None
