@@ -19,11 +19,9 @@ replica run alone must agree with the folded ones, else all is found out again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from inspect import ismethod
 from typing import NamedTuple
-from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +44,7 @@ from .probe import (
 from .replicas import DoesNotFold, ReplicaPass, Undecided, running
 from .restore import evaluating, preserved_rng
 from .samplers import Draw, Sampler
+from .signature import identity, signature
 
 WAYS = ("folded", "expanded", "loop")
 _MOST = 256  # plans of one model; after so many input shapes it starts over
@@ -112,8 +111,8 @@ class Plan(NamedTuple):
         reason: why a way before this one was given up.
         lasting: whether that holds for other values of the input too.
         steady: whether it may stand for other values of the parameters.
-        repeatable: whether a forward, with the training flags as they are, draws no random numbers; None until
-            it has been found out.
+        repeatable: whether forwards with the training flags as they are can be compared: they draw no random
+            numbers, and replicas differ; None until it has been found out.
     """
 
     way: str
@@ -216,10 +215,12 @@ class Folding:
             plan = plan._replace(checked=checked, repeatable=repeatable)
             self._remember(self.known.standing, place, plan, True)
 
-    def compare_in_eval(self, inputs) -> None:
-        """Compares no outputs of a training step any more."""
+    def mark(self, inputs, repeatable: bool) -> None:
+        """Says of the plan that stands whether outputs of a training step can be compared."""
         place = self.place(inputs)
-        self.known.standing[place] = self.known.standing[place]._replace(repeatable=False)
+        plan = self.known.standing.get(place)
+        if plan is not None:
+            self.known.standing[place] = plan._replace(repeatable=repeatable)
 
     def refute(self, plan: Plan, inputs, reason: str) -> None:
         """Sends the replicas one after another, now and with other values of the parameters."""
@@ -238,8 +239,8 @@ class Folding:
 
     def place(self, inputs, from_dim: int = 0) -> tuple:
         autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
-        how = _identity(self.forward.output_fn), tuple(self.forward.layers), self.flags, *autocast
-        return _signature(inputs, from_dim), *how
+        how = identity(self.forward.output_fn), tuple(self.forward.layers), self.flags, *autocast
+        return signature(inputs, from_dim), *how
 
     def _remember(self, memory: dict, place, value, lasting: bool) -> None:
         if len(memory) >= _MOST:
@@ -378,29 +379,3 @@ def proven_plan(
 def flags_of(modules: list[nn.Module]) -> tuple[bool, ...] | None:
     """The training flags of modules; None where no gradients are taken."""
     return tuple(m.training for m in modules) if torch.is_grad_enabled() else None
-
-
-def _signature(inputs, from_dim: int) -> tuple:
-    """Shapes, dtypes and devices of the tensors of an input, and its other values."""
-    if isinstance(inputs, Tensor):
-        return tuple(inputs.shape[from_dim:]), inputs.dim(), inputs.dtype, inputs.device
-    if isinstance(inputs, Mapping):
-        return tuple((key, _signature(value, from_dim)) for key, value in inputs.items())
-    if isinstance(inputs, (tuple, list)):
-        return type(inputs), *(_signature(value, from_dim) for value in inputs)
-    # An object() is equal to nothing else: what is unknown is found out each time.
-    return (inputs if isinstance(inputs, (int, float, bool, str, type(None))) else object(),)
-
-
-def _identity(function):
-    """What stands for a function in a key, without keeping what it holds alive.
-
-    A function written anew at each call (a lambda) is the same if its code is and it holds nothing.
-    """
-    code = getattr(function, "__code__", None)
-    if code is not None and not (function.__closure__ or function.__defaults__):
-        return code
-    try:
-        return WeakMethod(function) if ismethod(function) else ref(function)
-    except TypeError:
-        return type(function), repr(function)

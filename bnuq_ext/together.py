@@ -35,7 +35,7 @@ def run_together(
             folding.hold(plan, inputs, output.detach().unflatten(0, (T, -1)), alone)
     except Undecided:
         # The samples are nearly the same. In eval their posterior can be widened.
-        folding.compare_in_eval(inputs)
+        folding.mark(inputs, repeatable=False)
         if folding.proven(inputs, T) is None:
             return None
     except DoesNotFold as error:
@@ -73,5 +73,5 @@ def _examined(folding: Folding, plan: Plan, inputs, num_samples: int) -> tuple[P
         known.seen = fingerprint(folding.modules)
         folding.refute(plan, inputs, "its forward changes the model's state")
         return known.plans[place], None
-    known.standing[place] = known.standing[place]._replace(repeatable=repeatable)
+    folding.mark(inputs, repeatable)
     return plan, alone if repeatable else None

@@ -1,6 +1,7 @@
 """Training steps with T samples as one batch: proven in full once, then held to one sample run alone."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -394,15 +395,39 @@ def test_a_tuple_and_a_dict_stand_too():
         assert rows == [N, T * N]
 
 
-def test_forwards_that_train_otherwise_than_eval_says():
-    """Rows that the trial in eval has not seen: one after another, not an error from inside."""
+class Halved(nn.Module):
+    def forward(self, h):
+        return h[: len(h) // 2].repeat(2, 1) if self.training else h
 
-    class Halved(nn.Module):
-        def forward(self, h):
-            return h[: len(h) // 2].repeat(2, 1) if self.training else h
 
-    model = Net(middle=Halved())
+class FirstRows(Net):
+    def forward(self, x):
+        return super().forward(x)[:N] if self.training else super().forward(x)
+
+
+@pytest.mark.parametrize("make", [lambda: Net(middle=Halved()), FirstRows])
+def test_rows_that_go_otherwise_in_training(make):
+    """No trial in eval sees it: one after another, and no error from inside."""
+    model = make()
     assert ways_after(model, 0) == {"loop"}
+    assert ways_after(model, 1) == {"loop"}
+
+
+def test_threads_share_what_has_been_proven():
+    """Eight at a time, in each state of the parameters; flags and outcome as if alone."""
+    model, (x, y) = Net(middle=Residual()), data()
+
+    def losses(run):
+        options = dict(num_samples=T, batch_weight=0.1)
+        return list(run(lambda s: bnuq.elbo_loss(model, x, y, seed=s, **options).loss, range(8)))
+
+    with ThreadPoolExecutor(8) as pool:
+        for i in range(3):
+            for a, e in zip(losses(pool.map), losses(map), strict=True):
+                torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+            assert all(m.training for m in model.modules())
+            gradients(model, i)
+            step(model)
 
 
 # ---- Moved and check_replica --------------------------------------------------------------------
