@@ -113,3 +113,10 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
             if before.seen.structure == seen.structure:
                 known.standing, known.turn = before.standing, before.turn + 1
     return known
+
+
+def run_once() -> Known:
+    """For one forward of one replica: nothing is proven, remembered or spared."""
+    known = Known([])
+    known.changes_input = False
+    return known

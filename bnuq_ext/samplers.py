@@ -16,6 +16,7 @@ from torch import Tensor
 from .moments import Rescaling, fit
 from .ops import new_seed, philox_normal, snapshot_indices
 from .ops.checks import check_integer, refuse
+from .ops.philox import new_key
 
 if TYPE_CHECKING:
     from .bank import Bank
@@ -206,7 +207,7 @@ def check_key(op: str, seed) -> None:
 
 def draw_key(seed: int | None, device: torch.device) -> int:
     """The seed, or one from torch's generator of the device."""
-    return seed if seed is not None else int(new_seed(None, device=device)[0])
+    return seed if seed is not None else new_key(device).item()
 
 
 def make_sampler(

@@ -16,7 +16,7 @@ from .bayes import BayesLinear, require_bayes_layers
 from .chunks import keep_freed_pages
 from .folding import Forward
 from .inputs import num_rows
-from .known import know
+from .known import know, run_once
 from .ops import new_seed
 from .ops.checks import check_integer, check_number, check_tensor, refuse
 from .ops.kl import gaussian_kl_sum
@@ -176,12 +176,13 @@ def elbo_loss(
     if device.type == "cpu":
         keep_freed_pages()
     key = draw_key(seed, device)
-    forward = Forward(model, layers, WeightSampler(device), key, None, know(model, modules), op)
+    known = know(model, modules) if num_samples > 1 else run_once()
+    forward = Forward(model, layers, WeightSampler(device), key, None, known, op)
     outputs, draw, streams = _outputs(forward, modules, x, num_samples)
-    nll = _nll(outputs, y, likelihood, noise_std)
-    kl = _divergence(layers, draw, streams)
     scale = max(rows, 1) if reduction == "mean" else 1
-    return Elbo((nll + weight * kl) / scale, nll / scale, kl)
+    nll = _nll(outputs, y, likelihood, noise_std) / (num_samples * scale)
+    kl = _divergence(layers, draw, streams)
+    return Elbo(nll + (weight / scale) * kl, nll, kl)
 
 
 def _outputs(forward: Forward, modules: list[nn.Module], x, num_samples: int):
@@ -190,7 +191,8 @@ def _outputs(forward: Forward, modules: list[nn.Module], x, num_samples: int):
     found = _together(forward, modules, x, draw)
     if found is None:
         runs = [forward.run(x, forward.draw(t, 1)) for t in range(num_samples)]
-        outputs, active = torch.stack([output for output, _ in runs]), runs[0][1]
+        (output, active), *others = runs
+        outputs = torch.stack([output, *(o for o, _ in others)]) if others else output[None]
     else:
         output, active = found
         outputs = output.unflatten(0, (num_samples, -1))
@@ -221,19 +223,19 @@ def _goes_by_row(model: nn.Module, modules: list[nn.Module], x) -> bool:
 
 
 def _nll(outputs: Tensor, y: Tensor, likelihood: str, noise_std: float) -> Tensor:
-    """-log p(y), summed over rows and averaged over the T samples of outputs (T, N, ...)."""
-    num_samples = len(outputs)
+    """-log p(y), summed over the rows and the T samples of outputs (T, N, ...)."""
     if likelihood == "categorical":
         expected = (outputs.shape[1], *outputs.shape[3:])
         if outputs.dim() < 3 or tuple(y.shape) != expected:
             refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
-        labels = y.long().expand(num_samples, *y.shape).flatten(0, 1)
-        total = functional.cross_entropy(outputs.flatten(0, 1), labels, reduction="sum")
-        return total / num_samples
+        labels = y.long()
+        if len(outputs) > 1:
+            labels = labels.expand(len(outputs), *y.shape).flatten(0, 1)
+        return functional.cross_entropy(outputs.flatten(0, 1), labels, reduction="sum")
     if y.shape != outputs.shape[1:]:
         refuse("elbo_loss", "y", f"have shape {list(outputs.shape[1:])}", list(y.shape))
     residuals = torch.distributions.Normal(outputs, noise_std, validate_args=False)
-    return -residuals.log_prob(y).sum() / num_samples
+    return -residuals.log_prob(y).sum()
 
 
 def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | None) -> float:

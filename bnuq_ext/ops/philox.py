@@ -22,8 +22,13 @@ def new_seed(seed: int | None = None, first_replica: int = 0, device="cpu") -> T
     """
     if seed is not None:
         return torch.tensor([seed, first_replica], dtype=torch.int64, device=device)
-    key = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
-    return torch.cat([key, torch.tensor([first_replica], dtype=torch.int64, device=device)])
+    replica = torch.tensor([first_replica], dtype=torch.int64, device=device)
+    return torch.cat([new_key(device), replica])
+
+
+def new_key(device="cpu") -> Tensor:
+    """(1,) int64 from torch's generator of `device`."""
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -> Tensor:
