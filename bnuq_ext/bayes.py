@@ -252,7 +252,7 @@ def bayes_layers(
     model: nn.Module, modules: list[nn.Module] | None = None
 ) -> dict[str, BayesLinear]:
     """The Bayesian layers of a model by qualified name, each once; `modules` are its, if known."""
-    if modules is not None and not any(isinstance(m, BayesLinear) for m in modules):
+    if modules is not None and not any([isinstance(m, BayesLinear) for m in modules]):
         return {}
     return {name: m for name, m in model.named_modules() if isinstance(m, BayesLinear)}
 

@@ -92,7 +92,7 @@ def doctor(model: nn.Module, x) -> Report:
         covered=sum(watch.calls.values()),
         excluded=counter.excluded,
         uncovered=counter.uncovered,
-        converted={name: watch.calls[name] for name in layers},
+        converted={name: watch.calls.get(name, 0) for name in layers},
         excluded_layers=[uncompiled_name(name) for name in found.excluded],
         unconverted={
             **{uncompiled_name(n): type(m).__name__ for n, m in found.convertible.items()},

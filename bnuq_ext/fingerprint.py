@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 _BASE = frozenset(nn.Module().__dict__)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
 _SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.Size})
 _CONTAINERS = (list, dict, set, deque)
@@ -23,6 +22,18 @@ class Fingerprint(NamedTuple):
     versions: list
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """`list(model.modules())` in a third of the time."""
+    found: dict[nn.Module, None] = {}
+    ahead = [model]
+    while ahead:
+        module = ahead.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            ahead += reversed(module._modules.values())
+    return list(found)
+
+
 def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     """Identity, type, plain attributes, hooks, and identity and version of every parameter and buffer.
 
@@ -31,22 +42,26 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     The training flags are left out.
     """
     seen, versions = [], []
+    add = seen.append
     for module in modules:
         attributes = module.__dict__
-        seen += (id(module), type(module))
-        for hooks in _HOOKS:
-            if attributes[hooks]:
-                seen += [id(hook) for hook in attributes[hooks].values() if not hasattr(hook, OURS)]
-        for tensors in (attributes["_parameters"], attributes["_buffers"]):
-            for tensor in tensors.values():
-                identity, *version = _of_tensor(tensor)
-                seen.append(identity)
-                versions += version
+        add(id(module))
+        add(type(module))
+        for hooks in (attributes["_forward_hooks"], attributes["_forward_pre_hooks"]):
+            if hooks:
+                seen += [id(hook) for hook in hooks.values() if not hasattr(hook, OURS)]
+        for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
+            add(id(tensor))
+            if tensor is not None:
+                try:
+                    versions.append(tensor._version)
+                except RuntimeError:  # inference tensors do not count their versions
+                    versions.append(-1)
         for name, value in attributes.items():
             if name not in _BASE:
-                seen.append(name)
+                add(name)
                 if type(value) in _SCALARS:  # nearly all are
-                    seen.append(value)
+                    add(value)
                 else:
                     _append(seen, value)
     return Fingerprint(seen, versions)
@@ -57,7 +72,8 @@ def _append(seen: list, value) -> None:
     if kind in _SCALARS:
         seen.append(value)
     elif isinstance(value, Tensor):
-        seen += _of_tensor(value)
+        # Inference tensors do not count their versions.
+        seen += (id(value), -1 if value.is_inference() else value._version)
     elif kind is tuple:
         for item in value:
             _append(seen, item)
@@ -65,13 +81,6 @@ def _append(seen: list, value) -> None:
         seen.append(id(value))
         if isinstance(value, _CONTAINERS):
             seen.append(len(value))
-
-
-def _of_tensor(tensor: Tensor | None) -> tuple:
-    if tensor is None:
-        return (None,)
-    # Inference tensors do not count their versions.
-    return id(tensor), -1 if tensor.is_inference() else tensor._version
 
 
 class State:

@@ -238,9 +238,14 @@ class Folding:
         return self.forward.run(inputs, draw)[0]
 
     def place(self, inputs, from_dim: int = 0) -> tuple:
-        autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
-        how = identity(self.forward.output_fn), tuple(self.forward.layers), self.flags, *autocast
-        return signature(inputs, from_dim), *how
+        return (
+            signature(inputs, from_dim),
+            identity(self.forward.output_fn),
+            tuple(self.forward.layers),
+            self.flags,
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+        )
 
     def _remember(self, memory: dict, place, value, lasting: bool) -> None:
         if len(memory) >= _MOST:
@@ -349,7 +354,7 @@ class Folding:
             raise DoesNotFold(
                 f"{num_samples} replicas have outputs {list(output.shape)}, one has {list(plan.shape)}"
             )
-        return output.unflatten(0, (num_samples, plan.shape[0]))
+        return output.view(num_samples, *plan.shape)
 
     def _check_one(self, plan: Plan, inputs, output: Tensor, first_replica: int) -> None:
         with self.known.planning, preserved_rng():

@@ -62,6 +62,8 @@ def tensors(inputs) -> Iterator[Tensor]:
 
 def num_rows(op: str, inputs) -> int:
     """Size of the first dimension of the first tensor."""
+    if isinstance(inputs, Tensor) and inputs.dim() > 0:
+        return inputs.shape[0]
     first = next((t for t in tensors(inputs) if t.dim() > 0), None)
     if first is None:
         refuse(op, "an input", "hold a tensor with rows", "none")
@@ -90,6 +92,8 @@ def move(inputs, device: torch.device | None):
 
 def call(model: nn.Module, inputs):
     """model(x), model(*arguments) or model(**keywords)."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)

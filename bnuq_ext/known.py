@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -79,7 +79,6 @@ class Known:
         if self.changes_input is None and not any(t.is_inference() for t in given):
             self.changes_input = any(t._version > 0 for t in given)
 
-    @contextmanager
     def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
         """Around a forward; around the first one that draws statistics for `layers`, it warns of batch norm that
         is not covered.
@@ -87,8 +86,11 @@ class Known:
         Yields what counts there, or None.
         """
         if self.examined or not any(layer.needs_bank for layer in layers.values()):
-            yield None
-            return
+            return nullcontext()
+        return self._examining(op, model)
+
+    @contextmanager
+    def _examining(self, op: str, model: nn.Module):
         self.examined = True
         with count_uncovered(model) as counter:
             yield counter

@@ -65,6 +65,9 @@ class Stochastic(Replicated):
 
     def affine_parameters(self) -> tuple[Tensor | None, Tensor | None, float]:
         """(weight (C,), bias (C,), eps); None stands for ones and zeros."""
+        own = self._parameters
+        if "weight" in own and "bias" in own:  # where a module looks for them last
+            return own["weight"], own["bias"], self.eps
         return self.weight, self.bias, self.eps
 
     def batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, int]:

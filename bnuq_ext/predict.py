@@ -13,6 +13,7 @@ from .batches import find_source
 from .bayes import bayes_layers
 from .chunks import check_chunk
 from .collect import gather
+from .fingerprint import modules_of
 from .folding import Forward, check_output_fn
 from .inputs import num_rows, tensors
 from .known import know
@@ -122,7 +123,7 @@ def predict(
         batches = take_batches("predict", loader, first_replica, num_samples, device)
         forward, strategy = JoiningForward(forward, batches, first_replica), "loop"
     replicas = Replicas(first_replica, num_samples, strategy, chunk, keep_samples, progress)
-    with torch.no_grad(), evaluating(modules):
+    with torch.set_grad_enabled(False), evaluating(modules):
         stream = Stream(forward, modules, replicas, likelihood, device)
         result = stream.run(x) if single else stream.run_all(x)
     check_noise_shape("predict", noise_var, result["mean"])
@@ -137,8 +138,8 @@ def check_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
     if not isinstance(model, nn.Module):
         refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
     model = getattr(model, "_orig_mod", model)
-    modules = list(model.modules())
-    if not any(isinstance(module, Replicated) for module in modules):
+    modules = modules_of(model)
+    if not any([isinstance(module, Replicated) for module in modules]):
         stochastic_layers(op, model)  # raises
     return model, modules
 

@@ -7,10 +7,9 @@ from math import isfinite, log
 from numbers import Real
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .ops import predictive_accumulate_
+from .ops import predictive_accumulate_, predictive_statistics
 from .ops.checks import acc_dtype, check_floating, refuse
 
 LIKELIHOODS = ("categorical", "gaussian")
@@ -74,10 +73,8 @@ class Prediction:
         check_floating(op, "samples", samples)
         if samples.dim() < 1 or samples.shape[0] < 1:
             refuse(op, "samples", "have at least 1 replica", list(samples.shape))
-        moments = make_moments(op, likelihood)
         with torch.no_grad():
-            moments.add(samples)
-            summary = moments.summary()
+            summary = summarise(op, likelihood, samples)
         check_noise_shape(op, noise_var, summary["mean"])
         return cls(likelihood, len(samples), noise_var=noise_var, samples=samples, **summary)
 
@@ -122,12 +119,20 @@ def entropies(mean: Tensor, within: Tensor, count: int) -> dict[str, Tensor]:
         count: replicas.
     """
     entropy = torch.special.entr(mean).sum(1)
+    information = _information(entropy, within, count, mean.shape[1])
+    return {"entropy": entropy, "mutual_information": information}
+
+
+def _information(entropy: Tensor, within: Tensor, count: int, classes: int) -> Tensor:
     # T entropies of at most ln K were added one after another, and both terms round.
-    noise = torch.finfo(entropy.dtype).eps * (4 + count**0.5) * (1 + log(mean.shape[1] or 1))
-    return {
-        "entropy": entropy,
-        "mutual_information": F.threshold(entropy - within, noise, 0.0),
-    }
+    noise = torch.finfo(entropy.dtype).eps * (4 + count**0.5) * (1 + log(classes or 1))
+    return torch.threshold(entropy - within, noise, 0.0)
+
+
+def _check_logits(op: str, logits: Tensor) -> None:
+    if logits.dim() < 3:
+        got = list(logits.shape[1:])
+        refuse(op, "the output", "be logits (N, K, *) for a categorical likelihood", got)
 
 
 class CategoricalMoments:
@@ -138,9 +143,7 @@ class CategoricalMoments:
 
     def add(self, logits: Tensor) -> None:
         """Takes in (T, N, K, *)."""
-        if logits.dim() < 3:
-            got = list(logits.shape[1:])
-            refuse(self.op, "the output", "be logits (N, K, *) for a categorical likelihood", got)
+        _check_logits(self.op, logits)
         if self.mean is None:
             shape, dtype = logits.shape[1:], acc_dtype(logits.dtype)
             self.entropy_sum = logits.new_zeros(shape[:1] + shape[2:], dtype=dtype)
@@ -185,3 +188,20 @@ class GaussianMoments:
 def make_moments(op: str, likelihood: str) -> CategoricalMoments | GaussianMoments:
     """Fresh running statistics for a likelihood."""
     return (CategoricalMoments if likelihood == "categorical" else GaussianMoments)(op)
+
+
+def summarise(op: str, likelihood: str, outputs: Tensor) -> dict[str, Tensor]:
+    """What the running statistics give for all T replicas at once, (T, N, ...)."""
+    if likelihood == "gaussian":
+        moments = GaussianMoments(op)
+        moments.add(outputs)
+        return moments.summary()
+    _check_logits(op, outputs)
+    mean, variance, entropy, within = predictive_statistics(outputs)
+    information = _information(entropy, within, outputs.shape[0], mean.shape[1])
+    return {
+        "mean": mean,
+        "variance": variance,
+        "entropy": entropy,
+        "mutual_information": information,
+    }

@@ -7,9 +7,7 @@ threads do not meet.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from contextlib import contextmanager
 from contextvars import ContextVar
 from weakref import WeakValueDictionary
 
@@ -36,16 +34,22 @@ def current_pass() -> Pass | None:
     return active
 
 
-@contextmanager
-def running(active: Pass):
-    """Make `active` the current pass for the body."""
-    token = _CURRENT.set(active)
-    _RUNNING.append(active)
-    try:
-        yield active
-    finally:
-        _CURRENT.reset(token)
-        _RUNNING.remove(active)
+class running:  # noqa: N801 - a context manager; written out, for a generator costs more than a small layer
+    """Make a pass the current one for the body."""
+
+    __slots__ = ("active", "token")
+
+    def __init__(self, active: Pass):
+        self.active = active
+
+    def __enter__(self) -> Pass:
+        self.token = _CURRENT.set(self.active)
+        _RUNNING.append(self.active)
+        return self.active
+
+    def __exit__(self, *exception) -> None:
+        _CURRENT.reset(self.token)
+        _RUNNING.remove(self.active)
 
 
 class Replicated:
@@ -69,23 +73,23 @@ class Pass:
 
     def __init__(self, layers: dict[str, nn.Module]):
         self.names = {id(layer): name for name, layer in layers.items()}
-        self.streams = {name: stream for stream, name in enumerate(layers)}
-        self.calls: Counter[str] = Counter()
+        self.streams = {name: number << 16 for number, name in enumerate(layers)}
+        self.calls: dict[str, int] = {}
 
     def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
         """What the layer returns for x; a layer of another model behaves as usual."""
         name = self.names.get(id(layer))
         if name is None:
             return layer.plain_forward(x)
-        call = self.calls[name]
-        self.calls[name] += 1
+        call = self.calls.get(name, 0)
+        self.calls[name] = call + 1
         key = name if call == 0 else f"{name}#{call}"
-        stream = self.stream_of(name) + (0 if layer.one_draw else call)
+        stream = self.streams[name] + (0 if layer.one_draw else call)
         return self.normalise(layer, x, key, stream)
 
     def stream_of(self, name: str) -> int:
         """The stream of a layer's first call; 65,536 calls later comes the next layer's."""
-        return self.streams[name] << 16
+        return self.streams[name]
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         raise NotImplementedError
@@ -140,22 +144,20 @@ class ReplicaPass(Pass):
         return False
 
     def _is_shared(self, key: str, x: Tensor) -> bool:
-        recorded, T = self.rows.get(key), self.draw.num_samples
-        shared = x.shape[0] == recorded
-        if not shared and (recorded is None or x.shape[0] != T * recorded):
-            raise DoesNotFold(
-                f"{key} saw {x.shape[0]} rows instead of {recorded} or {T} times that"
-            )
+        rows, recorded, T = x.shape[0], self.rows.get(key), self.draw.num_samples
+        shared = rows == recorded
+        if not shared and (recorded is None or rows != T * recorded):
+            raise DoesNotFold(f"{key} saw {rows} rows instead of {recorded} or {T} times that")
         if self.shared.setdefault(key, shared) != shared:
-            raise DoesNotFold(f"{key} saw {x.shape[0]} rows, which another batch shared or folded")
+            raise DoesNotFold(f"{key} saw {rows} rows, which another batch shared or folded")
         return shared
 
     def follow(self, outputs: Iterable[Tensor]) -> None:
         """Lets what a backward from these outputs computes again (activation checkpointing) be the same."""
-        replay = Replay(self)
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(replay.enter)
+        tracked = [output for output in outputs if output.requires_grad]
+        replay = Replay(self) if tracked else None
+        for output in tracked:
+            output.register_hook(replay.enter)
 
     def check_calls(self) -> None:
         """Raises unless the forward made the calls of the bank, at least one, and those of T = 1."""
@@ -173,8 +175,9 @@ class ReplicaPass(Pass):
         for key in self.draw.tables:
             name, call = _split(key)
             # A part of a model may be run with the bank of the whole.
-            if name in self.streams and self.calls[name] <= call:
-                self._refuse(name, f"{self.calls[name]} calls")
+            made = self.calls.get(name, 0)
+            if name in self.streams and made <= call:
+                self._refuse(name, f"{made} calls")
 
     def _refuse(self, key: str, got: str):
         requirement = "be called as often as when the bank was collected"
@@ -199,11 +202,12 @@ class Replay(Pass):
         name, done = self.names.get(id(layer)), self.done
         if name is None:
             return layer.plain_forward(x)
-        if done.calls[name] > 1 and not layer.one_draw:
+        calls = done.calls.get(name, 0)
+        if calls > 1 and not layer.one_draw:
             requirement = "be called once in a forward that is computed again"
-            refuse(done.op, f"layer {name!r}", requirement, f"{done.calls[name]} calls")
+            refuse(done.op, f"layer {name!r}", requirement, f"{calls} calls")
         shared = done.draw.num_samples > 1 and x.shape[0] == done.rows[name]
-        y = layer.replicate(x, done.draw, name, self.stream_of(name), shared)
+        y = layer.replicate(x, done.draw, name, self.streams[name], shared)
         if y.requires_grad:
             y.register_hook(self.enter)  # a reentrant checkpoint runs a backward of its own
         return y

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ _EVAL_LOCK = threading.Lock()
 _EVAL_USERS: dict[int, tuple[int, bool]] = {}  # by module: bodies inside, flag before the first
 
 
-@contextmanager
 def evaluating(modules: list[nn.Module]):
     """All modules of a model in eval for the body; each one's own flag is put back, however it ends.
 
@@ -22,7 +21,12 @@ def evaluating(modules: list[nn.Module]):
     """
     with _EVAL_LOCK:
         if not _EVAL_USERS and not any([module.training for module in modules]):
-            modules = []  # in eval already, and no other body will put flags back
+            return nullcontext()  # in eval already, and no other body will put flags back
+    return _held_in_eval(modules)
+
+
+@contextmanager
+def _held_in_eval(modules: list[nn.Module]):
     entered = []
     try:
         for module in modules:

@@ -24,6 +24,8 @@ def identity(function):
 
     A function written anew at each call (a lambda) is the same if its code is and it holds nothing.
     """
+    if function is None:
+        return None
     code = getattr(function, "__code__", None)
     if code is not None and not (function.__closure__ or function.__defaults__):
         return code

@@ -14,7 +14,7 @@ from .chunks import chunk_of, free_memory, is_out_of_memory, keep_freed_pages, o
 from .folding import Folding, Forward, Plan
 from .inputs import model_input, move, num_rows
 from .ops.checks import refuse
-from .prediction import make_moments
+from .prediction import make_moments, summarise
 
 STRATEGIES = ("auto", "folded", "loop")
 _LOOP = Plan("loop", {}, 0, (), {}, set())
@@ -65,6 +65,8 @@ class Stream:
 
     def run(self, inputs) -> dict[str, Tensor]:
         """What `Prediction` holds for one input."""
+        if not self.replicas.progress:
+            return self._run(inputs, None)
         with self._bar(self.replicas.count) as bar:
             return self._run(inputs, bar)
 
@@ -92,8 +94,8 @@ class Stream:
         return tqdm(desc=self.forward.op, unit="replica", total=total)
 
     def _run(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
-        moments, samples, done = make_moments(self.forward.op, self.likelihood), None, 0
-        plan = self._plan(inputs)
+        moments = samples = summary = None
+        done, plan = 0, self._plan(inputs)
         while done < self.replicas.count:
             left = self.replicas.count - done
             size = min(chunk_of(plan, self.replicas.chunk, left, self.device), self.most)
@@ -101,7 +103,11 @@ class Stream:
             try:
                 outputs = self.folding.run(plan, inputs, self.replicas.first + done, size)
                 samples = self._keep(samples, outputs, done)
-                moments.add(outputs)
+                if size == self.replicas.count:
+                    summary = summarise(self.forward.op, self.likelihood, outputs)
+                else:
+                    moments = moments or make_moments(self.forward.op, self.likelihood)
+                    moments.add(outputs)
             except Exception as error:
                 short = is_out_of_memory(error)
                 if short and size == 1:
@@ -120,7 +126,7 @@ class Stream:
                 done += size
                 if bar is not None:
                     bar.update(size)
-        return moments.summary() | {"samples": samples}
+        return (summary or moments.summary()) | {"samples": samples}
 
     def _plan(self, inputs) -> Plan:
         strategy, chunk = self.replicas.strategy, self.replicas.chunk

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -59,10 +60,28 @@ inline Extent extent_of(const Tensor& x, MemoryFormat format, int64_t T, bool sh
   return {N * positions, C, 1};
 }
 
+// An uninitialised contiguous tensor on the device of x. Past the dispatcher, whose look-up by name
+// takes longer than a small kernel.
+inline Tensor empty_on(const Tensor& x, const std::vector<int64_t>& sizes, ScalarType type) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1))
+    strides[d] = stride;
+  int32_t device = 0, index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
+  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(sizes.size()), sizes.data(), strides.data(), dtype, device, index, &made));
+  return Tensor(made);
+}
+
 // An uninitialised tensor like x with `rows` as its first size.
 inline Tensor empty_rows(const Tensor& x, int64_t rows, MemoryFormat format) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes[0] = rows;
+  if (format == MemoryFormat::Contiguous) return empty_on(x, sizes, x.scalar_type());
   return torch::stable::empty(
       sizes, x.scalar_type(), std::nullopt, x.device(), std::nullopt, format);
 }

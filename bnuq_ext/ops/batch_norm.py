@@ -15,16 +15,13 @@ from .batch_norm_checks import (
     slope_of,
     wants_grad,
 )
-from .checks import acc_dtype
+from .checks import acc_dtype, past_autograd
 
 FAMILIES = {"normal": 0, "lognormal": 1}
 
 
 def _call(op, *args) -> Tensor:
-    """The op; where no gradient is asked for its kernel directly, past 8 us of autograd in Python."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return op(*args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with past_autograd():
         return op(*args)
 
 
@@ -92,11 +89,17 @@ def batch_norm_snapshots(
     x: Tensor, mean: Tensor, var: Tensor, snapshot: Tensor, weight, bias, eps: float, shared: bool
 ) -> Tensor:
     """`batch_norm_bank` without checks of the statistics and snapshots, which this package has drawn."""
-    op = "batch_norm_bank"
-    check_activations(op, x)
-    check_parameter(op, "mean", mean, (mean.shape[0], x.shape[1]), x.device)
-    args = _prepared(x, mean, var, None, snapshot, snapshot.shape[0], weight, bias, None)
-    return _call(torch.ops.bnuq.batch_norm_bank.default, *args, eps, 1.0, shared)
+    acc = mean.dtype
+    if x.dtype is not acc or x.dim() < 2 or x.shape[1] != mean.shape[1] or x.device != mean.device:
+        check_activations("batch_norm_bank", x)
+        check_parameter("batch_norm_bank", "mean", mean, (mean.shape[0], x.shape[1]), x.device)
+        acc = acc_dtype(x.dtype)
+        mean, var = prepare(mean, acc), prepare(var, acc)
+    T, weight, bias = snapshot.shape[0], prepare(weight, acc), prepare(bias, acc)
+    with past_autograd():
+        return torch.ops.bnuq.batch_norm_bank.default(
+            x, mean, var, None, snapshot, T, weight, bias, None, eps, 1.0, shared
+        )
 
 
 def _prepared(x, mean, var, seed, snapshot, num_samples, weight, bias, residual) -> tuple:

@@ -12,6 +12,7 @@ from .checks import (
     check_device,
     check_shape,
     check_tensor,
+    past_autograd,
     refuse,
     refuse_second_derivatives,
 )
@@ -46,7 +47,8 @@ def predictive_statistics(logits: Tensor) -> PredictiveStatistics:
         ValueError, TypeError: logits have the wrong shape or dtype.
     """
     _check_logits("predictive_statistics", logits)
-    return PredictiveStatistics(*torch.ops.bnuq.predictive_statistics.default(logits))
+    with past_autograd():
+        return PredictiveStatistics(*torch.ops.bnuq.predictive_statistics.default(logits))
 
 
 def predictive_accumulate_(

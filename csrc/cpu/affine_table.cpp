@@ -6,17 +6,52 @@
 namespace bnuq {
 namespace {
 
+// A row of C entries from C means and variances.
 template <typename acc_t>
 BNUQ_CLONES void affine_row(
-    acc_t* mean, acc_t* var_to_scale, acc_t* bias, const acc_t* weight, const acc_t* given_bias,
-    acc_t eps, int64_t C) {
+    acc_t* __restrict__ mean, acc_t* __restrict__ scale, const acc_t* means, const acc_t* vars,
+    const acc_t* weight, acc_t eps, int64_t C) {
 #pragma omp simd
   for (int64_t c = 0; c < C; ++c) {
-    const Affine<acc_t> a =
-        affine(Moments<acc_t>{mean[c], var_to_scale[c]}, weight, given_bias, c, eps);
+    const acc_t* no_bias = nullptr;
+    const Affine<acc_t> a = affine(Moments<acc_t>{means[c], vars[c]}, weight, no_bias, c, eps);
     mean[c] = a.mean;
-    var_to_scale[c] = a.scale;
-    bias[c] = a.bias;
+    scale[c] = a.scale;
+  }
+}
+
+// Calls row(t, means, vars) with the C means and variances of each replica.
+template <typename acc_t, typename Row>
+void for_each_row(const Bank& bank, int64_t T, int64_t C, const Row& row) {
+  BankSource<acc_t> source = bank.source<acc_t>(C);
+  std::vector<int64_t> rows(T);
+  if (source.seed) {
+    snapshots(rows.data(), source.seed, source.B, T);
+    source.snapshot = rows.data();
+  }
+  const std::vector<acc_t> outside(C, acc_t(NAN));
+  for (int64_t t = 0; t < T; ++t) {
+    const int64_t s = source.row(t);
+    row(t, s < 0 ? outside.data() : source.mean + s * C,
+        s < 0 ? outside.data() : source.var + s * C);
+  }
+}
+
+template <typename acc_t, typename Row>
+void for_each_row(const Fitted& fitted, int64_t T, int64_t C, const Row& row) {
+  const FittedSource<acc_t> source = fitted.source<acc_t>(C);
+  std::vector<float> z_mean(C), z_spread(C);
+  std::vector<acc_t> means(C), vars(C);
+  for (int64_t t = 0; t < T; ++t) {
+    const uint64_t replica = uint64_t(source.row(t));
+    vector_normals(z_mean.data(), subkey(source.seed[0], source.stream, kTagMean), replica, C);
+    vector_normals(z_spread.data(), subkey(source.seed[0], source.stream, kTagSpread), replica, C);
+    for (int64_t c = 0; c < C; ++c) {
+      const Moments<acc_t> m = source.draw(c, acc_t(z_mean[c]), acc_t(z_spread[c]));
+      means[c] = m.mean;
+      vars[c] = m.var;
+    }
+    row(t, means.data(), vars.data());
   }
 }
 
@@ -26,43 +61,6 @@ void repeat(acc_t* row, int64_t C, int64_t width) {
   for (int64_t c = C; c < width; c += C) std::copy(row, row + C, row + c);
 }
 
-// Rows of C means and variances for T replicas.
-template <typename acc_t>
-void fill_moments(
-    const Bank& bank, acc_t* means, acc_t* vars, int64_t T, int64_t C, int64_t width) {
-  BankSource<acc_t> source = bank.source<acc_t>(C);
-  std::vector<int64_t> rows(T);
-  if (source.seed) {
-    snapshots(rows.data(), source.seed, source.B, T);
-    source.snapshot = rows.data();
-  }
-  for (int64_t t = 0; t < T; ++t) {
-    const int64_t row = source.row(t);
-    for (int64_t c = 0; c < C; ++c) {
-      const Moments<acc_t> m = source.at(row, c);
-      means[t * width + c] = m.mean;
-      vars[t * width + c] = m.var;
-    }
-  }
-}
-
-template <typename acc_t>
-void fill_moments(
-    const Fitted& fitted, acc_t* means, acc_t* vars, int64_t T, int64_t C, int64_t width) {
-  const FittedSource<acc_t> source = fitted.source<acc_t>(C);
-  std::vector<float> z_mean(C), z_spread(C);
-  for (int64_t t = 0; t < T; ++t) {
-    const uint64_t replica = uint64_t(source.row(t));
-    vector_normals(z_mean.data(), subkey(source.seed[0], source.stream, kTagMean), replica, C);
-    vector_normals(z_spread.data(), subkey(source.seed[0], source.stream, kTagSpread), replica, C);
-    for (int64_t c = 0; c < C; ++c) {
-      const Moments<acc_t> m = source.draw(c, acc_t(z_mean[c]), acc_t(z_spread[c]));
-      means[t * width + c] = m.mean;
-      vars[t * width + c] = m.var;
-    }
-  }
-}
-
 }  // namespace
 
 template <typename acc_t, typename Statistics>
@@ -70,17 +68,15 @@ AffineTable<acc_t> affine_table(
     const Statistics& statistics, int64_t T, int64_t C, int64_t width,
     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps) {
   AffineTable<acc_t> table = {
-      width, std::vector<acc_t>(T * width), std::vector<acc_t>(T * width),
-      std::vector<acc_t>(width)};
-  fill_moments(statistics, table.mean.data(), table.scale.data(), T, C, width);
-  for (int64_t t = 0; t < T; ++t) {
+      width, std::unique_ptr<acc_t[]>(new acc_t[T * width]),
+      std::unique_ptr<acc_t[]>(new acc_t[T * width]), std::vector<acc_t>(width)};
+  for_each_row<acc_t>(statistics, T, C, [&](int64_t t, const acc_t* means, const acc_t* vars) {
     acc_t *mean = &table.mean[t * width], *scale = &table.scale[t * width];
-    affine_row<acc_t>(
-        mean, scale, table.bias.data(), pointer<acc_t>(weight), pointer<acc_t>(bias), acc_t(eps),
-        C);
+    affine_row<acc_t>(mean, scale, means, vars, pointer<acc_t>(weight), acc_t(eps), C);
     repeat(mean, C, width);
     repeat(scale, C, width);
-  }
+  });
+  if (bias) std::copy_n(pointer<acc_t>(bias), C, table.bias.data());
   repeat(table.bias.data(), C, width);
   return table;
 }

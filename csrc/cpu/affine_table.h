@@ -2,6 +2,7 @@
 // once a call.
 #pragma once
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -31,8 +32,8 @@ void dispatch(ScalarType type, const F& body) {
 template <typename acc_t>
 struct AffineTable {
   int64_t width;
-  std::vector<acc_t> mean, scale;  // (T, width)
-  std::vector<acc_t> bias;         // (width,)
+  std::unique_ptr<acc_t[]> mean, scale;  // (T, width)
+  std::vector<acc_t> bias;               // (width,)
 };
 
 inline int64_t table_width(const Extent& d) {

@@ -113,7 +113,8 @@ BNUQ_CLONES void add_replica(
   for (int64_t i = 0; i < K * kLanes; ++i) welford(p[i], weight, mean[i], m2[i]);
 }
 
-template <typename scalar_t, typename acc_t>
+// With kFresh what the statistics hold is not read: they start from zero.
+template <bool kFresh, typename scalar_t, typename acc_t>
 void accumulate(
     acc_t* mean, acc_t* m2, acc_t* expected_entropy, const scalar_t* logits, Classes d,
     int64_t count) {
@@ -123,10 +124,15 @@ void accumulate(
     std::vector<acc_t> p(d.K * kLanes), tile_mean(d.K * kLanes), tile_m2(d.K * kLanes);
     for (int64_t i = begin; i < end; ++i) {
       const Tile at = {i * kLanes, std::min(kLanes, positions - i * kLanes), d.K, d.S};
-      load_tile<acc_t, acc_t>(tile_mean.data(), mean, at);
-      load_tile<acc_t, acc_t>(tile_m2.data(), m2, at);
       acc_t entropy[kLanes] = {};
-      std::copy_n(expected_entropy + at.first, at.lanes, entropy);
+      if (kFresh) {
+        std::fill(tile_mean.begin(), tile_mean.end(), acc_t(0));
+        std::fill(tile_m2.begin(), tile_m2.end(), acc_t(0));
+      } else {
+        load_tile<acc_t, acc_t>(tile_mean.data(), mean, at);
+        load_tile<acc_t, acc_t>(tile_m2.data(), m2, at);
+        std::copy_n(expected_entropy + at.first, at.lanes, entropy);
+      }
       for (int64_t t = 0; t < d.T; ++t) {
         load_tile<scalar_t, acc_t>(p.data(), logits + t * positions * d.K, at);
         const acc_t weight = acc_t(1) / acc_t(count + t + 1);
@@ -153,6 +159,7 @@ void finish(
     for (int64_t n = begin; n < end; ++n) {
       const int64_t first = n * d.K * d.S;
       mean_entropy<acc_t>(terms.data(), mean + first, d.K * d.S);
+      std::fill_n(entropy + n * d.S, d.S, acc_t(0));
       for (int64_t i = 0; i < d.K * d.S; ++i) {
         entropy[n * d.S + i % d.S] += terms[i];
         variance[first + i] /= acc_t(d.T);
@@ -162,6 +169,7 @@ void finish(
   });
 }
 
+template <bool kFresh>
 void accumulate_into(
     const Tensor& mean, const Tensor& m2, const Tensor& expected_entropy, const Tensor& logits_,
     int64_t count) {
@@ -177,7 +185,7 @@ void accumulate_into(
   dispatch(logits.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
-    accumulate<scalar_t, acc_t>(
+    accumulate<kFresh, scalar_t, acc_t>(
         static_cast<acc_t*>(mean.mutable_data_ptr()), static_cast<acc_t*>(m2.mutable_data_ptr()),
         static_cast<acc_t*>(expected_entropy.mutable_data_ptr()),
         static_cast<const scalar_t*>(logits.const_data_ptr()), d, count);
@@ -186,7 +194,7 @@ void accumulate_into(
 
 void predictive_accumulate_cpu(
     Tensor mean, Tensor m2, Tensor expected_entropy, Tensor logits, int64_t count) {
-  accumulate_into(mean, m2, expected_entropy, logits, count);
+  accumulate_into<false>(mean, m2, expected_entropy, logits, count);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> predictive_statistics_cpu(Tensor logits) {
@@ -194,13 +202,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> predictive_statistics_cpu(Tensor logi
   STD_TORCH_CHECK(d.T >= 1, "predictive_statistics: logits must have at least one replica");
   const ScalarType acc = acc_of(logits.scalar_type());
   std::vector<int64_t> shape(logits.sizes().begin() + 1, logits.sizes().end());
-  const Tensor mean = st::new_zeros(logits, shape, acc),
-               variance = st::new_zeros(logits, shape, acc);
+  const bool empty = logits.numel() == 0;
+  const auto make = [&] {
+    return empty ? st::new_zeros(logits, shape, acc) : empty_on(logits, shape, acc);
+  };
+  const Tensor mean = make(), variance = make();
   shape.erase(shape.begin() + 1);
-  const Tensor entropy = st::new_zeros(logits, shape, acc);
-  const Tensor expected_entropy = st::new_zeros(logits, shape, acc);
-  if (logits.numel() == 0) return {mean, variance, entropy, expected_entropy};
-  accumulate_into(mean, variance, expected_entropy, logits, 0);
+  const Tensor entropy = make(), expected_entropy = make();
+  if (empty) return {mean, variance, entropy, expected_entropy};
+  accumulate_into<true>(mean, variance, expected_entropy, logits, 0);
   dispatch(acc, [&](auto zero) {
     using acc_t = typename AccType<decltype(zero)>::type;
     finish<acc_t>(
