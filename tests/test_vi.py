@@ -366,3 +366,13 @@ def test_layers_with_other_priors_stand_beside_gaussian_ones():
     bnuq.prune(layers[1], 0.5)
     own = [layer.kl_divergence(ops.new_seed(3), k << 16, 1) for k, layer in enumerate(layers)]
     torch.testing.assert_close(bnuq.kl_divergence(model, seed=3), sum(own))
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_elbo_leaves_its_input_alone(num_samples):
+    model = nn.Sequential(nn.ReLU(inplace=True), bnuq.BayesLinear(5, 3))
+    x = torch.randn(8, 5)
+    before = x.clone()
+    for _ in range(2):
+        bnuq.elbo_loss(model, x, torch.zeros(8).long(), batch_weight=0.1, num_samples=num_samples)
+        assert torch.equal(x, before)
