@@ -18,7 +18,7 @@ from .batches import as_dataset, fetcher, find_source
 from .collect import gather
 from .inputs import model_device, move
 from .metrics import mutual_information
-from .metrics.arguments import as_rows_of
+from .metrics.arguments import as_rows_of, take_labels
 from .ops.checks import check_integer, refuse
 from .predict import predict
 from .prediction import check_likelihood
@@ -316,10 +316,11 @@ def log_likelihood(samples: Tensor, y, likelihood: str, noise_var) -> Tensor:
     if not isinstance(y, Tensor) or tuple(y.shape) != expected:
         got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
         refuse(OP, "targets", f"be a tensor of shape {list(expected)}", got)
-    y = y.to(samples.device).expand(len(samples), *expected)
     if categorical:
-        loss = F.cross_entropy(samples.flatten(0, 1), y.flatten(0, 1).long(), reduction="none")
+        y = take_labels(OP, y, samples[0]).expand(len(samples), *expected)
+        loss = F.cross_entropy(samples.flatten(0, 1), y.flatten(0, 1), reduction="none")
         return -loss.unflatten(0, (len(samples), -1))
+    y = y.to(samples.device).expand(len(samples), *expected)
     noise = torch.distributions.Normal(samples, noise_var**0.5, validate_args=False)
     return noise.log_prob(y.to(samples.dtype)).reshape(*samples.shape[:2], -1).sum(2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
+from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -96,7 +97,18 @@ def _priors(q, prior) -> dict[str, StatisticsGaussian]:
         if not isinstance(q[name], StatisticsGaussian):
             got = type(q[name]).__name__
             refuse(op, f"q[{name!r}]", "be a StatisticsGaussian", got, TypeError)
+        _check_fit(op, q[name], prior[name])
     return prior
+
+
+def _check_fit(op: str, q: StatisticsGaussian, prior: StatisticsGaussian) -> None:
+    """Each entry of the prior is a number or broadcasts to q's."""
+    for field, value, own in zip(prior._fields, prior, q, strict=True):
+        shape = tuple(getattr(value, "shape", ()))
+        if len(shape) > own.dim() or any(
+            s not in (1, c) for s, c in zip(shape[::-1], tuple(own.shape)[::-1], strict=False)
+        ):
+            refuse(op, f"prior.{field}", f"broadcast to {list(own.shape)}", list(shape))
 
 
 def _kl(q_mean: Tensor, q_var: Tensor, mean, var) -> Tensor:
@@ -133,6 +145,8 @@ def implied_prior(l2: float, dataset_size: int, tau: float = 1.0) -> StatisticsG
     """
     op = "implied_prior"
     for name, value in (("l2", l2), ("tau", tau)):
+        if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+            refuse(op, name, "be a number", repr(value), TypeError)
         if not 0 < value < inf:
             refuse(op, name, "be positive and finite", value)
     dataset_size = check_integer(op, "dataset_size", dataset_size, 1)

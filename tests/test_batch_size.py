@@ -303,6 +303,8 @@ CASES = {
     "rows": ({"num_rows": N + 1}, ValueError, "num_rows must be at most the data's 60 rows"),
     "seed": ({"seed": 2**63}, ValueError, "seed must lie in"),
     "targets": ({"data": TensorDataset(torch.rand(N, 4))}, ValueError, "targets must be a tensor of shape"),
+    "targets type": ({"data": (torch.rand(N, 4), torch.rand(N))}, TypeError, "y must be a tensor of integer labels, got torch.float32"),
+    "targets range": ({"data": (torch.rand(N, 4), torch.full((N,), 9))}, ValueError, r"y must lie in \[0, 3\), got \[9, 9\]"),
     "targets shape": ({"data": dataset(outputs=1)}, ValueError, r"shape \[60\], got \[60, 1\]"),
 }  # fmt: skip
 

@@ -272,6 +272,18 @@ REFUSED = [
         ValueError,
         "predictive_entropy: probs must lie in [0, 1], got -0.5",
     ),
+    *(
+        (
+            lambda score=score, arguments=arguments: score(PROBS[None][:0], *arguments),
+            ValueError,
+            f"{score.__name__}: probs must have shape (T, N, K) with T > 0, got [0, 3, 2]",
+        )
+        for score, arguments in (
+            (metrics.predictive_entropy, ()),
+            (metrics.mutual_information, ()),
+            (metrics.categorical_pll, (Y,)),
+        )
+    ),
     (
         lambda: metrics.fit_temperature(PROBS[:0], Y[:0]),
         ValueError,

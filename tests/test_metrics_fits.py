@@ -262,6 +262,22 @@ REFUSED = [
     ),
 ]
 
+NO_NUMBERS = [
+    (lambda: metrics.t_test("one"), "t_test: values must be numbers or a tensor, got 'one'"),
+    (
+        lambda: metrics.normalised_score(1.0, None, 2.0),
+        "normalised_score: constant must be numbers or a tensor, got None",
+    ),
+    (lambda: metrics.best_pll(MEAN, Y, min_var="0"), "best_pll: min_var must be a number, got '0'"),
+]
+
+
+@pytest.mark.parametrize("call, message", NO_NUMBERS, ids=[r[1][:30] for r in NO_NUMBERS])
+def test_rejects_what_is_no_number(call, message):
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value) == message
+
 
 @pytest.mark.parametrize("call, message", REFUSED, ids=[r[1][:60] for r in REFUSED])
 def test_rejects(call, message):

@@ -28,6 +28,26 @@ def take_probs(op: str, probs: Tensor, form: str) -> Tensor:
     return probs
 
 
+def take_replicas(op: str, probs: Tensor) -> Tensor:
+    """`take_probs` of at least one replica."""
+    probs = take_probs(op, probs, "(T, N, K)")
+    check_replicas(op, probs)
+    return probs
+
+
+def check_replicas(op: str, probs: Tensor) -> None:
+    if len(probs) == 0:
+        refuse(op, "probs", "have shape (T, N, K) with T > 0", list(probs.shape))
+
+
+def take_numbers(op: str, name: str, values) -> Tensor:
+    """A number, a list of them or a tensor, as float64."""
+    try:
+        return torch.as_tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        refuse(op, name, "be numbers or a tensor", repr(values), TypeError)
+
+
 def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
     """The labels (N, *) of probabilities or logits (N, K, *), as int64 on their device."""
     if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool:

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops.checks import refuse
-from .arguments import check_choice, check_fittable, per_row, reduce, take_means
+from ..ops.checks import check_number, refuse
+from .arguments import check_choice, check_fittable, per_row, reduce, take_means, take_numbers
 from .regression import LOG_TWO_PI
 
 
@@ -27,6 +27,7 @@ def best_pll(mean: Tensor, y: Tensor, *, min_var: float = 0.0, reduction: str = 
         () or (N,) in nats, float64.
     """
     mean, y = take_means("best_pll", mean, y)
+    check_number("best_pll", "min_var", min_var)
     if not min_var >= 0:
         refuse("best_pll", "min_var", "not be negative", min_var)
     squared = (y - mean).square()
@@ -110,7 +111,7 @@ def normalised_score(
         of their common shape, float64; nan where all three are equal.
     """
     given = {"score": score, "constant": constant, "best": best}
-    values = [torch.as_tensor(value, dtype=torch.float64) for value in given.values()]
+    values = [take_numbers("normalised_score", name, value) for name, value in given.items()]
     try:
         score, constant, best = torch.broadcast_tensors(*values)
     except RuntimeError:

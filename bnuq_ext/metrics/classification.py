@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import check_floating, check_integer, refuse
-from .arguments import reduce, take_labels, take_logits, take_probs
+from .arguments import (
+    check_replicas,
+    reduce,
+    take_labels,
+    take_logits,
+    take_probs,
+    take_replicas,
+)
 
 
 def nll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -39,7 +46,10 @@ def categorical_pll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Ten
         () or (N, *) in nats, float64; higher is better; a probability of zero gives -inf.
     """
     probs = take_probs("categorical_pll", probs, "(N, K)")
-    mean = probs.mean(0) if probs.dim() == getattr(y, "ndim", 0) + 2 else probs
+    mean = probs
+    if probs.dim() == getattr(y, "ndim", 0) + 2:
+        check_replicas("categorical_pll", probs)
+        mean = probs.mean(0)
     y = take_labels("categorical_pll", y, mean)
     return reduce("categorical_pll", mean.gather(1, y.unsqueeze(1)).squeeze(1).log(), reduction)
 
@@ -118,7 +128,7 @@ def predictive_entropy(probs: Tensor, *, reduction: str = "mean") -> Tensor:
     Returns:
         () or (N, *) in nats, float64.
     """
-    probs = take_probs("predictive_entropy", probs, "(T, N, K)")
+    probs = take_replicas("predictive_entropy", probs)
     mean = probs.mean(0)
     return reduce("predictive_entropy", -torch.xlogy(mean, mean).sum(1), reduction)
 
@@ -137,7 +147,7 @@ def mutual_information(probs: Tensor, *, reduction: str = "mean") -> Tensor:
     Returns:
         () or (N, *) in nats, float64.
     """
-    probs = take_probs("mutual_information", probs, "(T, N, K)")
+    probs = take_replicas("mutual_information", probs)
     mean = (probs[0] + (probs - probs[0]).mean(0)).clamp_min(0)
     divergence = (torch.xlogy(probs, probs) - torch.xlogy(probs, mean)).sum(2).mean(0)
     return reduce("mutual_information", divergence, reduction)

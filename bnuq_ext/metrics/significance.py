@@ -2,10 +2,10 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from ..ops.checks import refuse
+from .arguments import take_numbers
 
 
 def t_test(values: Tensor | list[float]) -> tuple[float, float]:
@@ -22,7 +22,7 @@ def t_test(values: Tensor | list[float]) -> tuple[float, float]:
         (t, p); t infinite and p = 0 if all values are one that is not 0, both nan if all are 0 or
         one is nan.
     """
-    values = torch.as_tensor(values, dtype=torch.float64)
+    values = take_numbers("t_test", "values", values)
     if values.dim() != 1 or len(values) < 2:
         refuse("t_test", "values", "have shape (R,) with R of at least 2", list(values.shape))
     # Equal values may have a standard deviation of rounding's size.
