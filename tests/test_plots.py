@@ -219,6 +219,39 @@ def test_rejects():
         plots.weight_histograms({"a": [1.0]}, initial=[])
     with pytest.raises(ValueError, match="^signal_to_noise: snr must have shape"):
         plots.signal_to_noise([])
+    with pytest.raises(ValueError) as caught:
+        plots.signal_to_noise([1.0, np.inf])
+    assert str(caught.value) == ("signal_to_noise: snr must be finite, got 1 values that are not")
+    with pytest.raises(ValueError) as caught:
+        plots.signal_to_noise([0.0, 0.0])
+    assert str(caught.value) == "signal_to_noise: snr must have a positive value, got 0.0"
+    with pytest.raises(ValueError) as caught:
+        plots.error_over_epochs({"a": [2.0, 1.0]}, best={"a": 3})
+    assert str(caught.value) == "error_over_epochs: best must lie in [1, 2], got 3"
+    with pytest.raises(ValueError) as caught:
+        plots.verdict([[0.0]], [0.5, 0.5], [0.5, 0.5])
+    assert str(caught.value) == "verdict: replicas must have shape (T, 2) with T > 0, got [2]"
+    with pytest.raises(ValueError) as caught:
+        plots.verdict([[0.0]], [[0.5, 0.5]], [[0.5, 0.5]])
+    assert str(caught.value) == "verdict: plug_in must have shape (K,), got [1, 2]"
+
+
+def test_rejects_other_types():
+    for call, name in (
+        (plots.entropy_cdf, "entropies"),
+        (plots.error_over_epochs, "errors"),
+        (plots.weight_histograms, "weights"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            call([1.0])
+        assert str(caught.value) == (
+            f"{call.__name__}: {name} must be a dict of label -> values, got list"
+        )
+    with pytest.raises(TypeError, match="^against_batch_size: curves must be a dict of label"):
+        plots.against_batch_size([2], [1.0], ylabel="")
+    with pytest.raises(TypeError) as caught:
+        plots.entropy_cdf({"a": [1.0]}, ax=np.array([1]))
+    assert str(caught.value) == "plots: ax must be one matplotlib Axes, got ndarray"
 
 
 def test_missing_matplotlib_names_the_extra(monkeypatch):

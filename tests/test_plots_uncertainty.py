@@ -55,6 +55,15 @@ def test_uncertainty_error():
     assert ax.get_ylabel() == "error [kg]" and ax.get_ylim()[0] == 0 and ax.get_xlim() == (1, 50)
 
 
+def test_the_constant_may_be_a_tensor():
+    constant = torch.tensor(1.5, requires_grad=True)
+    ax = plots.uncertainty_error(MEAN, STD, Y, constant_std=constant)
+    assert ax.lines[-1].get_ydata()[0] == pytest.approx(stats.halfnorm.ppf(0.95, scale=1.5))
+    ax = plots.regression_band(Y, MEAN, STD, constant_std=constant)
+    width = stats.halfnorm.ppf(0.95, scale=1.5)
+    np.testing.assert_allclose(ax.lines[1].get_ydata() - ax.lines[0].get_ydata(), width, rtol=1e-5)
+
+
 def test_uncertainty_error_of_few_and_of_many_points():
     few = plots.uncertainty_error([0.0], [1.0], [2.0])
     assert few.lines[0].get_ydata() == [2] and few.lines[1].get_ydata() == [2]
@@ -325,6 +334,14 @@ REFUSED = [
     (
         lambda: plots.segmentation_maps(IMAGE, PROBS, SPREAD, colors=["red"] * 4),
         "segmentation_maps: colors must have 3 entries, one a class, got 4",
+    ),
+    (
+        lambda: plots.reliability_diagram([[0.5, 2.5]], [0]),
+        "reliability_diagram: probs must lie in [0, 1], got 2.5",
+    ),
+    (
+        lambda: plots.statistic_marginals([1.0, np.nan], {}),
+        "statistic_marginals: values must be finite, got 1 values that are not",
     ),
 ]
 

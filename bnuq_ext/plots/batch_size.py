@@ -3,7 +3,17 @@
 from itertools import cycle
 
 from ..ops.checks import refuse
-from .canvas import BLUE, COLORS, GREY, ORANGE, share_axes, take_array, take_axes, take_values
+from .canvas import (
+    BLUE,
+    COLORS,
+    GREY,
+    ORANGE,
+    share_axes,
+    take_array,
+    take_axes,
+    take_entries,
+    take_values,
+)
 
 ORDER = (BLUE, ORANGE, GREY, *COLORS[1:5])
 
@@ -23,6 +33,7 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
         Axes.
     """
     ax, marks = take_axes(ax), marks or {}
+    take_entries("against_batch_size", "curves", curves)
     batch_sizes = take_array(batch_sizes).tolist()
     for (label, values), color in zip(curves.items(), cycle(ORDER), strict=False):
         values = take_values("against_batch_size", label, values)

@@ -1,5 +1,7 @@
 """What every figure starts from: colours, a figure outside pyplot, panels, checked values."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from torch import Tensor
 
@@ -23,7 +25,13 @@ def new_figure(width: float, height: float):
 
 
 def take_axes(ax, width: float = 5.4, height: float = 3.6):
-    return new_figure(width, height).subplots() if ax is None else ax
+    if ax is None:
+        return new_figure(width, height).subplots()
+    from matplotlib.axes import Axes
+
+    if not isinstance(ax, Axes):
+        refuse("plots", "ax", "be one matplotlib Axes", type(ax).__name__, TypeError)
+    return ax
 
 
 def share_axes(ax, labels: list[str], place: int, *, rows=False, ratios=None, **options) -> list:
@@ -63,6 +71,23 @@ def take_array(values, dtype=None):
         values = values.detach().cpu()
         values = values.double() if values.is_floating_point() else values
     return np.asarray(values, dtype=dtype)
+
+
+def take_entries(op: str, name: str, entries):
+    """A dict of label -> values, with an entry."""
+    if not isinstance(entries, Mapping):
+        refuse(op, name, "be a dict of label -> values", type(entries).__name__, TypeError)
+    if not entries:
+        refuse(op, name, "have an entry", 0)
+    return entries
+
+
+def take_finite(op: str, name: str, values):
+    """`take_values` without nan and infinity, which have no place in a histogram."""
+    values = take_values(op, name, values)
+    if not np.isfinite(values).all():
+        refuse(op, name, "be finite", f"{(~np.isfinite(values)).sum()} values that are not")
+    return values
 
 
 def take_values(op: str, name: str, values):

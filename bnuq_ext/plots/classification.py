@@ -4,8 +4,19 @@ from itertools import cycle
 
 import numpy as np
 
+from ..metrics.arguments import SLACK
 from ..ops.checks import check_integer, refuse
-from .canvas import BLUE, CLASS_COLORS, GREY, ORANGE, share_axes, take_array, take_axes, take_values
+from .canvas import (
+    BLUE,
+    CLASS_COLORS,
+    GREY,
+    ORANGE,
+    share_axes,
+    take_array,
+    take_axes,
+    take_entries,
+    take_values,
+)
 
 
 def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
@@ -21,7 +32,7 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
         Axes.
     """
     ax = take_axes(ax)
-    for label, values in entropies.items():
+    for label, values in take_entries("entropy_cdf", "entropies", entropies).items():
         values = np.sort(take_values("entropy_cdf", label, values))
         fraction = np.arange(len(values) + 1) / len(values)
         edges = np.concatenate([[0], values])
@@ -57,6 +68,9 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
     probs, y = take_array(probs, float), take_array(y)
     if probs.ndim != 2 or len(probs) == 0:
         refuse(op, "probs", "have shape (N, K) with N > 0", list(probs.shape))
+    outside = (probs < -SLACK) | (probs > 1 + SLACK)
+    if outside.any():
+        refuse(op, "probs", "lie in [0, 1]", probs[outside][0])
     if y.shape != probs.shape[:1]:
         refuse(op, "y", f"have shape {list(probs.shape[:1])}", list(y.shape))
     num_bins = check_integer(op, "num_bins", num_bins, 1)
@@ -139,6 +153,11 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
         "image" and "plug-in".
     """
     plug_in, replicas = take_array(plug_in, float), take_array(replicas, float)
+    if plug_in.ndim != 1:
+        refuse("verdict", "plug_in", "have shape (K,)", list(plug_in.shape))
+    if replicas.ndim != 2 or len(replicas) == 0 or replicas.shape[1] != len(plug_in):
+        requirement = f"have shape (T, {len(plug_in)}) with T > 0"
+        refuse("verdict", "replicas", requirement, list(replicas.shape))
     mean = replicas.mean(0)
     by_mean = np.argsort(-mean)
     shown = [int(k) for k in by_mean if max(mean[k], plug_in[k]) >= visible]

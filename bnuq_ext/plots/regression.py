@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..ops.checks import refuse
+from ..ops.checks import check_integer, refuse
 from .canvas import BLUE, GREY, take_array, take_axes, take_values
 
 # Half the width of the central interval of a Gaussian, in standard deviations.
@@ -47,8 +47,8 @@ def uncertainty_error(
     std = _take_std(op, "std", std, len(mean))
     if len(y) != len(mean):
         refuse(op, "y", f"have {len(mean)} values like mean", len(y))
-    window = max(len(y) // 10, 1) if window is None else window
-    if not 1 <= window <= len(y):
+    window = max(len(y) // 10, 1) if window is None else check_integer(op, "window", window, 1)
+    if window > len(y):
         refuse(op, "window", f"lie in [1, {len(y)}]", window)
     order = np.argsort(std, kind="stable")
     error, std, rank = np.abs(y - mean)[order], std[order], np.arange(1, len(y) + 1)
@@ -62,7 +62,8 @@ def uncertainty_error(
     ax.plot(np.arange(len(running)) + (window + 1) / 2, running, color="#404040", label=label)
     if constant_std is not None:
         label = "95 %, constant uncertainty"
-        ax.axhline(HALF_WIDTHS["95 %"] * constant_std, color="black", ls="--", lw=1, label=label)
+        width = HALF_WIDTHS["95 %"] * float(take_array(constant_std))
+        ax.axhline(width, color="black", ls="--", lw=1, label=label)
     ax.set(xlabel="test points, sorted by estimated uncertainty", ylabel=ylabel)
     ax.set(xlim=(1, max(len(y), 2)), ylim=(0, None))
     ax.legend(frameon=False, fontsize="small", loc="upper left", markerscale=3 / size)
@@ -100,7 +101,7 @@ def regression_band(
         ax.fill_between(x, mean - width * std, mean + width * std, **style)
     ax.plot(x, mean, color=color, label="predictive mean")
     if constant_std is not None:
-        width = HALF_WIDTHS["95 %"] * constant_std
+        width = HALF_WIDTHS["95 %"] * float(take_array(constant_std))
         style = {"color": "black", "linestyle": "--", "linewidth": 1}
         ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
         ax.plot(x, mean - width, **style)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..ops.checks import refuse
-from .canvas import BLUE, COLORS, take_axes, take_values
+from .canvas import BLUE, COLORS, take_axes, take_finite
 
 
 def _density(family: str, location: float, scale: float, points):
@@ -28,7 +28,7 @@ def statistic_marginals(
     The axis spans the values, so a density that is much too wide shows as a flat line.
 
     Args:
-        values: (B,) the statistic in each of B batches.
+        values: (B,) the statistic in each of B batches; finite.
         densities: dict of label -> (family, location, scale): "normal" with mean and standard
             deviation, or "lognormal" with those of the logarithm.
         xlabel: which statistic of what, and its unit.
@@ -39,7 +39,7 @@ def statistic_marginals(
         Axes.
     """
     ax = take_axes(ax)
-    values = take_values("statistic_marginals", "values", values)
+    values = take_finite("statistic_marginals", "values", values)
     low, high = values.min(), values.max()
     margin = 0.15 * (high - low) or 0.5
     heights, edges = np.histogram(values, num_bins, density=True)

@@ -5,7 +5,16 @@ from itertools import cycle
 import numpy as np
 
 from ..ops.checks import refuse
-from .canvas import BLUE, COLORS, GREY, share_axes, take_axes, take_values
+from .canvas import (
+    BLUE,
+    COLORS,
+    GREY,
+    share_axes,
+    take_axes,
+    take_entries,
+    take_finite,
+    take_values,
+)
 
 
 def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]", ax=None):
@@ -24,11 +33,14 @@ def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]"
     ax = take_axes(ax)
     from matplotlib.ticker import MaxNLocator
 
+    take_entries("error_over_epochs", "errors", errors)
     for (label, values), color in zip(errors.items(), cycle(COLORS), strict=False):
         values = take_values("error_over_epochs", label, values)
         ax.plot(np.arange(1, len(values) + 1), values, color=color, label=label, linewidth=1.4)
         if label in (best or {}):
             epoch = best[label]
+            if not 1 <= epoch <= len(values):
+                refuse("error_over_epochs", "best", f"lie in [1, {len(values)}]", epoch)
             ax.plot(epoch, values[epoch - 1], marker="o", color=color)
     for label, level in (levels or {}).items():
         ax.axhline(level, color=GREY, linestyle="--", linewidth=1)
@@ -54,8 +66,7 @@ def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, ax=None
     Returns:
         Axes of the last entry; above it in the figure are those labelled by the other entries.
     """
-    if not weights:
-        refuse("weight_histograms", "weights", "have an entry", len(weights))
+    take_entries("weight_histograms", "weights", weights)
     edges = np.linspace(-limit, limit, num_bins + 1)
     ax = take_axes(ax, 5.4, 0.6 + 1.5 * len(weights))
     panels = share_axes(ax, [*weights], len(weights) - 1, rows=True, sharex=ax)
@@ -89,7 +100,7 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     """Histogram of the weights' signal-to-noise ratios over their distribution function.
 
     Args:
-        snr: (W,) |mu| / sigma; those that are 0 fall into the first bin.
+        snr: (W,) |mu| / sigma, finite; those that are 0 fall into the first bin.
         cuts: fractions of the weights; the ratio below which each lies is marked in both.
         num_bins: of equal width in the logarithm of the ratio.
         ax: where to draw.
@@ -97,7 +108,9 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     Returns:
         Axes of the distribution function; above it in the figure are those labelled "histogram".
     """
-    snr = np.sort(take_values("signal_to_noise", "snr", snr))
+    snr = np.sort(take_finite("signal_to_noise", "snr", snr))
+    if not snr[-1] > 0:
+        refuse("signal_to_noise", "snr", "have a positive value", snr[-1])
     # The least thousandth may reach down to 0, which has no logarithm.
     low, high = max(np.quantile(snr, 1e-3), snr[-1] * 1e-6), snr[-1]
     edges = np.geomspace(low, high * (1 + 1e-6), num_bins + 1)
