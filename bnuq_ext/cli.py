@@ -64,7 +64,8 @@ def doctor(arguments) -> str:
     found = environment()
     if arguments.json:
         return json.dumps(found)
-    shown = {k: {None: "-", True: "yes", False: "no"}.get(v, v) for k, v in found.items()}
+    words = {"None": "-", "True": "yes", "False": "no"}
+    shown = {k: words.get(str(v), v) for k, v in found.items()}
     width = max(map(len, shown))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import bnuq_ext
 from bnuq_ext import cli
@@ -14,13 +15,16 @@ from bnuq_ext import cli
 ROOT = Path(bnuq_ext.__file__).parent.parent
 
 
-def test_doctor(capsys):
+def test_doctor(capsys, monkeypatch):
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bnuq_ext"] == bnuq_ext.__version__
     assert found["cuda_library"] in (True, False) and found["torch"]
     assert cli.main(["doctor"]) == 0
     assert f"bnuq_ext       {bnuq_ext.__version__}\n" in capsys.readouterr().out
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    cli.main(["doctor"])
+    assert "torch_threads  1\n" in capsys.readouterr().out
 
 
 def test_demo(capsys, tmp_path):

@@ -83,6 +83,8 @@ def test_mnist_keeps_the_last_training_rows_to_validate(mnist_files):
     torch.testing.assert_close(split.train.x[0], torch.arange(20.0) / 255)
     assert split.validation.y.tolist() == [7, 8] and split.test.y.tolist() == [0, 1, 2]
     assert split.train.x.dtype == torch.float32 and split.train.y.dtype == torch.int64
+    with pytest.raises(TypeError, match=r"^mnist: num_validation must be an integer, got 0.5$"):
+        data.mnist(mnist_files, num_validation=0.5)
     with pytest.raises(ValueError, match=r"^mnist: num_validation must lie in \[0, 9\), got 9$"):
         data.mnist(mnist_files, num_validation=9)
     assert [len(part.y) for part in data.mnist(mnist_files, num_validation=0)] == [9, 0, 3]

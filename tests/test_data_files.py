@@ -38,11 +38,12 @@ def text_table(delimiter, header=""):
         text_table(","),
         text_table(";", '"a, in cm";"b";"c";"d"\n'),
         "\ufeff" + text_table(" "),
+        "a b c d\n" + text_table(","),
         '"a; cm",b,c,"d"\n' + "\n".join(f'"{line}"' for line in text_table('","').splitlines()),
         "# x_0 x_1, x_2 y\n" + text_table(" ") + "# end\n",
         None,
     ],
-    ids=["comma", "semicolon", "blanks", "quotes", "savetxt", "npz"],
+    ids=["comma", "semicolon", "blanks", "other names", "quotes", "savetxt", "npz"],
 )
 def test_table(tmp_path, content):
     path = tmp_path / ("t.csv" if content else "t.npz")
@@ -64,6 +65,7 @@ def test_table(tmp_path, content):
         ("1,2,3\n4,5\n", "have 3 numbers in line 2, got ['4', '5']"),
         ("1,,3\n4,5,6\n", "have 3 numbers in line 1, got ['1', '', '3']"),
         ("a,b\n\n1,2\n4,x\n", "have 2 numbers in line 4, got ['4', 'x']"),
+        ("a,b\n0,1,2\n1,4,5\n", "have 3 names in line 1, got ['a', 'b']"),
         ("1,2\n4,nan\n", "hold finite numbers, got others in row 1"),
     ],
 )
@@ -95,7 +97,7 @@ def test_npz_that_are_no_table(tmp_path, found, message):
 def test_npz_of_columns_and_of_one_feature(tmp_path):
     file = io.BytesIO()
     np.savez(file, X=X[:, 0], y=Y[:, None])
-    for name, content in (("t.npz", file.getvalue()), ("t.npz.xz", lzma.compress(file.getvalue()))):
+    for name, content in (("T.NPZ", file.getvalue()), ("t.npz.xz", lzma.compress(file.getvalue()))):
         (tmp_path / name).write_bytes(content)
         part = data.table(tmp_path / name)
         assert torch.equal(part.x, torch.from_numpy(X[:, :1]))

@@ -48,6 +48,15 @@ def test_units_are_the_batch_sizes_that_fit(finished):
     assert 256 <= sensitivity.FULL.fold_rows(506) == 324
 
 
+def test_a_table_that_no_batch_size_fits_is_refused(tmp_path):
+    np.savez(tmp_path / "few.npz", X=np.ones((9, 2)), y=np.arange(9))
+    with pytest.raises(ValueError) as caught:
+        sensitivity.make_units(TINY, tmp_path)
+    assert str(caught.value) == (
+        "sensitivity: data_root must hold a table whose folds have 8 rows, got tables of [9] rows"
+    )
+
+
 @pytest.mark.parametrize("score,paper_size,paper_T", [("crps", "1.6", None), ("pll", "2.0", None)])
 def test_tables(finished, score, paper_size, paper_T):
     folder, results = finished

@@ -56,7 +56,8 @@ def finished(tmp_path_factory):
 
 def runs_of(folder, name, method, score):
     units = [
-        json.loads((folder / "units" / f"{name}-{method}-{s}.json").read_text()) for s in (1, 2)
+        json.loads(path.read_text())
+        for path in sorted(folder.glob(f"units/{name}-{method}-*.json"))
     ]
     return np.array([run[score] for unit in units for run in unit["result"]["runs"]])
 
@@ -318,11 +319,22 @@ def test_data_sets(tmp_path):
         np.savez(tmp_path / "uci" / f"{name}.npz", X=np.ones((rows, 2)), y=np.arange(rows))
     assert uci.by_size(tmp_path) == {"large": 40, "small": 30}
     assert uci.by_size(tmp_path / "uci" / "small.npz") == {"small": 30}
-    with pytest.raises(ValueError, match="^uci: batch_sizes must have one of at most 18 rows"):
-        uci_search.search(part(24), "MCBN", replace(TINY, batch_sizes=(32, 64)), 8, 0)
+    with pytest.raises(ValueError, match="^uci: a data set must have 4 training rows, got 3$"):
+        uci_search.search(part(3), "MCBN", TINY, 8, 0)
     constant = data.Part(torch.zeros(5, 2).double(), torch.ones(5).double())
     with pytest.raises(ValueError, match="^uci: y must take more than one value, got 1.0$"):
         uci_search.scale(constant, constant)
+
+
+def test_a_table_smaller_than_every_batch_size(tmp_path):
+    np.savez(tmp_path / "few.npz", X=table(12)[0], y=table(12)[1])
+    settings = replace(TINY, num_splits=1, batch_sizes=(32, 64), dropout_batch_size=32)
+    results = runner.run(uci, "uci", tmp_path / "out", settings, tmp_path / "few.npz", 1, False)
+    found = {row[1]: row[3] for row in results["tables"]["choices"]["rows"]}
+    assert found == {"MCBN": 4, "MCDO": 8}  # of the 8 rows that a fold trains on
+    for method in uci.METHODS:
+        values = runs_of(tmp_path / "out", "few", method, "normalised_crps")
+        assert np.isfinite(values).all()
 
 
 def test_settings_of_the_paper():

@@ -70,7 +70,7 @@ def table(path) -> Part:
     if not path.is_file():
         requirement = f"be an npz file with X and y, or a csv file (those of the paper: {UCI})"
         refuse("table", "path", requirement, str(path))
-    x, y = _npz(path) if path.name.endswith((".npz", ".npz.xz")) else _text(path)
+    x, y = _npz(path) if path.name.lower().endswith((".npz", ".npz.xz")) else _text(path)
     if y.shape != x.shape[:1] or x.ndim != 2 or 0 in x.shape:
         requirement = "hold X (N, Q) and y (N,), none empty"
         refuse("table", str(path), requirement, f"{list(x.shape)} and {list(y.shape)}")
@@ -100,7 +100,11 @@ def _text(path: Path) -> tuple[np.ndarray, np.ndarray]:
     delimiter = next((mark for mark in ",;" if told and mark in told[-1][1]), None)
     rows = [(i, _fields(line, delimiter)) for i, line in told]
     if rows and not any(map(_is_number, rows[0][1])):
-        rows = rows[1:]  # the names of the columns
+        names = rows.pop(0)
+        # One less than there are columns: the first holds names of the rows, which are no feature.
+        if delimiter and rows and 1 < len(names[1]) != len(rows[0][1]):
+            requirement = f"have {len(rows[0][1])} names in line {names[0]}"
+            refuse("table", str(path), requirement, names[1])
     if not rows or len(rows[0][1]) < 2:
         found = lines[0] if lines else ""
         refuse("table", str(path), "have rows of at least two numbers", repr(found))

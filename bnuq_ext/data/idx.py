@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.checks import refuse
+from ..ops.checks import check_integer, refuse
 from .parts import Part, Split
 
 SOURCE = (
@@ -36,7 +36,7 @@ def mnist(root, *, num_validation=10_000) -> Split:
         ValueError: a file is missing or damaged, or no training rows would be left.
     """
     x, y = _images_and_labels(Path(root), "train")
-    if not 0 <= num_validation < len(x):
+    if check_integer("mnist", "num_validation", num_validation, 0) >= len(x):
         refuse("mnist", "num_validation", f"lie in [0, {len(x)})", num_validation)
     cut = len(x) - num_validation
     test = Part(*_images_and_labels(Path(root), "t10k"))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.checks import refuse
+from ..ops.checks import check_integer, refuse
 from .array_files import read_arrays
 from .parts import Part, Split
 
@@ -41,7 +41,7 @@ def cifar10(root, *, num_validation=5_000) -> Split:
 
 
 def _hold_out(op: str, train: Part, num_validation: int, test: Part) -> Split:
-    if not 0 <= num_validation < len(train.x):
+    if check_integer(op, "num_validation", num_validation, 0) >= len(train.x):
         refuse(op, "num_validation", f"lie in [0, {len(train.x)})", num_validation)
     cut = len(train.x) - num_validation
     return Split(Part(train.x[:cut], train.y[:cut]), Part(train.x[cut:], train.y[cut:]), test)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from ..ops.checks import refuse
 from ..plots.canvas import COLORS, GREY, new_figure
 from . import uci
 from .results import Report, Table, mean_and_error, read_table, shown
@@ -45,13 +46,18 @@ QUICK = Settings(
 
 def make_units(settings: Settings, data_root: str | None) -> list[uci.Unit]:
     """One per data set, split and batch size that a fold can fill."""
-    return [
+    sizes, least = uci.by_size(data_root), min(settings.batch_sizes)
+    units = [
         uci.Unit(f"{name}-{M}-{split}", {"data": name, "batch_size": M, "split": split})
-        for name, num_rows in uci.by_size(data_root).items()
+        for name, num_rows in sizes.items()
         for split in range(1, settings.num_splits + 1)
         for M in settings.batch_sizes
         if settings.fold_rows(num_rows) >= M
     ]
+    if not units:
+        requirement = f"hold a table whose folds have {least} rows"
+        refuse("sensitivity", "data_root", requirement, f"tables of {list(sizes.values())} rows")
+    return units
 
 
 def compute(unit: uci.Unit, settings: Settings, data_root: str | None) -> dict:

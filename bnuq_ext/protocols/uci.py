@@ -58,7 +58,7 @@ def tables_at(data_root: str | None) -> dict[str, Path | None]:
     if root.is_file():
         return {root.stem: root}
     folder = root / "uci" if (root / "uci").is_dir() else root
-    found = {p.stem: p for p in sorted(folder.glob("*")) if p.suffix in (".npz", ".csv")}
+    found = {p.stem: p for p in sorted(folder.glob("*")) if p.suffix.lower() in (".npz", ".csv")}
     if not found:
         requirement = (
             f"hold npz files with X and y or csv files, as those of {data.array_files.UCI}"

@@ -109,6 +109,8 @@ def folds_of(train: Part, settings: Regression) -> list[Scaled]:
     """The first `folds_used` of the folds; all of one size, the rest of the rows is always trained on."""
     rows = np.random.RandomState(1).permutation(len(train.y))
     size = len(rows) // settings.num_folds
+    if size == 0:
+        refuse("uci", "a data set", f"have {settings.num_folds} training rows", len(rows))
     held_out = [slice(k * size, (k + 1) * size) for k in range(settings.folds_used)]
     return [scale(take(train, np.delete(rows, h)), take(train, rows[h])) for h in held_out]
 
@@ -132,11 +134,15 @@ class Found(NamedTuple):
 
 
 def grid(method: str, settings: Regression, num_rows: int) -> list[list[Choice]]:
-    """The choices of a method, those of one batch size together; none above the rows of a fold."""
+    """The choices of a method, those of one batch size together; none above the rows of a fold.
+
+    Where a fold is smaller than every batch size, MCBN has batches of half of it, and MCDO of all of it.
+    """
     if method == "MCDO":
+        M = min(settings.dropout_batch_size, num_rows)
         pairs = itertools.product(settings.weight_decays, settings.dropout_rates)
-        return [[Choice(settings.dropout_batch_size, wd, rate) for wd, rate in pairs]]
-    sizes = [M for M in settings.batch_sizes if M <= num_rows]
+        return [[Choice(M, wd, rate) for wd, rate in pairs]]
+    sizes = [M for M in settings.batch_sizes if M <= num_rows] or [num_rows // 2]
     return [[Choice(M, wd, None) for wd in settings.weight_decays] for M in sizes]
 
 
@@ -159,12 +165,8 @@ def search(train: Part, method: str, settings: Regression, hidden: int, seed: in
         seed: of the networks; fold k has seed + k, whatever the choice.
     """
     folds = folds_of(train, settings)
-    num_rows, best = len(folds[0].y), None
-    parts = stacks(method, settings, num_rows, hidden)
-    if not parts:
-        requirement = f"have one of at most {num_rows} rows, those of a fold"
-        refuse("uci", "batch_sizes", requirement, list(settings.batch_sizes))
-    for choices in parts:
+    best = None
+    for choices in stacks(method, settings, len(folds[0].y), hidden):
         tried, stack = cross_validate(choices, folds, settings, hidden, seed)
         c = min(range(len(tried)), key=lambda i: tried[i].rmse)
         if best is None or tried[c].rmse < best.choice.rmse:
