@@ -20,7 +20,6 @@ replica run alone must agree with the folded ones, else all is found out again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ from .known import Known, know
 from .moved import Moved
 from .ops.checks import refuse
 from .probe import (
+    ROWS,
     check_equal,
     check_informative,
     check_replica,
@@ -41,6 +41,7 @@ from .probe import (
     probe_inputs,
     tolerance_of,
 )
+from .reads import Reads
 from .replicas import DoesNotFold, ReplicaPass, Undecided, running
 from .restore import evaluating, preserved_rng
 from .samplers import Draw, Sampler
@@ -303,7 +304,9 @@ class Folding:
 
     def _prove(self, inputs, way: str) -> Proof:
         probe = probe_inputs(inputs)
-        shared = self._try(probe, way, nullcontext())
+        reads = Reads(self.modules, probe, ROWS)
+        shared = self._try(probe, way, reads)
+        reads.check()
         return Proof(shared, self.flags is not None and self._try_moved(probe, way))
 
     def _try_moved(self, probe, way: str) -> bool:

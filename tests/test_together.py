@@ -1,6 +1,7 @@
 """Training steps with T samples as one batch: proven in full once, then held to one sample run alone."""
 
 import copy
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -149,6 +150,21 @@ def test_what_couples_later_is_found_in_the_very_step(cls, drop, monkeypatch):
         with torch.no_grad():
             model.middle[0].gate += 0.02
     assert found == [["folded"]] * 3 + [["loop"]] * 3
+
+
+def test_a_branch_on_values_goes_one_after_another():
+    for seed in range(5):
+        model = Net(mix=lambda h: h if h.sum() > 0 else -h)
+        assert ways_after(model, seed) == {"loop"}
+
+
+def test_a_scripted_part():
+    model, (x, y) = Net(middle=nn.Linear(9, 9, dtype=torch.float64)), data()
+    options = dict(num_samples=T, batch_weight=0.1, seed=0)
+    expected = bnuq.elbo_loss(model, x, y, **options).loss
+    with warnings.catch_warnings(action="ignore"):  # of newer torch: deprecated
+        model.middle = torch.jit.script(model.middle)
+    torch.testing.assert_close(bnuq.elbo_loss(model, x, y, **options).loss, expected)
 
 
 def test_a_buffer_that_couples_later_is_found():

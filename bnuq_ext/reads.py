@@ -1,0 +1,97 @@
+"""Whether a forward looks at values of its rows, so that what it does next may depend on all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .inputs import tensors
+from .replicas import DoesNotFold
+
+_aten = torch.ops.aten
+# bool(t), t.item() and what else ends there, and those that read below the dispatcher.
+_SCALARS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default}
+_ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # these reach no dispatcher
+
+
+class Reads:
+    """Around forwards, any number of times: notes whether they read values of tensors, in Python or TorchScript.
+
+    `if h.sum() > 0` takes one branch for T*N rows where T replicas may take two, and the rows of a trial need
+    not show it. Parameters and buffers may be read, inputs without rows, and what is made of these alone:
+    they are the same for all replicas.
+
+    Args:
+        modules: all modules of the model.
+        inputs: what it is given.
+        num_rows: in the first dimension of inputs that have rows.
+    """
+
+    def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
+        constants = [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
+        constants += [t for t in tensors(inputs) if t.dim() == 0 or len(t) != num_rows]
+        self.constants = {_storage(t) for t in constants} - {None}
+        self.kept: list[Tensor] = []  # an address stands for a tensor as long as it is there
+        self.found = False
+        self._modes = (_Arrays(self), _Scalars(self))
+
+    def __enter__(self) -> None:
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *error) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+    def look(self, args) -> None:
+        self.found |= not self._constant(args)
+
+    def follow(self, args, result) -> None:
+        """What an operation makes of constants is one; what it writes another tensor's values into is none."""
+        made = list(tensors(result))
+        if any(True for _ in tensors(args)) and self._constant(args):
+            self.kept += made
+            self.constants |= {_storage(t) for t in made} - {None}
+        else:
+            self.constants -= {_storage(t) for t in made}
+
+    def _constant(self, args) -> bool:
+        return all(_storage(t) in self.constants for t in tensors(args))
+
+    def check(self) -> None:
+        if self.found:
+            raise DoesNotFold("its forward reads values of its rows, to branch or to compute apart")
+
+
+def _storage(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a subclass without one
+        return None
+
+
+class _Scalars(TorchDispatchMode):
+    def __init__(self, reads: Reads):
+        super().__init__()
+        self.reads = reads
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _SCALARS:
+            self.reads.look(args)
+        result = func(*args, **kwargs)
+        self.reads.follow((args, kwargs), result)
+        return result
+
+
+class _Arrays(TorchFunctionMode):
+    def __init__(self, reads: Reads):
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _ARRAYS:
+            self.reads.look(args)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,138 @@
+"""A forward that looks at values of its rows goes one replica after another, whatever the trial's rows show."""
+
+import copy
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from coupled import D, Norms
+from test_folding import prepared, samples, way
+from torch import nn
+
+from bnuq_ext.reads import Reads
+from bnuq_ext.replicas import DoesNotFold
+
+N = 7
+
+
+class Sign(Norms):
+    def __init__(self, meets):
+        super().__init__()
+        self.meets = meets
+
+    def forward(self, x):
+        h = self.second(self.first(x) - 0.5)
+        return self.head(h) if self.meets(h) else -self.head(h)
+
+
+READS = {
+    "if": lambda h: h.sum() > 8,
+    "bool": lambda h: bool(h.max() > 2),
+    "item": lambda h: h.sum().item() > 8,
+    "float": lambda h: float(h.sum()) > 8,
+    "int": lambda h: int(h.sum()) > 8,
+    "index": lambda h: range(100)[h.sum().long()] > 8,
+    "tolist": lambda h: sum(h.flatten().tolist()) > 8,
+    "numpy": lambda h: h.numpy().sum() > 8,
+    "array": lambda h: np.asarray(h).sum() > 8,
+    "equal": lambda h: torch.equal(h.sum() > 8, torch.tensor(True)),
+    "allclose": lambda h: torch.allclose(h, h.new_zeros(()), atol=2.0),
+    "a view": lambda h: h[0, 0] > 0.2,
+}
+
+
+@pytest.mark.parametrize("meets", READS.values(), ids=READS)
+def test_values_of_the_rows(meets):
+    """Each is right in all of ten networks; without the look at reads several of ten are wrong."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        x = torch.randn(48, D)
+        model = prepared(partial(Sign, meets), x)
+        torch.testing.assert_close(
+            samples(model, x[:N]), samples(copy.deepcopy(model), x[:N], strategy="loop")
+        )
+        assert way(model) == "loop"
+    with pytest.raises(
+        ValueError,
+        match="does not fold",
+    ):
+        samples(copy.deepcopy(model), x[:N], strategy="folded")
+
+
+def test_scripted_branches():
+    class Branch(nn.Module):
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            if bool(h.sum() > 8):
+                return h
+            return -h
+
+    class Scripted(Norms):
+        def __init__(self):
+            super().__init__()
+            with warnings.catch_warnings(action="ignore"):  # of newer torch: deprecated
+                self.branch = torch.jit.script(Branch())
+
+        def forward(self, x):
+            return self.head(self.branch(self.second(self.first(x))))
+
+    x = torch.randn(48, D)
+    model = prepared(Scripted, x)
+    samples(model, x[:N])
+    assert way(model) == "loop"
+
+
+class Constants(Norms):
+    """Reads what is the same for every row and replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("steps", torch.arange(3))
+
+    def forward(self, x, scale=None):
+        h = self.second(self.first(x))
+        times = self.gate.item() + self.steps[1].item() + sum(self.steps.tolist())
+        if self.gate.exp() + self.steps.max() > 1:
+            times = 2 * times
+        return self.head(h) * times * (1 if scale is None else scale.item())
+
+
+def test_parameters_buffers_and_inputs_without_rows_may_be_read():
+    x = torch.randn(48, D)
+    model = prepared(Constants, x)
+    for inputs in (x[:N], (x[:N], torch.tensor(2.0))):
+        torch.testing.assert_close(
+            samples(model, inputs), samples(copy.deepcopy(model), inputs, strategy="loop")
+        )
+        assert way(model) == "folded"
+
+
+def test_tells_reads_from_arithmetic():
+    layer, x = nn.Linear(2, 2), torch.ones(3, 2)
+    reads = Reads([layer], x, 3)
+    with reads:
+        (layer(x).relu() > 0).any()
+        layer.weight.sum(), layer.weight[0, 0].item(), layer.bias.tolist()
+    reads.check()
+    layer(x).sum().item()
+    with reads:
+        made = layer.bias * 2
+        made.sum().item()
+        made.add_(x.sum())
+    reads.check()
+    with pytest.raises(ZeroDivisionError), reads:
+        layer.weight[0, 0].item() / 0
+    reads.check()
+    with reads:
+        layer(x).sum().item()
+    with pytest.raises(DoesNotFold, match="^its forward reads values of its rows, to branch"):
+        reads.check()
+    written = Reads([layer], x, 3)
+    with written:
+        made = layer.bias.detach() * 2
+        made.add_(x.sum())
+        made.sum().item()
+    with pytest.raises(DoesNotFold):
+        written.check()
