@@ -62,11 +62,10 @@ def survey(model: nn.Module) -> Survey:
 
 def averages_rows(module: nn.Module) -> bool:
     """Whether a module takes statistics over the rows in train(): torch's batch norm, or what keeps such statistics."""
-    # Not by `_buffers`, which is no dict in a ScriptModule.
-    return (
-        isinstance(module, _BatchNorm)
-        or dict(module.named_buffers(recurse=False)).get("running_mean") is not None
-    )
+    if isinstance(module, _BatchNorm):
+        return True
+    buffers = module._buffers  # of a ScriptModule: no dict
+    return "running_mean" in buffers and buffers["running_mean"] is not None
 
 
 def _is_known(module: nn.Module) -> bool:
