@@ -140,16 +140,20 @@ def test_every_half_survives(device):
             torch.testing.assert_close(y, values, rtol=0, atol=0, equal_nan=True)
 
 
-def test_rounds_to_nearest_even(device):
+# whole rows; rows that end in the middle of a vector, planes that do; planes shorter than one
+@pytest.mark.parametrize("shape", [(1000, 64), (500, 3), (20, 64, 47), (100, 64, 9)], ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
+def test_rounds_to_nearest_even(shape, activation, device):
     """Sums of two values of a type, rounded as torch rounds them; ties, subnormals and overflow."""
     generator = torch.Generator().manual_seed(0)
     snapshot = torch.zeros(1, dtype=torch.long, device=device)
-    zero, one = torch.zeros(1, 64, device=device), torch.ones(1, 64, device=device)
+    zero, one = torch.zeros(1, shape[1], device=device), torch.ones(1, shape[1], device=device)
+    options = {"snapshot": snapshot, "eps": 0.0, "activation": activation}
     for dtype in (torch.float16, torch.bfloat16):
-        bits = torch.randint(-(2**15), 2**15, (2, 1000, 64), generator=generator)
+        bits = torch.randint(-(2**15), 2**15, (2, *shape), generator=generator)
         x, residual = bits.to(torch.int16).view(dtype).to(device)
-        y = ops.batch_norm_bank(x, zero, one, snapshot=snapshot, eps=0.0, residual=residual)
-        expected = (x.float() + residual.float()).to(dtype)
+        y = ops.batch_norm_bank(x, zero, one, residual=residual, **options)
+        expected = reference.activate(x.float() + residual.float(), activation).to(dtype)
         torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -74,9 +74,9 @@ void forward_range(scalar_t* y, const scalar_t* x, const scalar_t* residual, Ran
 // Through float32 pieces in the first cache, where a loop ends with fewer single elements than one
 // over 32 lanes of a short plane, and where the processor converts float16.
 template <typename half_t>
-void forward_narrow(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
+void forward_pieces(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
   constexpr int64_t kPiece = 1024;
-  float values[kPiece], added[kPiece];
+  alignas(64) float values[kPiece], added[kPiece];
   Range<float> piece = range;
   while (piece.begin < range.end) {
     piece.end = std::min(range.end, piece.begin + kPiece);
@@ -89,17 +89,89 @@ void forward_narrow(half_t* y, const half_t* x, const half_t* residual, const Ra
   }
 }
 
+#if defined(BNUQ_AVX512)
+// What sixteen elements need: one entry of the table for all, or one each.
+struct Lanes {
+  __m512 mean, scale, bias;
+};
+
+BNUQ_AVX512 inline Lanes same_entry(const Range<float>& range, int64_t c) {
+  return {
+      _mm512_set1_ps(range.mean[c]), _mm512_set1_ps(range.scale[c]), _mm512_set1_ps(range.bias[c])};
+}
+
+BNUQ_AVX512 inline Lanes entries(const Range<float>& range, int64_t c, __mmask16 some) {
+  return {
+      load_lanes(range.mean + c, some), load_lanes(range.scale + c, some),
+      load_lanes(range.bias + c, some)};
+}
+
+BNUQ_AVX512 inline __m512 activate_lanes(__m512 z, float slope) {
+  const __m512 zero = _mm512_setzero_ps();
+  if (slope == 0) return _mm512_max_ps(zero, z);  // z where it is NaN or a zero of either sign
+  const __mmask16 below = _mm512_cmp_ps_mask(z, zero, _CMP_LT_OQ);
+  return _mm512_mask_mul_ps(z, below, z, _mm512_set1_ps(slope));
+}
+
+template <typename half_t, bool kResidual>
+BNUQ_AVX512 inline void forward_lanes(
+    half_t* y, const half_t* x, const half_t* residual, int64_t i, const Lanes& a, float slope,
+    __mmask16 some) {
+  __m512 z = _mm512_fmadd_ps(_mm512_sub_ps(load_lanes(x + i, some), a.mean), a.scale, a.bias);
+  if (kResidual) z = _mm512_add_ps(z, load_lanes(residual + i, some));
+  store_lanes(y + i, activate_lanes(z, slope), some);
+}
+
+// forward_rows and forward_planes with conversions in registers.
+template <typename half_t, bool kResidual, bool kRows>
+BNUQ_AVX512 void forward_avx512(
+    half_t* y, const half_t* x, const half_t* residual, Range<float> range) {
+  for (int64_t begin = range.begin; begin < range.end;) {
+    const int64_t plane = begin / range.S, c = plane % range.width;
+    const int64_t stop = kRows ? begin - c + range.width : (plane + 1) * range.S;
+    const int64_t count = std::min(range.end, stop) - begin, whole = count - count % 16;
+    const Lanes same = same_entry(range, c);
+    for (int64_t i = 0; i < whole; i += 16) {
+      const Lanes a = kRows ? entries(range, c + i, kAllLanes) : same;
+      forward_lanes<half_t, kResidual>(y, x, residual, i, a, range.slope, kAllLanes);
+    }
+    if (whole < count) {
+      const __mmask16 some = (1u << (count - whole)) - 1;
+      const Lanes a = kRows ? entries(range, c + whole, some) : same;
+      forward_lanes<half_t, kResidual>(y, x, residual, whole, a, range.slope, some);
+    }
+    begin += count, y += count, x += count;
+    if (kResidual) residual += count;
+  }
+}
+
+template <typename half_t>
+void forward_avx512(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
+  const auto loop =
+      range.S == 1
+          ? (residual ? forward_avx512<half_t, true, true> : forward_avx512<half_t, false, true>)
+          : (residual ? forward_avx512<half_t, true, false> : forward_avx512<half_t, false, false>);
+  loop(y, x, residual, range);
+}
+#endif
+
+template <typename half_t>
+void forward_half(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
+#if defined(BNUQ_AVX512)
+  // A masked end takes as long as several whole ones: not for short planes.
+  if (has_avx512() && (range.S == 1 || range.S >= 32)) return forward_avx512(y, x, residual, range);
+#endif
+  forward_pieces(y, x, residual, range);
+}
+
 template <>
 void forward_range(Half* y, const Half* x, const Half* residual, Range<float> range) {
-  forward_narrow(y, x, residual, range);
+  forward_half(y, x, residual, range);
 }
 
 template <>
 void forward_range(BFloat16* y, const BFloat16* x, const BFloat16* residual, Range<float> range) {
-  if (range.S < 512) return forward_narrow(y, x, residual, range);
-  const auto loop =
-      residual ? forward_planes<BFloat16, float, true> : forward_planes<BFloat16, float, false>;
-  loop(y, x, residual, range);
+  forward_half(y, x, residual, range);
 }
 
 template <typename scalar_t, typename acc_t>

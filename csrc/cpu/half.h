@@ -1,5 +1,5 @@
-// Blocks of 16-bit types to float32 and back; float16 by the processor's instructions if it has
-// them.
+// 16-bit types to float32 and back, a block or sixteen lanes at once; float16 by the processor's
+// instructions if it has them.
 #pragma once
 #include "convert.h"
 #include "simd.h"
@@ -66,5 +66,51 @@ BNUQ_CLONES [[gnu::unused]] static void store_all(BFloat16* out, const float* in
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) out[i] = store<BFloat16>(in[i]);
 }
+
+#if defined(BNUQ_AVX512)
+// Sixteen lanes, or those of them that `some` names; a whole load or store costs less than a masked
+// one.
+constexpr __mmask16 kAllLanes = 0xffff;
+
+BNUQ_AVX512 inline __m256i load_words(const void* in, __mmask16 some) {
+  return some == kAllLanes ? _mm256_loadu_si256(static_cast<const __m256i*>(in))
+                           : _mm256_maskz_loadu_epi16(some, in);
+}
+
+BNUQ_AVX512 inline void store_words(void* out, __m256i words, __mmask16 some) {
+  if (some == kAllLanes)
+    _mm256_storeu_si256(static_cast<__m256i*>(out), words);
+  else
+    _mm256_mask_storeu_epi16(out, some, words);
+}
+
+BNUQ_AVX512 inline __m512 load_lanes(const float* in, __mmask16 some) {
+  return some == kAllLanes ? _mm512_loadu_ps(in) : _mm512_maskz_loadu_ps(some, in);
+}
+
+BNUQ_AVX512 inline __m512 load_lanes(const Half* in, __mmask16 some) {
+  return _mm512_cvtph_ps(load_words(in, some));
+}
+
+BNUQ_AVX512 inline __m512 load_lanes(const BFloat16* in, __mmask16 some) {
+  const __m512i words = _mm512_cvtepu16_epi32(load_words(in, some));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+}
+
+BNUQ_AVX512 inline void store_lanes(Half* out, __m512 v, __mmask16 some) {
+  store_words(out, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), some);
+}
+
+// As Store<BFloat16>.
+BNUQ_AVX512 inline void store_lanes(BFloat16* out, __m512 v, __mmask16 some) {
+  const __m512i bits = _mm512_castps_si512(v), half = _mm512_set1_epi32(0x7fff);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, half), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m512i words = _mm512_srli_epi32(rounded, 16);
+  const __m512i result = _mm512_mask_mov_epi32(words, nan, _mm512_set1_epi32(0x7fc0));
+  store_words(out, _mm512_cvtepi32_epi16(result), some);
+}
+#endif
 
 }  // namespace bnuq
