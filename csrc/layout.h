@@ -68,11 +68,11 @@ inline Tensor empty_on(const Tensor& x, const std::vector<int64_t>& sizes, Scala
   for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1))
     strides[d] = stride;
   int32_t device = 0, index = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       int64_t(sizes.size()), sizes.data(), strides.data(), dtype, device, index, &made));
   return Tensor(made);
 }
