@@ -1,5 +1,5 @@
 // What the batch-norm kernels of the CPU share: the affine map of every (replica, channel), made
-// once a call.
+// once a call, and memory for results.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -8,6 +8,7 @@
 
 #include "../statistics.h"
 #include "convert.h"
+#include "pages.h"
 
 namespace bnuq {
 
@@ -46,6 +47,12 @@ template <typename acc_t, typename Statistics>
 AffineTable<acc_t> affine_table(
     const Statistics& statistics, int64_t T, int64_t C, int64_t width,
     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps);
+
+inline Tensor fresh_rows(const Tensor& like, int64_t rows, MemoryFormat format) {
+  const Tensor y = empty_rows(like, rows, format);
+  prefer_large_pages(y.data_ptr(), y.numel() * int64_t(y.element_size()));
+  return y;
+}
 
 // Ranges of elements that stay in the second cache while T replicas pass over them.
 constexpr int64_t kBlock = 16384;

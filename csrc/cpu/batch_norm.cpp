@@ -4,7 +4,6 @@
 
 #include "affine_table.h"
 #include "half.h"
-#include "pages.h"
 #include "simd.h"
 
 namespace bnuq {
@@ -228,12 +227,6 @@ void forward_into(
   });
 }
 
-Tensor fresh_rows(const Tensor& x, int64_t copies) {
-  const Tensor y = empty_rows(x, x.size(0) * copies, format_of(x));
-  prefer_large_pages(y.data_ptr(), y.numel() * int64_t(y.element_size()));
-  return y;
-}
-
 void batch_norm_bank_out_cpu(
     Tensor out, Tensor x, Tensor mean, Tensor var, std::optional<Tensor> seed,
     std::optional<Tensor> snapshot, int64_t num_samples, std::optional<Tensor> weight,
@@ -248,7 +241,7 @@ Tensor batch_norm_bank_cpu(
     int64_t num_samples, std::optional<Tensor> weight, std::optional<Tensor> bias,
     std::optional<Tensor> residual, double eps, double slope, bool shared) {
   const Bank bank = {mean, var, seed, snapshot};
-  const Tensor y = fresh_rows(x, shared ? num_samples : 1);
+  const Tensor y = fresh_rows(x, x.size(0) * (shared ? num_samples : 1), format_of(x));
   forward_into(y, x, residual, bank, num_samples, weight, bias, eps, slope, shared);
   return y;
 }
@@ -266,7 +259,7 @@ Tensor batch_norm_fitted_cpu(
     std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
     double eps, double slope, bool shared) {
   const Fitted fitted = {params, seed, stream, family};
-  const Tensor y = fresh_rows(x, shared ? num_samples : 1);
+  const Tensor y = fresh_rows(x, x.size(0) * (shared ? num_samples : 1), format_of(x));
   forward_into(y, x, residual, fitted, num_samples, weight, bias, eps, slope, shared);
   return y;
 }

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <tuple>
+#include <type_traits>
 
 #include "affine_table.h"
+#include "half.h"
 #include "simd.h"
 
 namespace bnuq {
@@ -34,13 +36,14 @@ constexpr int64_t kPiece = 2048;
 // One replica's share of grad_x and grad_residual for elements [begin, end) of its (N, C, S).
 template <typename acc_t>
 struct Share {
-  acc_t *grad_x, *grad_residual;  // kPiece sums
+  acc_t *grad_x, *grad_residual;  // sums
   const acc_t* scale;             // (C,)
   int64_t C, S, begin, end;
   acc_t slope;
 };
 
-template <typename scalar_t, typename acc_t>
+// kFresh: the sums hold nothing yet.
+template <typename scalar_t, typename acc_t, bool kFresh>
 BNUQ_CLONES void add_planes(Share<acc_t> share, Inputs<scalar_t> in) {
   for (int64_t i = share.begin; i < share.end;) {
     const int64_t plane = i / share.S, stop = std::min(share.end, (plane + 1) * share.S);
@@ -48,14 +51,14 @@ BNUQ_CLONES void add_planes(Share<acc_t> share, Inputs<scalar_t> in) {
 #pragma omp simd
     for (int64_t j = i - share.begin; j < stop - share.begin; ++j) {
       const acc_t g = grad_at(in, j, share.slope);
-      share.grad_x[j] += g * scale;
-      share.grad_residual[j] += g;
+      share.grad_x[j] = (kFresh ? acc_t(0) : share.grad_x[j]) + g * scale;
+      share.grad_residual[j] = (kFresh ? acc_t(0) : share.grad_residual[j]) + g;
     }
     i = stop;
   }
 }
 
-template <typename scalar_t, typename acc_t>
+template <typename scalar_t, typename acc_t, bool kFresh>
 BNUQ_CLONES void add_rows(Share<acc_t> share, Inputs<scalar_t> in) {
   for (int64_t i = share.begin; i < share.end;) {
     const int64_t c = i % share.C, count = std::min(share.end - i, share.C - c);
@@ -63,41 +66,69 @@ BNUQ_CLONES void add_rows(Share<acc_t> share, Inputs<scalar_t> in) {
 #pragma omp simd
     for (int64_t j = 0; j < count; ++j) {
       const acc_t g = grad_at(in, first + j, share.slope);
-      share.grad_x[first + j] += g * share.scale[c + j];
-      share.grad_residual[first + j] += g;
+      acc_t &grad_x = share.grad_x[first + j], &grad_residual = share.grad_residual[first + j];
+      grad_x = (kFresh ? acc_t(0) : grad_x) + g * share.scale[c + j];
+      grad_residual = (kFresh ? acc_t(0) : grad_residual) + g;
     }
     i += count;
   }
 }
 
 template <typename scalar_t, typename acc_t>
-BNUQ_CLONES void store_all(scalar_t* out, const acc_t* values, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) out[i] = store<scalar_t>(values[i]);
+void add_share(const Share<acc_t>& share, const Inputs<scalar_t>& in, bool fresh) {
+  const auto loop =
+      share.S == 1
+          ? (fresh ? add_rows<scalar_t, acc_t, true> : add_rows<scalar_t, acc_t, false>)
+          : (fresh ? add_planes<scalar_t, acc_t, true> : add_planes<scalar_t, acc_t, false>);
+  loop(share, in);
 }
 
-// Either output may be null. With shared x a piece adds up its replicas in their order.
+// `in`, or a copy of it in the wider type.
+template <typename scalar_t, typename acc_t>
+const acc_t* widened([[maybe_unused]] acc_t* copy, const scalar_t* in, [[maybe_unused]] int64_t n) {
+  if constexpr (std::is_same_v<scalar_t, acc_t>) {
+    return in;
+  } else {
+    load_all(copy, in, n);
+    return copy;
+  }
+}
+
+template <typename acc_t>
+void store_all(acc_t* out, const acc_t* values, int64_t count) {
+  std::copy_n(values, count, out);
+}
+
+// Either output may be null. With shared x a piece adds up its replicas in their order, straight
+// from memory, for there the longer piece counts more than the conversion.
 template <typename scalar_t, typename acc_t>
 void gradients(
     scalar_t* grad_x, scalar_t* grad_residual, Inputs<scalar_t> in, const AffineTable<acc_t>& table,
     Extent d, int64_t T, acc_t slope, bool shared) {
-  const int64_t numel = d.numel(), pieces = ceil_div(numel, kPiece), outputs = shared ? 1 : T;
-  const int64_t grain = 1 + kGrain / (kPiece * (shared ? T : 1));
+  // Shorter where widened inputs take their share of the first cache.
+  const int64_t length = shared ? kPiece : kPiece / 2;
+  const int64_t numel = d.numel(), pieces = ceil_div(numel, length), outputs = shared ? 1 : T;
+  const int64_t grain = 1 + kGrain / (length * (shared ? T : 1));
   st::parallel_for(0, outputs * pieces, grain, [&](int64_t a, int64_t b) {
     for (int64_t i = a; i < b; ++i) {
       const int64_t first = i / pieces, last = shared ? T : first + 1;
-      const int64_t begin = i % pieces * kPiece, end = std::min(numel, begin + kPiece);
-      acc_t sum_x[kPiece] = {}, sum_residual[kPiece] = {};
+      const int64_t begin = i % pieces * length, end = std::min(numel, begin + length);
+      alignas(64) acc_t sum_x[kPiece], sum_residual[kPiece], grad_y[kPiece], y[kPiece];
       for (int64_t t = first; t < last; ++t) {
         const Share<acc_t> share = {sum_x, sum_residual, &table.scale[t * d.C], d.C, d.S, begin,
                                     end,   slope};
         const Inputs<scalar_t> piece = in.at(t * numel + begin, 0);
-        d.S == 1 ? add_rows<scalar_t, acc_t>(share, piece)
-                 : add_planes<scalar_t, acc_t>(share, piece);
+        if (shared) {
+          add_share(share, piece, t == first);
+          continue;
+        }
+        const Inputs<acc_t> wide = {
+            widened(grad_y, piece.grad_y, end - begin), widened(y, piece.y, end - begin), nullptr};
+        add_share(share, wide, true);
       }
       const int64_t out = first * numel + begin;
-      if (grad_x) store_all<scalar_t, acc_t>(grad_x + out, sum_x, end - begin);
-      if (grad_residual) store_all<scalar_t, acc_t>(grad_residual + out, sum_residual, end - begin);
+      if (grad_x) store_all(grad_x + out, sum_x, end - begin);
+      if (grad_residual) store_all(grad_residual + out, sum_residual, end - begin);
     }
   });
 }
@@ -207,8 +238,8 @@ Gradients backward(
   const int64_t rows = shared ? grad_y.size(0) / T : grad_y.size(0);
   const ScalarType acc = acc_of(grad_y.scalar_type());
   const auto none = [&] { return st::new_empty(grad_y, {0}); };  // results must not alias
-  const Tensor grad_x = need_x ? empty_rows(grad_y, rows, format) : none();
-  const Tensor grad_residual = need_residual ? empty_rows(grad_y, rows, format) : none();
+  const Tensor grad_x = need_x ? fresh_rows(grad_y, rows, format) : none();
+  const Tensor grad_residual = need_residual ? fresh_rows(grad_y, rows, format) : none();
   const Tensor totals =
       need_sums ? st::new_zeros(grad_y, {2, T, d.C}, acc) : st::new_empty(grad_y, {0}, acc);
   if (d.numel() == 0) return {grad_x, grad_residual, totals};
