@@ -125,7 +125,7 @@ def test_threads_share_a_model(model):
 def allocations(function):
     """Largest sum of live CPU bytes that the function allocated."""
     with torch.profiler.profile(
-        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+        acc_events=True, profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
     ) as p:
         function()
     live = most = 0
