@@ -1,0 +1,195 @@
+"""Training steps with T samples as one batch: proven in full once, then held to one sample run alone."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from training import (
+    Attention,
+    N,
+    Net,
+    Residual,
+    T,
+    assert_right,
+    counted,
+    data,
+    gradients,
+    of_the_loop,
+    proofs,
+    step,
+    ways,
+)
+
+import bnuq_ext as bnuq
+from bnuq_ext import folding
+
+
+@pytest.mark.parametrize("num_samples", [2, 5])
+def test_a_step_costs_one_sample_more(num_samples, monkeypatch):
+    made, model = proofs(monkeypatch), Net(middle=Residual())
+    rows, chosen = counted(model), []
+    choose = folding.Folding.chosen
+    monkeypatch.setattr(
+        folding.Folding, "chosen", lambda *args: chosen.append(choose(*args)) or chosen[-1]
+    )
+    for i in range(num_samples + 1):
+        gradients(model, i, num_samples)
+        if i > 0:
+            assert rows == [N, num_samples * N]
+        rows.clear()
+        gradients(model, i, num_samples)  # nothing has changed
+        assert rows == [num_samples * N]
+        rows.clear()
+        step(model)
+    assert len(made) == 1 and set(chosen) == set(range(num_samples))
+    assert_right(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m, "middle", nn.Sequential(m.middle, Residual())),
+        lambda m: m.middle.register_forward_hook(lambda module, args, out: 2 * out) and None,
+        lambda m: m.eval(),
+        lambda m: m.middle.eval(),
+        lambda m: setattr(m, "mix", lambda h: 2 * h),
+        lambda m: setattr(m.last, "bias_mu", nn.Parameter(m.last.bias_mu.detach().clone())),
+    ],
+)
+def test_another_structure_is_proven_in_full(change, monkeypatch):
+    made, model = proofs(monkeypatch), Net(middle=Residual())
+    for i in range(2):
+        gradients(model, i)
+        step(model)
+    assert len(made) == 1
+    change(model)
+    for i in range(2):
+        gradients(model, i)
+        step(model)
+    assert len(made) == 2
+    assert_right(model)
+
+
+def test_other_shapes_are_proven_in_full(monkeypatch):
+    made, model = proofs(monkeypatch), Net(middle=Residual())
+    for i, rows in enumerate((N, 5, N, 5)):
+        gradients(model, i, rows=rows)
+        step(model)
+    assert len(made) == 2
+    seen = counted(model)
+    gradients(
+        model, 4, num_samples=5
+    )  # the hook: a proof; then another number of samples: a run of them
+    step(model)
+    seen.clear()
+    gradients(model, 5, num_samples=2)
+    assert seen == [2 * N, N, 2 * N]
+    assert len(made) == 3
+    assert_right(model)
+
+
+def test_dropout_draws_what_it_draws_in_a_chain():
+    """The comparison is made in eval: T samples and one alone, then the T of the step with their masks."""
+    model = Net(middle=nn.Dropout(0.5))
+    chain = nn.Sequential(model.first, nn.Tanh(), model.middle, model.last)
+    rows = counted(model)
+    for i in range(3):
+        torch.manual_seed(5)
+        expected, state = gradients(chain, i), torch.get_rng_state()
+        torch.manual_seed(5)
+        rows.clear()
+        actual = gradients(model, i)
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+        assert i == 0 or rows == [T * N, N, T * N]
+        step(model)
+
+
+def test_a_model_that_changes_itself_goes_one_after_another():
+    """Power iteration in train(): the samples of the loop change it T times, and nothing else does."""
+    parametrizations = nn.utils.parametrizations
+    linear = parametrizations.spectral_norm(nn.Linear(9, 9, dtype=torch.float64))
+    model = Net(middle=linear)
+    for i in range(3):
+        before = {name: b.clone() for name, b in model.named_buffers()}
+        actual = gradients(model, i)
+        after = {name: b.clone() for name, b in model.named_buffers()}
+        with torch.no_grad():
+            for name, b in model.named_buffers():
+                b.copy_(before[name])
+        expected = of_the_loop(copy.deepcopy(model), i)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+        with torch.no_grad():
+            for name, b in model.named_buffers():
+                b.copy_(after[name])
+        step(model)
+    assert ways(model) == {"loop"}
+
+
+def test_without_gradients_nothing_stands(monkeypatch):
+    """The gate has no gradient to be wrong."""
+    made, model, (x, y) = proofs(monkeypatch), Net(middle=Attention()), data()
+    for i in range(2):
+        with torch.no_grad():
+            bnuq.elbo_loss(model, x, y, num_samples=T, batch_weight=0.1, seed=i)
+            model.first.weight_mu += 0.01
+    assert len(made) == 2 and ways(model) == set()
+
+
+def test_replicas_stand_too(monkeypatch):
+    made, model, (x, _) = proofs(monkeypatch), Net(middle=Residual()), data()
+    rows = counted(model)
+    for i in range(3):
+        model.zero_grad()
+        rows.clear()
+        with bnuq.replicas(model, T, seed=i):
+            model(x).square().sum().backward()
+        assert i == 0 or rows == [T * N, N, T * N]
+        step(model, 1e-3)
+    assert len(made) == 1
+    gated = Net(middle=Attention())
+    with bnuq.replicas(gated, T), pytest.raises(ValueError, match="same folded as one by one"):
+        gated(x)
+    with torch.no_grad(), bnuq.replicas(gated, T):
+        assert len(gated(x)) == T * N
+
+
+def test_a_tuple_and_a_dict_stand_too():
+    class Two(Net):
+        def forward(self, x, scale):
+            return super().forward(x * scale)
+
+    (x, y), model = data(), Two(middle=Residual())
+    scale = torch.linspace(0.5, 1.5, N, dtype=torch.float64)[:, None]
+    for inputs in ((x, scale), {"x": x, "scale": scale}):
+        rows = counted(model)
+        for i in range(3):
+            model.zero_grad()
+            rows.clear()
+            loss = bnuq.elbo_loss(model, inputs, y, num_samples=T, batch_weight=0.1, seed=i).loss
+            loss.backward()
+            step(model)
+        assert rows == [N, T * N]
+
+
+def test_threads_share_what_has_been_proven():
+    """Eight at a time, in each state of the parameters; flags and outcome as if alone."""
+    model, (x, y) = Net(middle=Residual()), data()
+
+    def losses(run):
+        options = dict(num_samples=T, batch_weight=0.1)
+        return list(run(lambda s: bnuq.elbo_loss(model, x, y, seed=s, **options).loss, range(8)))
+
+    with ThreadPoolExecutor(8) as pool:
+        for i in range(3):
+            for a, e in zip(losses(pool.map), losses(map), strict=True):
+                torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+            assert all(m.training for m in model.modules())
+            gradients(model, i)
+            step(model)
+
+
+# ---- Moved and check_replica --------------------------------------------------------------------
