@@ -35,9 +35,10 @@ def replicas(
 
     The replicas are those of `predict` with the same seed. Training flags are the user's and gradients
     flow. The model must be one that `predict` can fold, which is found out in eval at the first call with a
-    shape, and again, by T replicas and one alone, when parameters have changed; dropout in train() draws for each of the T*N rows. What a backward computes again
-    (`torch.utils.checkpoint`) is the same as in the forward. The state is this thread's (or task's): other
-    threads may use the model with other replicas, or none, at the same time.
+    shape, and again, by T replicas and one alone, when parameters have changed; dropout in train() draws for
+    each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in the
+    forward. The state is this thread's (or task's): other threads may use the model with other replicas, or
+    none, at the same time.
 
     Args:
         model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not one made by

@@ -105,9 +105,11 @@ def _check_fit(op: str, q: StatisticsGaussian, prior: StatisticsGaussian) -> Non
     """Each entry of the prior is a number or broadcasts to q's."""
     for field, value, own in zip(prior._fields, prior, q, strict=True):
         shape = tuple(getattr(value, "shape", ()))
-        if len(shape) > own.dim() or any(
-            s not in (1, c) for s, c in zip(shape[::-1], tuple(own.shape)[::-1], strict=False)
-        ):
+        try:
+            fits = torch.broadcast_shapes(shape, own.shape) == own.shape
+        except RuntimeError:
+            fits = False
+        if not fits:
             refuse(op, f"prior.{field}", f"broadcast to {list(own.shape)}", list(shape))
 
 

@@ -69,9 +69,8 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " Tensor grad_weight, Tensor mu, Tensor sigma, Tensor seed, int stream, int first) -> ()");
   m.def("sample_posterior(Tensor mu, Tensor rho, Tensor seed, int stream) -> Tensor");
   m.def(
-      "sample_posterior_backward(Tensor grad_weight, Tensor mu, Tensor rho, Tensor seed, int "
-      "stream,"
-      " bool need_weight) -> (Tensor weight, Tensor grad_rho)");
+      "sample_posterior_backward(Tensor grad_weight, Tensor mu, Tensor rho, Tensor seed,"
+      " int stream, bool need_weight) -> (Tensor weight, Tensor grad_rho)");
   m.def(
       "bayes_rows(Tensor x, Tensor mu, Tensor sigma, Tensor seed, int stream, int num_samples) -> "
       "Tensor");

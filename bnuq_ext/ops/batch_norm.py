@@ -96,10 +96,8 @@ def batch_norm_snapshots(
         acc = acc_dtype(x.dtype)
         mean, var = prepare(mean, acc), prepare(var, acc)
     T, weight, bias = snapshot.shape[0], prepare(weight, acc), prepare(bias, acc)
-    with past_autograd():
-        return torch.ops.bnuq.batch_norm_bank.default(
-            x, mean, var, None, snapshot, T, weight, bias, None, eps, 1.0, shared
-        )
+    args = (x, mean, var, None, snapshot, T, weight, bias, None, eps, 1.0, shared)
+    return _call(torch.ops.bnuq.batch_norm_bank.default, *args)
 
 
 def _prepared(x, mean, var, seed, snapshot, num_samples, weight, bias, residual) -> tuple:

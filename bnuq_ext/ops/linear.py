@@ -135,7 +135,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        with torch._C._AutoDispatchBelowAutograd():
+        with past_autograd():  # there is no grad mode in here
             y = torch.ops.bnuq.bayes_linear(*args)
         _setup_context(ctx, args, y)
         return y

@@ -162,38 +162,38 @@ def choices(groups: dict) -> Table:
 
 def unfinished(groups: dict, settings) -> str:
     """Where the best epoch was the last one looked at: more training would have been better."""
-    counts, total = {}, 0
-    for (name, method), splits in groups.items():
-        for split in splits:
-            rows = settings.fold_rows(split["rows"])
-            total += 1
-            if split["choice"]["epochs"] + settings.checks(rows) > settings.epochs(rows):
-                key = f"{name} {method}"
-                counts[key] = counts.get(key, 0) + 1
-    found = ", ".join(f"{key} ({count})" for key, count in counts.items())
-    text = f"The best epoch was the last one allowed in {sum(counts.values())} of {total} searches"
-    return f"{text}: {found}." if found else f"{text}."
+
+    def is_last(split: dict) -> bool:
+        rows = settings.fold_rows(split["rows"])
+        return split["choice"]["epochs"] + settings.checks(rows) > settings.epochs(rows)
+
+    where, _ = searches(groups, is_last)
+    return f"The best epoch was the last one allowed in {where}."
 
 
 def bounded(groups: dict, settings) -> str:
     """Where the fit of the noise by CRPS ended at its bound, and the held-out PLL with the bound and without."""
-    found, held = [], []
-    for (name, method), splits in groups.items():
-        here = [s for s in splits if s["held_out_pll"] != s["unbounded_pll"]]
-        found += [f"{name} {method} ({len(here)})"] * bool(here)
-        held += here
-    total = sum(map(len, groups.values()))
+    where, held = searches(groups, lambda split: split["held_out_pll"] != split["unbounded_pll"])
     text = (
         f"The noise variance ended at its bound, {settings.least_noise:g} of the training targets' "
-        f"variance, in {len(held)} of {total} searches"
+        f"variance, in {where}."
     )
     if not held:
-        return f"{text}."
+        return text
     with_bound, without = (median(s[k] for s in held) for k in ("held_out_pll", "unbounded_pll"))
     return (
-        f"{text}: {', '.join(found)}. Median PLL of the held-out rows of these: {with_bound:.2f}, "
+        f"{text} Median PLL of the held-out rows of these: {with_bound:.2f}, "
         f"without the bound {without:.0f}."
     )
+
+
+def searches(groups: dict, condition) -> tuple[str, list[dict]]:
+    """In how many searches a condition holds, "2 of 60 searches: energy MCBN (2)", and those."""
+    by_group = {key: [s for s in splits if condition(s)] for key, splits in groups.items()}
+    found = [split for splits in by_group.values() for split in splits]
+    text = f"{len(found)} of {sum(map(len, groups.values()))} searches"
+    names = [f"{name} {method} ({len(s)})" for (name, method), s in by_group.items() if s]
+    return (f"{text}: {', '.join(names)}" if names else text), found
 
 
 def draw(name: str, groups: dict, folder: Path) -> str:
