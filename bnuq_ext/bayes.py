@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .ops import bayes_linear, new_seed, philox_normal
 from .ops.checks import check_integer, refuse
-from .ops.linear_products import spread
+from .ops.linear_parts import spread
 from .priors import GaussianPrior, check_prior
 from .replicas import Replicated, current_pass
 from .samplers import Draw

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .bayes import BayesLinear, check_initial, require_bayes_layers
 from .ops.checks import check_number, refuse
-from .ops.linear_products import spread
+from .ops.linear_parts import spread
 from .priors import GaussianPrior, check_prior
 
 RANKINGS = ("snr", "magnitude")

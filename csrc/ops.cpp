@@ -57,31 +57,12 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " -> (Tensor grad_x, Tensor grad_mu, Tensor grad_rho, Tensor grad_bias_mu,"
       " Tensor grad_bias_rho)");
 
-  // The pieces of bayes_linear on the CPU, where the matrix product is torch's.
-  m.def("spread(Tensor rho) -> Tensor");
-  m.def("spread_backward_(Tensor(a!) grad, Tensor rho) -> ()");
+  // The pieces of bayes_linear on CUDA: products with sigma * eps, whose weights stay in registers.
+  // The first two are there on the CPU too.
   m.def(
       "sample_weights_(Tensor(a!) weight, Tensor mu, Tensor sigma, Tensor seed, int stream, int "
       "first)"
       " -> ()");
-  m.def(
-      "weight_backward_(Tensor(a!) weight, Tensor(b!) grad_mu, Tensor(c!) grad_sigma,"
-      " Tensor grad_weight, Tensor mu, Tensor sigma, Tensor seed, int stream, int first) -> ()");
-  m.def("sample_posterior(Tensor mu, Tensor rho, Tensor seed, int stream) -> Tensor");
-  m.def(
-      "sample_posterior_backward(Tensor grad_weight, Tensor mu, Tensor rho, Tensor seed,"
-      " int stream, bool need_weight) -> (Tensor weight, Tensor grad_rho)");
-  m.def(
-      "bayes_rows(Tensor x, Tensor mu, Tensor sigma, Tensor seed, int stream, int num_samples) -> "
-      "Tensor");
-  m.def(
-      "bayes_rows_grad_x(Tensor grad_y, Tensor mu, Tensor sigma, Tensor seed, int stream) -> "
-      "Tensor");
-  m.def(
-      "bayes_rows_grad_weight(Tensor grad_y, Tensor x, Tensor seed, int stream)"
-      " -> (Tensor grad_mu, Tensor grad_sigma)");
-
-  // The pieces of bayes_linear on CUDA: products with sigma * eps, whose weights stay in registers.
   m.def("sample_bias(Tensor mu, Tensor rho, Tensor seed, int stream, int num_samples) -> Tensor");
   m.def("half_operand(Tensor v, bool bfloat16) -> (Tensor operand, Tensor scale)");
   m.def("pack_sigma(Tensor rho, bool bfloat16) -> (Tensor sigma, Tensor scale)");

@@ -8,7 +8,7 @@ from hostrun.calls import Kernels, fresh, placed
 
 from bnuq_ext import ops, reference_bayes
 from bnuq_ext.ops import linear_batched, linear_cuda
-from bnuq_ext.ops.linear_products import Noise
+from bnuq_ext.ops.linear_parts import Noise
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
 

@@ -5,10 +5,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from bnuq_ext import ops, reference_bayes
-from bnuq_ext.ops import linear_cpu
 
 STREAM = 5
-FEW = linear_cpu.FEW_ROWS
+FEW = 4  # up to so many rows a replica, the CPU writes no weights out
 
 
 def make(N, I, O, T, shared, dtype=torch.float64, device="cpu", bias=True):  # noqa: E741
@@ -249,15 +248,6 @@ def test_empty(N, I, O):  # noqa: E741
     assert y.shape == (2, N, O)
     for tensor, grad in zip(inputs, grads(y, inputs, torch.ones_like(y)), strict=True):
         assert grad.shape == tensor.shape
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_first_replica_sets_the_gradient_by_sigma(dtype):
-    seed, grad = ops.new_seed(3), torch.randn(33, 70, dtype=dtype)
-    empty, grad_sigma = grad.new_empty(0), torch.full_like(grad, 7)
-    torch.ops.bnuq.weight_backward_(empty, empty, grad_sigma, grad, grad, empty, seed, STREAM, 0)
-    noise = ops.philox_normal(seed, STREAM, (1, 33, 70))[0].to(dtype)
-    torch.testing.assert_close(grad_sigma, grad * noise, rtol=1e-6, atol=1e-6)
 
 
 def test_saves_only_its_inputs_whatever_T():

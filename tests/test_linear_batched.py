@@ -5,7 +5,7 @@ import torch
 
 from bnuq_ext import ops, reference_bayes
 from bnuq_ext.ops import linear_batched
-from bnuq_ext.ops.linear_products import Noise
+from bnuq_ext.ops.linear_parts import Noise
 
 STREAM = 4
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from . import linear_cpu as linear_cpu
 from . import linear_cuda as linear_cuda
 from .checks import (
     acc_dtype,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _library  # noqa: F401
-from .linear_products import Noise
+from .linear_parts import Noise
 
 CHUNK_BYTES = 32 << 20
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from . import linear_batched as batched
-from . import linear_products as products
-from .linear_products import Noise
+from . import linear_parts as parts
+from .linear_parts import Noise
 
 # The fused kernel makes a weight's noise once for 128 rows. At the rate of its loop that costs more than
 # writing the weight for a product of torch's from about 5 times on.
@@ -27,10 +27,10 @@ def _is_bfloat16(x: Tensor) -> bool:
 
 
 def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
-    noise, xs = Noise(seed, stream, num_samples), products.replicas(x)
-    bias = products.sample_bias(bias_mu, bias_rho, noise)
+    noise, xs = Noise(seed, stream, num_samples), parts.replicas(x)
+    bias = parts.sample_bias(bias_mu, bias_rho, noise)
     if x.dtype == torch.float64:
-        sigma = products.spread(rho).contiguous()
+        sigma = parts.spread(rho).contiguous()
         return batched.forward(xs, mu.contiguous(), sigma, bias, noise)
     base = (xs @ mu.t()).contiguous()
     operand, scale = _ops.half_operand(xs, _is_bfloat16(x))
@@ -49,17 +49,17 @@ def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
 def _backward(
     grad_y, x, mu, rho, bias_rho, seed, stream, num_samples, need_x, need_weight, need_bias
 ):
-    noise, xs = Noise(seed, stream, num_samples), products.replicas(x)
+    noise, xs = Noise(seed, stream, num_samples), parts.replicas(x)
     grad_y = grad_y.to(mu.dtype).contiguous()
     if x.dtype == torch.float64:
-        sigma = products.spread(rho).contiguous()
+        sigma = parts.spread(rho).contiguous()
         grads = batched.backward(grad_y, xs, mu.contiguous(), sigma, noise, need_x, need_weight)
         if need_weight:
             grads[2].mul_(torch.sigmoid(rho))
     else:
         grads = _half_backward(grad_y, xs, mu, rho, noise, _is_bfloat16(x), need_x, need_weight)
-    bias_grads = products.grad_bias(grad_y, bias_rho, noise) if need_bias else None
-    return products.pack_grads(x, rho, *grads, bias_grads)
+    bias_grads = parts.grad_bias(grad_y, bias_rho, noise) if need_bias else None
+    return parts.pack_grads(x, rho, *grads, bias_grads)
 
 
 def _half_backward(grad_y, xs, mu, rho, noise, bfloat16, need_x, need_weight):

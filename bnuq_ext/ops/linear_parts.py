@@ -1,0 +1,62 @@
+"""The parts of bayes_linear on CUDA that are plain PyTorch: spreads, biases, the packing of results."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from .. import _library  # noqa: F401
+from .checks import acc_dtype
+from .philox import TAGS
+
+_ops = torch.ops.bnuq
+
+
+class Noise(NamedTuple):
+    """Where the noise of a call comes from."""
+
+    seed: Tensor
+    stream: int
+    num_samples: int
+
+    def bias(self, features: int) -> Tensor:
+        shape = (self.num_samples, features)
+        return _ops.philox_normal(self.seed, self.stream, TAGS["bias"], shape)
+
+
+def spread(rho: Tensor) -> Tensor:
+    return softplus(rho, threshold=40.0)
+
+
+def replicas(x: Tensor) -> Tensor:
+    """(T, N, I) for an x of every replica, (1, N, I) for a shared one; in the accumulation dtype."""
+    x = x if x.dim() == 3 else x[None]
+    return x.to(acc_dtype(x.dtype)).contiguous()
+
+
+def sample_bias(bias_mu: Tensor | None, bias_rho: Tensor | None, noise: Noise) -> Tensor | None:
+    """(T, O), or None without a bias."""
+    if bias_mu is None:
+        return None
+    return _ops.sample_bias(bias_mu.contiguous(), bias_rho.contiguous(), *noise)
+
+
+def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """Gradients by bias_mu and bias_rho of grad_y (T, N, O)."""
+    by_replica = grad_y.sum(1)
+    eps = noise.bias(by_replica.shape[1]).to(grad_y.dtype)
+    return by_replica.sum(0), (by_replica * eps).sum(0) * torch.sigmoid(bias_rho)
+
+
+def pack_grads(x, rho, grad_x, grad_mu, grad_rho, bias_grads) -> tuple[Tensor, ...]:
+    """The results of bayes_linear_backward: in the shapes and dtypes of its inputs, empty for None."""
+    none = rho.new_empty(0)
+    if grad_x is not None:
+        grad_x = (grad_x if x.dim() == 3 else grad_x.sum(0)).to(x.dtype)
+    return (
+        x.new_empty(0) if grad_x is None else grad_x,
+        none if grad_mu is None else grad_mu,
+        none if grad_rho is None else grad_rho,
+        *((none, none) if bias_grads is None else bias_grads),
+    )

@@ -1,0 +1,115 @@
+// The arguments of bayes_linear on the CPU, and its matrix products, which are torch's.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "../layout.h"
+#include "linear_rows.h"
+
+namespace bnuq {
+
+// Up to this many rows a replica, a dot product per row beats writing the weights out for a GEMM.
+constexpr int64_t kFewRows = 4;
+
+template <typename F>
+void dispatch_acc(const Tensor& t, const F& body) {
+  if (t.scalar_type() == ScalarType::Double) return body(double());
+  STD_TORCH_CHECK(
+      t.scalar_type() == ScalarType::Float, "bayes_linear: mu must be float32 or float64");
+  body(float());
+}
+
+template <typename acc_t>
+const acc_t* values(const Tensor& t) {
+  return static_cast<const acc_t*>(t.const_data_ptr());
+}
+
+template <typename acc_t>
+acc_t* room(const Tensor& t) {
+  return static_cast<acc_t*>(t.mutable_data_ptr());
+}
+
+inline Tensor contiguous_as(ScalarType type, const Tensor& t) {
+  const Tensor same = t.scalar_type() == type ? t : torch::stable::to(t, type);
+  return same.is_contiguous() ? same : torch::stable::contiguous(same);
+}
+
+inline Tensor empty_like_contiguous(const Tensor& t) {
+  return empty_on(t, {t.sizes().begin(), t.sizes().end()}, t.scalar_type());
+}
+
+inline Noise noise_of(const Tensor& seed, int64_t stream, uint32_t tag = kTagWeight) {
+  STD_TORCH_CHECK(
+      seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
+      "bayes_linear: seed must be int64, contiguous, and have 2 entries");
+  const int64_t* s = values<int64_t>(seed);
+  return {subkey(s[0], uint32_t(stream), tag), uint64_t(s[1])};
+}
+
+// The tensors are contiguous, in the accumulation type.
+struct LinearCall {
+  Tensor x, mu, rho;  // (N, I) or (T, N, I); (O, I)
+  Noise noise;
+  int64_t T, N, O, I;
+  bool shared;
+
+  LinearCall(
+      const Tensor& given_x, const Tensor& given_mu, const Tensor& given_rho, const Tensor& seed,
+      int64_t stream, int64_t num_samples)
+      : x(contiguous_as(given_mu.scalar_type(), given_x)),
+        mu(contiguous_as(given_mu.scalar_type(), given_mu)),
+        rho(contiguous_as(given_mu.scalar_type(), given_rho)),
+        noise(noise_of(seed, stream)),
+        T(num_samples),
+        N(x.size(-2)),
+        O(mu.size(0)),
+        I(mu.size(1)),
+        shared(x.dim() == 2) {
+    STD_TORCH_CHECK(
+        x.size(-1) == I && rho.numel() == O * I && (shared || x.size(0) == T),
+        "bayes_linear: x, mu and rho must match in size");
+  }
+
+  int64_t x_stride() const { return shared ? 0 : N * I; }
+  Tensor empty(const std::vector<int64_t>& sizes) const {
+    return empty_on(mu, sizes, mu.scalar_type());
+  }
+};
+
+// The matrix (rows, columns) in the memory of t from `offset` on, or its transpose.
+inline Tensor matrix(
+    const Tensor& t, int64_t offset, int64_t rows, int64_t columns, bool transpose = false) {
+  int64_t sizes[] = {rows, columns}, strides[] = {std::max<int64_t>(columns, 1), 1};
+  if (transpose) std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(t.get(), 2, sizes, strides, offset, &made));
+  return Tensor(made);
+}
+
+// out = a b. Past the dispatcher, whose look-up by name takes longer than a small product.
+inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+}
+
+// out = c + a b.
+inline void multiply_add(const Tensor& out, const Tensor& c, const Tensor& a, const Tensor& b) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), c.get(), a.get(), b.get(), 1, 1));
+}
+
+// sigma of rho: torch's own softplus takes ten times as long.
+Tensor spread_of(const Tensor& rho);
+
+// Weights (R, O, I) of replicas first .. first + R - 1.
+void sample_weights(
+    const Tensor& weight, const Tensor& mu, const Tensor& sigma, const Noise& noise, int64_t first);
+
+// Weights (O, I) of the first replica, with no sigma in memory.
+Tensor sample_posterior(const LinearCall& call);
+
+}  // namespace bnuq
