@@ -74,8 +74,7 @@ void few_rows_weight(const LinearCall& call, const Tensor& grad_y, Grads& grads)
           const auto row = [&](int64_t o, const float* z) {
             std::fill(grad.begin(), grad.end(), acc_t(0));
             for (int64_t n = 0; n < N; ++n)
-              add_scaled(
-                  grad.data(), g[(t * N + n) * O + o], px + t * call.x_stride() + n * I, I);
+              add_scaled(grad.data(), g[(t * N + n) * O + o], px + t * call.x_stride() + n * I, I);
             add_noisy(gm + o * I, gs + o * I, grad.data(), z, I);
           };
           for_band_rows(call.noise.sub, call.noise.first + t, band, O, 0, tiles_of(I), row);

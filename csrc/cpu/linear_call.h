@@ -87,8 +87,7 @@ inline Tensor matrix(
   int64_t sizes[] = {rows, columns}, strides[] = {std::max<int64_t>(columns, 1), 1};
   if (transpose) std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(t.get(), 2, sizes, strides, offset, &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), 2, sizes, strides, offset, &made));
   return Tensor(made);
 }
 

@@ -29,7 +29,8 @@ BNUQ_CLONES static void add_scaled(acc_t* __restrict__ y, acc_t a, const acc_t* 
 }
 
 template <typename acc_t>
-BNUQ_CLONES static void set_product(acc_t* __restrict__ y, const acc_t* x, const float* z, int64_t n) {
+BNUQ_CLONES static void set_product(
+    acc_t* __restrict__ y, const acc_t* x, const float* z, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) y[i] = x[i] * acc_t(z[i]);
 }
@@ -84,11 +85,10 @@ inline int64_t tiles_of(int64_t n) {
 // row(o, z) for every row o of one replica's weights, in parallel.
 template <typename Row>
 void for_rows(const Noise& noise, int64_t replica, int64_t O, int64_t I, const Row& row) {
-  torch::stable::parallel_for(
-      0, tiles_of(O), 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
-        for (int64_t band = begin; band < end; ++band)
-          for_band_rows(noise.sub, noise.first + replica, band, O, 0, tiles_of(I), row);
-      });
+  torch::stable::parallel_for(0, tiles_of(O), 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t band = begin; band < end; ++band)
+      for_band_rows(noise.sub, noise.first + replica, band, O, 0, tiles_of(I), row);
+  });
 }
 
 }  // namespace bnuq
