@@ -19,7 +19,8 @@ Tensor sample_bias_cpu(Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64
     for (int64_t t = 0; t < num_samples; ++t) {
       vector_normals(z.data(), noise.sub, noise.first + t, O);
       posterior_row(
-          room<acc_t>(bias) + t * O, values<acc_t>(means), values<acc_t>(rhos), z.data(), O);
+          mutable_values<acc_t>(bias) + t * O, values<acc_t>(means), values<acc_t>(rhos), z.data(),
+          O);
     }
   });
   return bias;
@@ -34,7 +35,7 @@ Tensor few_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
     using acc_t = decltype(zero);
     const acc_t *m = values<acc_t>(call.mu), *s = values<acc_t>(sigma);
     const acc_t *px = values<acc_t>(call.x), *b = bias ? values<acc_t>(*bias) : nullptr;
-    acc_t* py = room<acc_t>(y);
+    acc_t* py = mutable_values<acc_t>(y);
     torch::stable::parallel_for(0, T * bands, 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
       std::vector<acc_t> w(I);
       for (int64_t j = begin; j < end; ++j) {
@@ -108,7 +109,7 @@ Tensor spread_of(const Tensor& rho) {
   dispatch_acc(rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t* r = values<acc_t>(rho);
-    acc_t* s = room<acc_t>(sigma);
+    acc_t* s = mutable_values<acc_t>(sigma);
     torch::stable::parallel_for(0, rho.numel(), 16384, [&](int64_t begin, int64_t end) {
       softplus_row(s + begin, r + begin, end - begin);
     });
@@ -130,7 +131,7 @@ void sample_weights(
   dispatch_acc(mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = values<acc_t>(mu), *s = values<acc_t>(sigma);
-    acc_t* w = room<acc_t>(weight);
+    acc_t* w = mutable_values<acc_t>(weight);
     torch::stable::parallel_for(0, R * bands, 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
       for (int64_t j = begin; j < end; ++j) {
         acc_t* out = w + j / bands * O * I;
@@ -150,7 +151,7 @@ Tensor sample_posterior(const LinearCall& call) {
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = values<acc_t>(call.mu), *r = values<acc_t>(call.rho);
-    acc_t* w = room<acc_t>(weight);
+    acc_t* w = mutable_values<acc_t>(weight);
     for_rows(call.noise, 0, O, I, [&](int64_t o, const float* z) {
       posterior_row(w + o * I, m + o * I, r + o * I, z, I);
     });

@@ -18,7 +18,7 @@ void spread_backward(const Tensor& grad, const Tensor& rho) {
   dispatch_acc(rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t* r = values<acc_t>(rho);
-    acc_t* g = room<acc_t>(grad);
+    acc_t* g = mutable_values<acc_t>(grad);
     torch::stable::parallel_for(0, rho.numel(), 16384, [&](int64_t begin, int64_t end) {
       sigmoid_row(g + begin, r + begin, end - begin);
     });
@@ -39,7 +39,7 @@ Tensor few_rows_x(const LinearCall& call, const Tensor& grad_y) {
     using acc_t = decltype(zero);
     const acc_t *m = values<acc_t>(call.mu), *s = values<acc_t>(sigma);
     const acc_t* g = values<acc_t>(grad_y);
-    acc_t* gx = room<acc_t>(grad_x);
+    acc_t* gx = mutable_values<acc_t>(grad_x);
     torch::stable::parallel_for(0, T * parts, 1 + 128 / (O + 1), [&](int64_t begin, int64_t end) {
       std::vector<acc_t> w(kColumns * kTile);
       for (int64_t j = begin; j < end; ++j) {
@@ -66,7 +66,7 @@ void few_rows_weight(const LinearCall& call, const Tensor& grad_y, Grads& grads)
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *px = values<acc_t>(call.x), *g = values<acc_t>(grad_y);
-    acc_t *gm = room<acc_t>(grads.mu), *gs = room<acc_t>(grads.rho);
+    acc_t *gm = mutable_values<acc_t>(grads.mu), *gs = mutable_values<acc_t>(grads.rho);
     torch::stable::parallel_for(0, tiles_of(O), 1, [&](int64_t begin, int64_t end) {
       std::vector<acc_t> grad(I);
       for (int64_t band = begin; band < end; ++band)
@@ -109,7 +109,7 @@ void one_replica(
       using acc_t = decltype(zero);
       const acc_t *m = values<acc_t>(call.mu), *r = values<acc_t>(call.rho);
       const acc_t* g = values<acc_t>(grads.mu);
-      acc_t *w = room<acc_t>(weight), *gr = room<acc_t>(grads.rho);
+      acc_t *w = mutable_values<acc_t>(weight), *gr = mutable_values<acc_t>(grads.rho);
       for_rows(call.noise, 0, O, I, [&](int64_t o, const float* z) {
         posterior_grad_row(gr + o * I, g + o * I, r + o * I, z, I);
         if (need_x) posterior_row(w + o * I, m + o * I, r + o * I, z, I);
@@ -135,7 +135,8 @@ void add_replica(
     using acc_t = decltype(zero);
     const acc_t *m = values<acc_t>(call.mu), *s = values<acc_t>(sigma);
     const acc_t* g = values<acc_t>(grad_weight);
-    acc_t *w = room<acc_t>(weight), *gm = room<acc_t>(grads.mu), *gs = room<acc_t>(grads.rho);
+    acc_t *w = mutable_values<acc_t>(weight), *gm = mutable_values<acc_t>(grads.mu),
+          *gs = mutable_values<acc_t>(grads.rho);
     for_rows(call.noise, t, call.O, I, [&](int64_t o, const float* z) {
       if (t > 0)
         add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
@@ -193,10 +194,10 @@ std::tuple<Tensor, Tensor> bias_grads(
     for (int64_t t = 0; t < T; ++t) {
       vector_normals(z.data(), noise.sub, noise.first + t, O);
       add_noisy(
-          room<acc_t>(grad_mu), room<acc_t>(grad_rho), values<acc_t>(by_replica) + t * O, z.data(),
-          O);
+          mutable_values<acc_t>(grad_mu), mutable_values<acc_t>(grad_rho),
+          values<acc_t>(by_replica) + t * O, z.data(), O);
     }
-    sigmoid_row(room<acc_t>(grad_rho), values<acc_t>(rho), O);
+    sigmoid_row(mutable_values<acc_t>(grad_rho), values<acc_t>(rho), O);
   });
   return {grad_mu, grad_rho};
 }

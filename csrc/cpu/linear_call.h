@@ -30,7 +30,7 @@ const acc_t* values(const Tensor& t) {
 }
 
 template <typename acc_t>
-acc_t* room(const Tensor& t) {
+acc_t* mutable_values(const Tensor& t) {
   return static_cast<acc_t*>(t.mutable_data_ptr());
 }
 
