@@ -8,6 +8,7 @@ from bnuq_ext import ops, reference_bayes
 
 STREAM = 5
 FEW = 4  # up to so many rows a replica, the CPU writes no weights out
+LARGE = [(FEW + 1, 784, 270), (100, 129, 131)]  # from 2^20 multiplications on, oneDNN may take them
 
 
 def make(N, I, O, T, shared, dtype=torch.float64, device="cpu", bias=True):  # noqa: E741
@@ -36,17 +37,19 @@ def grads(y, inputs, grad_y):
     return torch.autograd.grad(y, wanted, grad_y)
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("T", [1, 3, 20])
 @pytest.mark.parametrize(
-    "N,I,O", [(1, 1, 1), (1, 784, 7), (FEW, 17, 129), (FEW + 1, 129, 1), (7, 7, 16), (33, 130, 31)]
+    "N,I,O",
+    [(1, 1, 1), (1, 784, 7), (FEW, 17, 129), (FEW + 1, 129, 1), (7, 7, 16), (33, 130, 31), *LARGE],
 )
-def test_matches_reference(N, I, O, T, shared, device, assert_close):  # noqa: E741
-    inputs = make(N, I, O, T, shared, torch.float32, device)
+def test_matches_reference(N, I, O, T, shared, bias, device, assert_close):  # noqa: E741
+    inputs = make(N, I, O, T, shared, torch.float32, device, bias)
     seed = ops.new_seed(3, 7, device)
-    inputs64 = [t.detach().double().requires_grad_() for t in inputs]
+    inputs64 = [t if t is None else t.detach().double().requires_grad_() for t in inputs]
     y = run(inputs, seed, T)
-    expected = reference_bayes.bayes_linear(*inputs64, *noise(seed, T, O, I))
+    expected = reference_bayes.bayes_linear(*inputs64, *noise(seed, T, O, I, bias))
     # The fused kernel's operands have 16 bits: 2^-11 where float32 has 2e-5.
     scale = max(1.0, (T * N * I) ** 0.5) * (100 if device.type == "cuda" else 1)
     assert y.shape == (T, N, O)

@@ -12,7 +12,7 @@ Tensor sample_bias_cpu(Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64
   const Tensor means = contiguous_as(mu.scalar_type(), mu);
   const Tensor rhos = contiguous_as(mu.scalar_type(), rho);
   const Noise noise = noise_of(seed, stream, kTagBias);
-  Tensor bias = empty_on(mu, {num_samples, O}, mu.scalar_type());
+  const Tensor bias = empty_on(mu, {num_samples, O}, mu.scalar_type());
   dispatch_acc(mu, [&](auto zero) {
     using acc_t = decltype(zero);
     std::vector<float> z(O);
@@ -55,28 +55,21 @@ Tensor few_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
 
 // ---- many rows a replica: weights into memory for torch's matrix product ------------------------
 
-void product(
-    const LinearCall& call, int64_t t, const Tensor& weight, const std::optional<Tensor>& bias,
-    const Tensor& y) {
-  const int64_t N = call.N, O = call.O, I = call.I;
-  const Tensor out = matrix(y, t * N * O, N, O), x = matrix(call.x, t * call.x_stride(), N, I);
-  const Tensor w = matrix(weight, 0, O, I, true);
-  if (bias)
-    multiply_add(out, matrix(*bias, t * O, 1, O), x, w);
-  else
-    multiply(out, x, w);
-}
-
 Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
-  const Tensor y = call.empty({call.T, call.N, call.O});
-  if (call.T == 1) {
-    product(call, 0, sample_posterior(call), bias, y);
-    return y;
+  const int64_t T = call.T, N = call.N, O = call.O, I = call.I;
+  std::optional<Tensor> row;
+  if (T == 1) {
+    const Tensor weight = sample_posterior(call);
+    if (bias) row = view_of(*bias, 0, {O}, {1});
+    const Tensor y = product(call.x_of(0), Matrix(weight, 0, O, I).t(), row);
+    return view_of(y, 0, {1, N, O}, {N * O, O, 1});
   }
-  const Tensor sigma = spread_of(call.rho), weight = call.empty({1, call.O, call.I});
-  for (int64_t t = 0; t < call.T; ++t) {
+  const Tensor sigma = spread_of(call.rho), weight = call.empty({1, O, I});
+  const Tensor y = call.empty({T, N, O});
+  for (int64_t t = 0; t < T; ++t) {
     sample_weights(weight, call.mu, sigma, call.noise, t);
-    product(call, t, weight, bias, y);
+    if (bias) row = view_of(*bias, t * O, {O}, {1});
+    multiply(Matrix(y, t * N * O, N, O), call.x_of(t), Matrix(weight, 0, O, I).t(), row);
   }
   return y;
 }

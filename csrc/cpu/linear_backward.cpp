@@ -99,11 +99,10 @@ void few_rows(
 void one_replica(
     const LinearCall& call, const Tensor& grad_y, bool need_x, bool need_weight, Grads& grads) {
   const int64_t N = call.N, O = call.O, I = call.I;
-  const Tensor grad = matrix(grad_y, 0, N, O);
+  const Matrix grad(grad_y, 0, N, O);
   Tensor weight;
   if (need_weight) {
-    grads.mu = call.empty({O, I}), grads.rho = call.empty({O, I});
-    multiply(grads.mu, matrix(grad_y, 0, N, O, true), matrix(call.x, 0, N, I));
+    grads.mu = product(grad.t(), call.x_of(0)), grads.rho = call.empty({O, I});
     weight = need_x ? call.empty({O, I}) : call.empty({0});
     dispatch_acc(call.mu, [&](auto zero) {
       using acc_t = decltype(zero);
@@ -115,12 +114,12 @@ void one_replica(
         if (need_x) posterior_row(w + o * I, m + o * I, r + o * I, z, I);
       });
     });
-  } else if (need_x) {
+  } else {
     weight = sample_posterior(call);
   }
   if (!need_x) return;
-  grads.x = empty_like_contiguous(call.x);
-  multiply(matrix(grads.x, 0, N, I), grad, weight);
+  const Tensor grad_x = product(grad, Matrix(weight, 0, O, I));
+  grads.x = call.shared ? grad_x : view_of(grad_x, 0, {1, N, I}, {N * I, I, 1});
 }
 
 // Adds replica t's gradient by its weights to those by mu and sigma; of the first replica that by
@@ -149,31 +148,25 @@ void add_replica(
 
 void many_replicas(
     const LinearCall& call, const Tensor& grad_y, bool need_x, bool need_weight, Grads& grads) {
-  const int64_t T = call.T, N = call.N, O = call.O, I = call.I;
+  const int64_t N = call.N, O = call.O, I = call.I;
   const Tensor none = call.empty({0}), sigma = need_x ? spread_of(call.rho) : none;
   const Tensor weight = need_x ? call.empty({1, O, I}) : none;
-  Tensor product;
-  if (need_x) grads.x = empty_like_contiguous(call.x);
-  if (need_weight) {
-    grads.mu = call.empty({O, I}), grads.rho = call.empty({O, I});
-    product = call.empty({O, I});
-  }
-  for (int64_t t = 0; t < T; ++t) {
-    const Tensor grad = matrix(grad_y, t * N * O, N, O);
+  if (need_x)
+    grads.x =
+        empty_on(call.x, {call.x.sizes().begin(), call.x.sizes().end()}, call.x.scalar_type());
+  if (need_weight) grads.rho = call.empty({O, I});
+  for (int64_t t = 0; t < call.T; ++t) {
+    const Matrix grad(grad_y, t * N * O, N, O);
     if (need_weight) {
-      const Tensor& by_weight = t > 0 ? product : grads.mu;
-      const Tensor x = matrix(call.x, t * call.x_stride(), N, I);
-      multiply(by_weight, matrix(grad_y, t * N * O, N, O, true), x);
+      const Tensor by_weight = product(grad.t(), call.x_of(t));
+      if (t == 0) grads.mu = by_weight;
       add_replica(call, t, by_weight, sigma, weight, grads);
     } else {
       sample_weights(weight, call.mu, sigma, call.noise, t);
     }
     if (!need_x) continue;
-    const Tensor out = matrix(grads.x, t * call.x_stride(), N, I), w = matrix(weight, 0, O, I);
-    if (t > 0 && call.shared)
-      multiply_add(out, out, grad, w);
-    else
-      multiply(out, grad, w);
+    const Matrix out(grads.x, t * call.x_stride(), N, I), w(weight, 0, O, I);
+    t > 0 && call.shared ? add_product(out, grad, w) : multiply(out, grad, w);
   }
   if (need_weight) spread_backward(grads.rho, call.rho);
 }

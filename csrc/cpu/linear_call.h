@@ -1,15 +1,14 @@
-// The arguments of bayes_linear on the CPU, and its matrix products, which are torch's.
+// The arguments of bayes_linear on the CPU, and what its forward and backward share.
 #pragma once
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "../layout.h"
 #include "linear_rows.h"
+#include "matrix.h"
 
 namespace bnuq {
 
@@ -37,10 +36,6 @@ acc_t* mutable_values(const Tensor& t) {
 inline Tensor contiguous_as(ScalarType type, const Tensor& t) {
   const Tensor same = t.scalar_type() == type ? t : torch::stable::to(t, type);
   return same.is_contiguous() ? same : torch::stable::contiguous(same);
-}
-
-inline Tensor empty_like_contiguous(const Tensor& t) {
-  return empty_on(t, {t.sizes().begin(), t.sizes().end()}, t.scalar_type());
 }
 
 inline Noise noise_of(const Tensor& seed, int64_t stream, uint32_t tag = kTagWeight) {
@@ -76,30 +71,11 @@ struct LinearCall {
   }
 
   int64_t x_stride() const { return shared ? 0 : N * I; }
+  Matrix x_of(int64_t t) const { return {x, t * x_stride(), N, I}; }
   Tensor empty(const std::vector<int64_t>& sizes) const {
     return empty_on(mu, sizes, mu.scalar_type());
   }
 };
-
-// The matrix (rows, columns) in the memory of t from `offset` on, or its transpose.
-inline Tensor matrix(
-    const Tensor& t, int64_t offset, int64_t rows, int64_t columns, bool transpose = false) {
-  int64_t sizes[] = {rows, columns}, strides[] = {std::max<int64_t>(columns, 1), 1};
-  if (transpose) std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
-  AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), 2, sizes, strides, offset, &made));
-  return Tensor(made);
-}
-
-// out = a b. Past the dispatcher, whose look-up by name takes longer than a small product.
-inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
-}
-
-// out = c + a b.
-inline void multiply_add(const Tensor& out, const Tensor& c, const Tensor& a, const Tensor& b) {
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), c.get(), a.get(), b.get(), 1, 1));
-}
 
 // sigma of rho: torch's own softplus takes ten times as long.
 Tensor spread_of(const Tensor& rho);

@@ -1,0 +1,121 @@
+// Matrix products by torch's libraries, past the dispatcher, whose look-up by name takes longer
+// than a small product.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "../layout.h"
+#include "simd.h"
+
+#if defined(BNUQ_AVX512)
+// oneDNN's act(X W^T + B), in a tensor of its own; null in a torch without oneDNN.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(
+    AtenTensorHandle X, AtenTensorHandle W, AtenTensorHandle* B, const char* attr,
+    const double** scalars, int64_t scalars_len_, const char** algorithm, AtenTensorHandle* ret0);
+#endif
+
+namespace bnuq {
+
+// A tensor in the memory of another, from its entry `offset` on.
+template <size_t D>
+Tensor view_of(
+    const Tensor& t, int64_t offset, const int64_t (&sizes)[D], const int64_t (&strides)[D]) {
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), D, sizes, strides, offset, &made));
+  return Tensor(made);
+}
+
+// A matrix in the memory of a tensor: contiguous from `offset` on, or the transpose of such.
+struct Matrix {
+  Tensor in;
+  int64_t offset, rows, columns, row_stride, column_stride;
+
+  Matrix(const Tensor& in, int64_t offset, int64_t rows, int64_t columns)
+      : in(in),
+        offset(offset),
+        rows(rows),
+        columns(columns),
+        row_stride(std::max<int64_t>(columns, 1)),
+        column_stride(1) {}
+
+  Matrix t() const {
+    Matrix other = *this;
+    std::swap(other.rows, other.columns);
+    std::swap(other.row_stride, other.column_stride);
+    return other;
+  }
+
+  Tensor view() const { return view_of(in, offset, {rows, columns}, {row_stride, column_stride}); }
+};
+
+// MKL leaves the AVX-512 of other makers' processors alone, which is half of their rate. oneDNN
+// uses it, but takes 10 us to begin.
+inline bool prefers_onednn([[maybe_unused]] const Matrix& a, [[maybe_unused]] const Matrix& b) {
+#if defined(BNUQ_AVX512)
+  static const bool at_hand =
+      aoti_torch_cpu__linear_pointwise && has_avx512() && !__builtin_cpu_is("intel");
+  return at_hand && a.in.scalar_type() == torch::headeronly::ScalarType::Float &&
+         a.rows * a.columns * b.columns >= int64_t(1) << 20;
+#else
+  return false;
+#endif
+}
+
+// a b, plus `bias` (columns,) in each row, by oneDNN.
+inline Tensor onednn_product(
+    [[maybe_unused]] const Matrix& a, [[maybe_unused]] const Matrix& b,
+    [[maybe_unused]] const std::optional<Tensor>& bias) {
+  AtenTensorHandle made = nullptr;
+#if defined(BNUQ_AVX512)
+  AtenTensorHandle row = bias ? bias->get() : nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu__linear_pointwise(
+      a.view().get(), b.t().view().get(), bias ? &row : nullptr, "none", nullptr, 0, nullptr,
+      &made));
+#endif
+  return Tensor(made);
+}
+
+// out = a b, plus `bias` in each row.
+inline void multiply(
+    const Matrix& out, const Matrix& a, const Matrix& b, const std::optional<Tensor>& bias = {}) {
+  Tensor y = out.view();
+  if (prefers_onednn(a, b)) {
+    torch::stable::copy_(y, onednn_product(a, b, bias));
+  } else if (bias) {
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_cpu_addmm_out(y.get(), bias->get(), a.view().get(), b.view().get(), 1, 1));
+  } else {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(y.get(), a.view().get(), b.view().get()));
+  }
+}
+
+// The same in a tensor of its own, where oneDNN needs no copy.
+inline Tensor product(const Matrix& a, const Matrix& b, const std::optional<Tensor>& bias = {}) {
+  if (prefers_onednn(a, b)) return onednn_product(a, b, bias);
+  const Tensor out = empty_on(a.in, {a.rows, b.columns}, a.in.scalar_type());
+  multiply(Matrix(out, 0, a.rows, b.columns), a, b, bias);
+  return out;
+}
+
+// out += a b.
+inline void add_product(const Matrix& out, const Matrix& a, const Matrix& b) {
+  const Tensor y = out.view();
+  if (prefers_onednn(a, b)) {
+    const Tensor more = onednn_product(a, b, {});
+    float* to = static_cast<float*>(y.mutable_data_ptr());
+    const float* from = static_cast<const float*>(more.const_data_ptr());
+    torch::stable::parallel_for(0, more.numel(), 16384, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) to[i] += from[i];
+    });
+  } else {
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_cpu_addmm_out(y.get(), y.get(), a.view().get(), b.view().get(), 1, 1));
+  }
+}
+
+}  // namespace bnuq
