@@ -4,6 +4,8 @@ VENV ?= .venv
 # A CUDA build; TORCH=2.13.0 and BNUQ_CUDA=0|1 are for other set-ups.
 TORCH ?= 2.14.1
 STAGE ?= all
+# Steps of a stage by name, a regular expression; empty for all.
+ONLY ?=
 # Test files at a time. A worker keeps torch to one thread: two teams of two on two cores wait for each other.
 WORKERS ?= 2
 OUT ?= demo-output
@@ -36,7 +38,7 @@ bench: $(BUILT)
 	$(BIN)/python benchmarks/report.py build/bench/raw.json
 
 gpu:
-	$(GPU_PYTHON) benchmarks/gpu.py --stage $(STAGE)
+	$(GPU_PYTHON) benchmarks/gpu.py --stage $(STAGE) --only "$(ONLY)"
 
 test-matrix:
 	PYTHON=$(PYTHON) bash .ci/matrix

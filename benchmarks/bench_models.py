@@ -1,6 +1,6 @@
 """Whole networks at T=20: `predict` beside what a user could write in plain PyTorch."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager
 from time import perf_counter
 
 import pytest
@@ -70,10 +70,15 @@ def prepared(device: str, name: str):
     return plain, model, bank
 
 
-def without_tf32(device: str):
-    if device == "cpu":
-        return nullcontext()
-    return torch.backends.cudnn.flags(allow_tf32=False)
+@contextmanager
+def without_tf32():
+    """`torch.backends.cudnn.flags` would put its other flags to their defaults, cuDNN off among them."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def check_equal(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -85,7 +90,7 @@ def check_equal(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 def checked(device, plain, model, bank, x, wanted) -> tuple[dict, dict]:
     """The yardsticks whose outputs equal those of `predict` replica by replica, and why others are missing."""
-    with without_tf32(device):
+    with without_tf32():
         ours = bnuq.predict(
             model, x, likelihood="categorical", num_samples=T, seed=0, keep_samples=True
         )

@@ -63,7 +63,9 @@ def test_philox_normal(shape, device, benchmark):
     small = (1, *(min(n, 40) for n in shape[1:]))
     tag = "mean" if len(shape) == 2 else "weight"
     actual = ops.philox_normal(seed, 1, small).double().cpu()
-    torch.testing.assert_close(actual, draw(3, 0, 1, tag, small), rtol=0, atol=1e-5)
+    # Near 0 a GPU's approximate logarithm shows; another word would be off by about 1.
+    atol = 1e-5 if device == "cpu" else 2e-3
+    torch.testing.assert_close(actual, draw(3, 0, 1, tag, small), rtol=0, atol=atol)
 
     cases = {
         "ours": lambda: ops.philox_normal(seed, 1, shape),

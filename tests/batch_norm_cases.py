@@ -53,15 +53,16 @@ def call(op, tensors, num_samples, **options):
     return ops.batch_norm_fitted(x, params, seed, STREAM, num_samples, op, **t, **options)
 
 
-def moments(op, tensors, num_samples):
-    """Statistics of the replicas, both (T, C), from the reference and `philox_normal`'s noise."""
+def moments(op, tensors, num_samples, device):
+    """Statistics of the replicas, both (T, C), from the reference and `philox_normal`'s noise on the device:
+    each has the bits of its own logarithm and cosine."""
     if op == "bank":
         snapshot = reference.snapshot_indices(KEY, FIRST, len(tensors["mean"]), num_samples)
         return tensors["mean"][snapshot], tensors["var"][snapshot]
-    params, seed = tensors["params"], ops.new_seed(KEY, FIRST)
+    params, seed = tensors["params"], ops.new_seed(KEY, FIRST, device)
     shape = (num_samples, params.shape[1])
     z_mean, z_spread = (
-        ops.philox_normal(seed, STREAM, shape, tag=tag).double() for tag in ("mean", "spread")
+        ops.philox_normal(seed, STREAM, shape, tag=tag).double().cpu() for tag in ("mean", "spread")
     )
     return reference.fitted_moments(params, z_mean, z_spread, op)
 
@@ -69,6 +70,6 @@ def moments(op, tensors, num_samples):
 def expect(op, tensors, num_samples, **options):
     """What the op must return, in float64 on the CPU."""
     t = {name: value.double().cpu() for name, value in tensors.items()}
-    mean_t, var_t = moments(op, t, num_samples)
+    mean_t, var_t = moments(op, t, num_samples, tensors["x"].device)
     affine = {name: t.get(name) for name in ("weight", "bias", "residual")}
     return reference.batch_norm(t["x"], mean_t, var_t, **affine, **options)

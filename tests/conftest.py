@@ -28,7 +28,9 @@ TOLERANCES = {
 
 
 @pytest.fixture(params=DEVICES)
-def device(request):
+def device(request, monkeypatch):
+    if request.param == "cuda":  # torch's convolutions round to 11 bits by default
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     return torch.device(request.param)
 
 

@@ -152,6 +152,35 @@ def test_a_stage_that_was_cut_off_goes_on(tmp_path, monkeypatch):
     assert log.read_text() == "q"
 
 
+def test_steps_by_name_and_the_others_later(tmp_path):
+    steps = [step("one"), step("two::a[x]"), step("two::b[x]")]
+    result = gpu.run_stage("bench", steps, tmp_path, ENV, passing_build, only="two")
+    assert list(result["steps"]) == ["two::a[x]", "two::b[x]"] and not result["finished"]
+    assert gpu.exit_status([result]) == gpu.EXIT_UNFINISHED
+    result = gpu.run_stage("bench", steps, tmp_path, ENV, passing_build)
+    assert list(result["steps"]) == ["two::a[x]", "two::b[x]", "one"] and result["finished"]
+
+
+def test_the_same_sources_are_built_once(tmp_path, monkeypatch):
+    (tmp_path / "bnuq_ext").mkdir()
+    code = "for stem in ('_cpu', '_cuda'): open(f'bnuq_ext/{stem}.so', 'w')\n"
+    (tmp_path / "setup.py").write_text(code + "open('log', 'a').write('x')\n")
+    for module in (gpu, gpu_process):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "SCRATCH", tmp_path)
+
+    def build(env=ENV):
+        assert gpu.build(gpu.Clock(60), env)["status"] == "passed"
+        return (tmp_path / "log").read_text()
+
+    assert [build(), build()] == ["x", "x"]
+    assert build(ENV | {"sources": "other"}) == "xx"
+    (tmp_path / "bnuq_ext" / "_cuda.so").unlink()
+    assert build(ENV | {"sources": "other"}) == "xxx"
+    (tmp_path / "setup.py").write_text("raise SystemExit(1)")
+    assert gpu.build(gpu.Clock(60), ENV)["status"] == "failed"
+
+
 def test_a_step_over_its_own_limit_is_a_verdict(tmp_path):
     steps = [step("hangs", "import time; time.sleep(60)", limit=0.5), step("after")]
     result = gpu.run_stage("test", steps, tmp_path, ENV, passing_build)
@@ -172,7 +201,9 @@ def test_steps_of_each_stage():
     files = {p.name for p in (gpu.ROOT / "tests").glob("test_*.py")}
     assert {s.name for s in tests} == files and len(tests) == len(files)
     assert [s.name for s in tests if s.alone] == ["test_gpu.py"] and tests[0].alone
-    assert all(s.env == {"OMP_NUM_THREADS": "4"} for s in tests)
+    # Cut off, it has run what needs the GPU most; the library is asked for this GPU's code alone.
+    assert [s.name for s in tests[:2]] == ["test_gpu.py", "test_gpu_bayes.py"]
+    assert all(s.env == {"OMP_NUM_THREADS": "4", "TORCH_CUDA_ARCH_LIST": "9.0"} for s in tests)
     sanitize = gpu.steps_of("sanitize", ENV)
     assert [s.name for s in sanitize[1:]] == [
         name for tool in gpu.SANITIZERS for name in (f"{tool}: planted error", tool)
@@ -185,16 +216,17 @@ def test_steps_of_each_stage():
 def test_bench_steps_are_files_or_cases(tmp_path, monkeypatch):
     (tmp_path / "benchmarks").mkdir()
     case = "import pytest\n@pytest.mark.parametrize('device', ['cpu', 'cuda'])\n"
-    for name in ("bench_ops.py", "bench_models.py"):
+    for name in ("bench_ops.py", "bench_models.py", "bench_linear.py"):
         (tmp_path / "benchmarks" / name).write_text(case + "def test_it(device): pass\n")
     for module in (gpu, gpu_process):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.delenv("BNUQ_BENCH", raising=False)
     steps = gpu.steps_of("bench", ENV)
-    assert [s.name for s in steps] == ["bench_models.py::test_it[cuda]", "bench_ops.py"]
-    assert steps[0].env == {"BNUQ_BENCH": "full"} and "cuda" in steps[1].command
+    names = ["bench_linear.py::test_it", "bench_models.py::test_it[cuda]", "bench_ops.py"]
+    assert [s.name for s in steps] == names
+    assert steps[0].env == {"BNUQ_BENCH": "full"} and all("cuda" in s.command for s in steps)
     steps = gpu.steps_of("bench", ENV | {"gpu": None})
-    assert [s.name for s in steps] == ["bench_models.py::test_it[cpu]", "bench_ops.py"]
+    assert [s.name for s in steps] == [name.replace("cuda", "cpu") for name in names]
     assert steps[0].env == {"BNUQ_BENCH": "short"}
 
 

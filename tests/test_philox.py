@@ -15,6 +15,19 @@ FROZEN = json.loads((Path(__file__).parent / "data" / "random_numbers.json").rea
 # logarithm and the polynomials are good to a few units in the last place.
 NORMAL_ATOL = 3e-6
 
+
+def assert_normals(z, expected):
+    """To NORMAL_ATOL; on CUDA to what its approximate instructions leave of the float64 recipe.
+
+    lg2.approx is off by up to 2^-22 near 1, so a radius r by 2^-22 / 2r, which is 2e-7 / |z| at the most of z
+    and never above 1e-3; the cosine of up to 2 pi is off by 1e-6, and r at most 6.7.
+    """
+    error, bound = (z.double().cpu() - expected).abs(), torch.tensor(NORMAL_ATOL)
+    if z.is_cuda:
+        bound = 1e-5 + (2e-7 / expected.abs()).clamp(max=1e-3)
+    assert (error <= bound).all(), f"off by {error.max()}"
+
+
 # Salmon et al.'s known answers for Philox4x32-10 (Random123): key, counter, words.
 KNOWN_ANSWERS = [
     ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -53,16 +66,16 @@ def test_vector_normals_are_frozen(case, device):
     expected = torch.tensor(case["normals"], dtype=torch.float64)
     seed = ops.new_seed(case["key"], case["first_replica"], device)
     z = ops.philox_normal(seed, case["stream"], expected.shape, tag=case["tag"])
-    torch.testing.assert_close(z.double().cpu(), expected, rtol=0, atol=NORMAL_ATOL)
+    assert_normals(z, expected)
 
 
 @pytest.mark.parametrize("case", FROZEN["weights"], ids=lambda c: str(c["key"]))
 def test_weight_normals_are_frozen(case, device):
     seed = ops.new_seed(case["key"], case["first_replica"], device)
-    z = ops.philox_normal(seed, case["stream"], case["shape"]).double().cpu()
+    z = ops.philox_normal(seed, case["stream"], case["shape"])
     actual = torch.stack([z[tuple(place)] for place in case["places"]])
     expected = torch.tensor(case["normals"], dtype=torch.float64)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=NORMAL_ATOL)
+    assert_normals(actual, expected)
 
 
 @pytest.mark.parametrize("case", FROZEN["snapshots"], ids=lambda c: str(c["num_snapshots"]))
@@ -81,14 +94,14 @@ def test_vectors_match_reference(shape, key, first, device):
     for tag in ("bias", "mean", "spread", "joint"):
         z = ops.philox_normal(ops.new_seed(key, first, device), 9, shape, tag=tag)
         expected = reference.vector_normals(key, first, 9, tag, shape)
-        torch.testing.assert_close(z.double().cpu(), expected, rtol=0, atol=NORMAL_ATOL)
+        assert_normals(z, expected)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 16, 16), (3, 5, 300), (2, 33, 41)], ids=str)
 def test_weights_match_reference(shape, device):
     z = ops.philox_normal(ops.new_seed(-7, 3, device), 2, shape)
     expected = reference.weight_normals(-7, 3, 2, "weight", shape)
-    torch.testing.assert_close(z.double().cpu(), expected, rtol=0, atol=NORMAL_ATOL)
+    assert_normals(z, expected)
 
 
 @pytest.mark.parametrize("num_snapshots", [1, 2, 3, 15, 16, 17, 1000, 65537, 2**31 - 1])
