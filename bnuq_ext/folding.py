@@ -63,7 +63,7 @@ class Forward(NamedTuple):
     model: nn.Module
     layers: dict[str, nn.Module]
     sampler: Sampler
-    key: int
+    key: int | Tensor  # what the sampler's draw takes
     output_fn: Callable | None
     known: Known
     op: str = "predict"

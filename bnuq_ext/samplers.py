@@ -89,7 +89,7 @@ class WeightSampler:
     def __init__(self, device: torch.device):
         self.device = device
 
-    def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
+    def draw(self, key: int | Tensor, first_replica: int, num_samples: int) -> Draw:
         return Draw(num_samples, new_seed(key, first_replica, self.device), None, {})
 
 

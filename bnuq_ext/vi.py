@@ -20,9 +20,10 @@ from .known import know, run_once
 from .ops import new_seed
 from .ops.checks import check_integer, check_number, check_tensor, refuse
 from .ops.kl import gaussian_kl_sum
+from .ops.philox import new_key
 from .predict import device_of
 from .replicas import ReplicaPass, current_pass
-from .samplers import Draw, WeightSampler, check_key, draw_key
+from .samplers import Draw, WeightSampler, check_key
 from .together import run_together
 
 SCHEMES = ("uniform", "geometric")
@@ -175,7 +176,8 @@ def elbo_loss(
     device = device_of(modules)
     if device.type == "cpu":
         keep_freed_pages()
-    key = draw_key(seed, device)
+    # Not read back: a step on a GPU waits for nothing, and goes into a CUDA graph.
+    key = new_key(device) if seed is None else seed
     known = know(model, modules) if num_samples > 1 else run_once()
     forward = Forward(model, layers, WeightSampler(device), key, None, known, op)
     outputs, draw, streams = _outputs(forward, modules, x, num_samples)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from bnuq_ext import ops, reference_bayes
+from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops, reference_bayes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -88,6 +89,38 @@ def test_a_graph_draws_afresh_at_every_replay(N):
         graph.replay()
         expected = run(x, weights, ops.new_seed(3, replay * T, "cuda"), T)
         torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: gradients are first made on another stream
+@pytest.mark.parametrize("prior", [None, ScaleMixturePrior(0.5, 1.0, 0.1)], ids=["normal", "mix"])
+def test_a_graph_of_a_training_step_draws_afresh_at_every_replay(prior):
+    options = {"rho_init": -1.0, "device": "cuda"} | ({"prior": prior} if prior else {})
+    model = nn.Sequential(BayesLinear(64, 48, **options), nn.ReLU(), BayesLinear(48, 10, **options))
+    x, y = made(32, 64), torch.zeros(32, dtype=torch.long, device="cuda")
+
+    def step():
+        model.zero_grad()
+        loss = elbo_loss(model, x, y, batch_weight=0.1).loss
+        loss.backward()
+        return loss
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    losses, grads = [], []
+    for _ in range(3):
+        graph.replay()
+        losses.append(loss.item())
+        grads.append(model[0].weight_rho.grad.clone())
+    assert len(set(losses)) == 3 and not torch.equal(grads[0], grads[1])
+    eager = [step().item() for _ in range(20)]  # of the same distribution
+    assert min(eager) / 2 < min(losses) and max(losses) < 2 * max(eager)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -9,21 +9,23 @@ from .checks import check_seed, check_stream, refuse
 TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "joint": 5, "local": 6}
 
 
-def new_seed(seed: int | None = None, first_replica: int = 0, device="cpu") -> Tensor:
+def new_seed(seed: int | Tensor | None = None, first_replica: int = 0, device="cpu") -> Tensor:
     """The seed tensor of an op: (key, number of the first replica).
 
     Args:
-        seed: the key, any 64-bit integer; None draws it from torch's generator of `device`.
+        seed: the key, any 64-bit integer; None draws it from torch's generator of `device`; or what
+            `new_key(device)` drew, (1,).
         first_replica: number of the first replica; at least 0.
         device: where the op runs.
 
     Returns:
         (2,) int64 on `device`.
     """
-    if seed is not None:
-        return torch.tensor([seed, first_replica], dtype=torch.int64, device=device)
-    replica = torch.tensor([first_replica], dtype=torch.int64, device=device)
-    return torch.cat([new_key(device), replica])
+    key = new_key(device) if seed is None else seed
+    if isinstance(key, Tensor):
+        # Filled on the device: a copy to it would wait, and a CUDA graph takes none.
+        return torch.cat([key, key.new_full((1,), first_replica)])
+    return torch.tensor([key, first_replica], dtype=torch.int64, device=device)
 
 
 def new_key(device="cpu") -> Tensor:

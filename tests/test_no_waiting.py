@@ -1,0 +1,51 @@
+"""A training step on a GPU waits for nothing and copies nothing to or from it, so that it queues ahead and goes
+into a CUDA graph. Shown without a GPU, by tensors that have a device and no values."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA")
+
+
+class Crossings(TorchDispatchMode):
+    """The names of operators whose tensors lie on more than one device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if torch.is_tensor(t)]
+        if len({t.device.type for t in tensors}) > 1:
+            self.found.append(str(func))
+        return result
+
+
+def test_what_crosses_is_found():
+    with FakeTensorMode(), Crossings() as crossings:
+        ops.new_seed(3, 0, "cuda")
+        assert crossings.found
+        with pytest.raises(RuntimeError):  # a value is asked for
+            torch.ones(1, device="cuda").item()
+
+
+@pytest.mark.parametrize("prior", [None, ScaleMixturePrior(0.5, 1.0, 0.1)], ids=["normal", "mix"])
+@pytest.mark.parametrize("T", [1, 3])
+def test_loss_of_a_step(T, prior):
+    options = {"device": "cuda"} | ({"prior": prior} if prior else {})
+    with FakeTensorMode():
+        model = nn.Sequential(
+            BayesLinear(20, 8, **options), nn.ReLU(), BayesLinear(8, 3, **options)
+        )
+        x, y = torch.ones(5, 20, device="cuda"), torch.ones(5, dtype=torch.long, device="cuda")
+        with Crossings() as crossings:
+            loss = elbo_loss(model, x, y, batch_weight=0.1, num_samples=T).loss
+            plain = model.train()(x)
+    assert loss.device.type == plain.device.type == "cuda" and not crossings.found
