@@ -107,23 +107,21 @@ class BayesLinear(Replicated, nn.Module):
 
     def posterior(self) -> tuple[Tensor, Tensor]:
         """(weight_mu, weight_rho), with 0 and -inf for weights that are pruned."""
-        return self._kept(self.weight_rho)
-
-    def _kept(self, weight_rho: Tensor) -> tuple[Tensor, Tensor]:
         if self.weight_mask is None:
-            return self.weight_mu, weight_rho
+            return self.weight_mu, self.weight_rho
         mu = torch.where(self.weight_mask, self.weight_mu, 0.0)
-        return mu, torch.where(self.weight_mask, weight_rho, -math.inf)
+        return mu, torch.where(self.weight_mask, self.weight_rho, -math.inf)
 
     def _parameters_of(self, trial: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Means and spreads of weights and biases; in a trial the weights' own size is the least spread."""
+        """Means and spreads of weights and biases; in a trial the weights' own size is the least spread, and none
+        is pruned: where all of a layer are, its output tells no rows apart."""
         if not trial:
             return *self.posterior(), self.bias_mu, self.bias_rho
         size = self.weight_mu.square().mean().sqrt()
         size = torch.where(size > 0, size, 1.0)
         least = size + (-(-size).expm1()).log()  # whose softplus is the size
         bias_rho = None if self.bias_rho is None else self.bias_rho.clamp(min=least)
-        return *self._kept(self.weight_rho.clamp(min=least)), self.bias_mu, bias_rho
+        return self.weight_mu, self.weight_rho.clamp(min=least), self.bias_mu, bias_rho
 
     @property
     def one_draw(self) -> bool:

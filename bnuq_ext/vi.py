@@ -233,7 +233,11 @@ def _nll(outputs: Tensor, y: Tensor, likelihood: str, noise_std: float) -> Tenso
         labels = y.long()
         if len(outputs) > 1:
             labels = labels.expand(len(outputs), *y.shape).flatten(0, 1)
-        return functional.cross_entropy(outputs.flatten(0, 1), labels, reduction="sum")
+        try:
+            return functional.cross_entropy(outputs.flatten(0, 1), labels, reduction="sum")
+        except IndexError:
+            got = f"{y.min()} to {y.max()}"
+            refuse("elbo_loss", "y", f"hold labels in [0, {outputs.shape[2]})", got)
     if y.shape != outputs.shape[1:]:
         refuse("elbo_loss", "y", f"have shape {list(outputs.shape[1:])}", list(y.shape))
     residuals = torch.distributions.Normal(outputs, noise_std, validate_args=False)
@@ -274,5 +278,6 @@ def _check_factor(name: str, value) -> None:
 
 def _check_targets(y, likelihood: str) -> None:
     check_tensor("elbo_loss", "y", y)
-    if likelihood == "categorical" and (y.is_floating_point() or y.is_complex()):
-        refuse("elbo_loss", "y", "hold integer labels", y.dtype, TypeError)
+    if y.is_complex() or (likelihood == "categorical" and y.is_floating_point()):
+        requirement = "hold integer labels" if likelihood == "categorical" else "be real"
+        refuse("elbo_loss", "y", requirement, y.dtype, TypeError)

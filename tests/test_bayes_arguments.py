@@ -56,6 +56,10 @@ def test_refused(call, message):
         (dict(y=[0, 1]), "y must be a tensor, got list"),
         (dict(x=[torch.zeros(4, 5)]), "x must be a tensor, a tuple or a dict, got list"),
         (dict(y=torch.zeros(4)), "y must hold integer labels, got torch.float32"),
+        (
+            dict(y=torch.zeros(4, 3, dtype=torch.complex64), likelihood="gaussian"),
+            "y must be real, got torch.complex64",
+        ),
     ],
 )
 def test_elbo_refuses_before_it_draws_or_moves_anything(change, message):

@@ -148,6 +148,44 @@ def test_second_derivatives_are_refused(second):
         grad.sum().backward()
 
 
+SEED = ops.new_seed(0)
+NORMED = dict(num_samples=2, weight=torch.ones(4))
+DIFFERENTIATED = {
+    "bayes_linear": lambda v: ops.bayes_linear(v, v, v, seed=SEED, stream=0, num_samples=2),
+    "gaussian_kl": lambda v: ops.gaussian_kl(v, v),
+    "mixture_kl": lambda v: ops.mixture_kl(v, v, SEED, 0),
+    "predictive_statistics": lambda v: ops.predictive_statistics(v[None]),
+    "batch_norm_bank": lambda v: ops.batch_norm_bank(v, v, v.square(), SEED, **NORMED),
+    "batch_norm_fitted": lambda v: ops.batch_norm_fitted(
+        torch.ones(4, 4), v, SEED, 0, 2, family="normal"
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: it imports what it has deprecated
+@pytest.mark.parametrize("op", DIFFERENTIATED)
+def test_forward_mode_derivatives_are_refused(op):
+    """Torch would hand back 0 for them."""
+    value = torch.rand(4, 4)
+    refused = pytest.raises(NotImplementedError, match=f"^{op}: forward-mode derivatives are not")
+    with refused:
+        torch.func.jvp(DIFFERENTIATED[op], (value,), (value,))
+    with refused:
+        torch.func.jacfwd(DIFFERENTIATED[op])(value)
+    with refused, torch.autograd.forward_ad.dual_level():
+        DIFFERENTIATED[op](torch.autograd.forward_ad.make_dual(value, value))
+    with torch.autograd.forward_ad.dual_level():
+        DIFFERENTIATED[op](value)  # of what has no tangent, there is nothing to refuse
+
+
+def test_forward_mode_derivatives_through_a_layer_are_refused():
+    model = bnuq.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(4)))
+    bnuq.collect(model, [torch.randn(8, 4) for _ in range(3)])
+    with bnuq.replicas(model, 1), torch.autograd.forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="batch_norm_bank: forward-mode"):
+            model(torch.autograd.forward_ad.make_dual(torch.ones(3, 4), torch.ones(3, 4)))
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's own, inside its compiler
 @pytest.mark.parametrize("prior", [bnuq.GaussianPrior(0.5), bnuq.ScaleMixturePrior(0.5, 1.0, 0.1)])
 def test_a_training_step_compiles_whole(prior):

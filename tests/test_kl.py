@@ -70,6 +70,14 @@ def test_mixture_matches_reference(shape, T, dtype, device, assert_close):
         assert_close(a, e, scale=max(1.0, float(e.abs().max())) * 20)
 
 
+def test_mixture_takes_a_strided_seed():
+    mu, rho = make((6, 7), torch.float64)
+    seed = torch.stack([ops.new_seed(6), ops.new_seed(7)], 1)[:, 0]
+    expected = ops.mixture_kl(mu, rho, ops.new_seed(6), 0, **MIXTURE)
+    assert not seed.is_contiguous()
+    assert torch.equal(ops.mixture_kl(mu, rho, seed, 0, **MIXTURE), expected)
+
+
 def test_gaussian_is_the_integral():
     mu, rho, std = 0.3, -1.2, 0.7
     sigma = math.log1p(math.exp(rho))
@@ -239,6 +247,9 @@ REJECTED_GAUSSIAN = [(dict(prior_std=0.0), ValueError, "prior_std must be positi
 REJECTED_MIXTURE = [
     (dict(mu=torch.zeros(1, 1, 3), rho=torch.zeros(1, 1, 3)), ValueError, "mu must have shape"),
     (dict(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
+    (dict(num_samples=1.5), TypeError, "num_samples must be an integer, got float"),
+    (dict(stream=-1), ValueError, r"stream must lie in \[0, 2\^32\), got -1"),
+    (dict(stream=2**32), ValueError, r"stream must lie in \[0, 2\^32\), got 4294967296"),
     (dict(pi=1.5), ValueError, r"pi must lie in \[0, 1\], got 1.5"),
     (dict(std2=-1.0), ValueError, "std2 must be positive, got -1.0"),
     (dict(seed=ZERO), TypeError, "seed must be int64"),

@@ -100,6 +100,20 @@ def test_opcheck(T, N, device):
         torch.library.opcheck(torch.ops.bnuq.bayes_linear.default, args)
 
 
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True)]
+)
+def test_results_of_the_backward_share_no_memory(needs, device):
+    """Not even those that are not needed, and empty: torch's compiler relies on it."""
+    x, mu, rho, _, bias_rho = (
+        t.detach() for t in make(FEW + 2, 20, 18, 2, True, torch.float32, device)
+    )
+    grad_y = torch.randn(2, FEW + 2, 18, device=device)
+    args = (grad_y, x, mu, rho, bias_rho, ops.new_seed(0, 0, device), STREAM, 2, *needs)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.bnuq.bayes_linear_backward.default, args, test_utils=tests)
+
+
 @pytest.mark.parametrize("T", [1, 3])
 def test_the_registered_rule_gives_the_same(T, device):
     inputs, seed = make(FEW + 2, 20, 18, T, True, torch.float32, device), ops.new_seed(1, 0, device)
@@ -186,7 +200,10 @@ def test_accepts_strided_inputs(T, N):
         *inputs[3:],
     ]
     assert not strided[0].is_contiguous() and not strided[1].is_contiguous()
-    torch.testing.assert_close(run(strided, ops.new_seed(6), T), run(inputs, ops.new_seed(6), T))
+    expected = run(inputs, ops.new_seed(6), T)
+    torch.testing.assert_close(run(strided, ops.new_seed(6), T), expected)
+    seed = torch.stack([ops.new_seed(6), ops.new_seed(7)], 1)[:, 0]
+    assert not seed.is_contiguous() and torch.equal(run(inputs, seed, T), expected)
 
 
 @pytest.mark.parametrize("T", [1, 2])
@@ -277,7 +294,9 @@ REJECTED = [
     (dict(seed=torch.zeros(2)), TypeError, "seed must be int64, got torch.float32"),
     (dict(seed=torch.zeros(3).long()), ValueError, r"seed must have shape \[2\], got \[3\]"),
     (dict(stream=-1), ValueError, r"stream must lie in \[0, 2\^32\), got -1"),
+    (dict(stream=None), TypeError, "stream must be an integer, got None"),
     (dict(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
+    (dict(num_samples="2"), TypeError, "num_samples must be an integer, got str"),
 ]
 
 

@@ -104,6 +104,18 @@ def test_a_posterior_that_hardly_spreads_folds_too(rho, estimator):
     torch.testing.assert_close(together, torch.stack(one_by_one), rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("fraction", [0.95, 1.0])
+def test_a_network_whose_last_layer_is_pruned_away_folds_too(fraction):
+    """Its outputs tell neither rows nor replicas apart."""
+    model = nn.Sequential(bnuq.BayesLinear(5, 20), nn.ReLU(), bnuq.BayesLinear(20, 3, bias=False))
+    with torch.no_grad():
+        model[2].weight_mu.mul_(1e-3)
+    bnuq.prune(model, fraction, by="magnitude")
+    assert not model[2].weight_mask.any()
+    with bnuq.replicas(model, 3, seed=1):
+        assert torch.equal(model(x()), torch.zeros(12, 3))
+
+
 class Centred(nn.Module):
     def forward(self, h):
         return h - h.mean(0)

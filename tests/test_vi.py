@@ -325,6 +325,8 @@ LOSS = dict(batch_weight=1.0)
             ValueError,
             r"y must have shape \[8\], got \[5\]",
         ),
+        (dict(y=torch.arange(8)), ValueError, r"y must hold labels in \[0, 4\), got 0 to 7"),
+        (dict(y=torch.arange(8) - 5), ValueError, r"y must hold labels in \[0, 4\), got -5 to 2"),
         (dict(likelihood="gaussian"), ValueError, r"y must have shape \[8, 4\], got \[8\]"),
         (dict(model=nn.Linear(6, 4)), ValueError, "model must contain a BayesLinear, got none"),
         (dict(model=3), TypeError, "model must be a torch.nn.Module, got int"),

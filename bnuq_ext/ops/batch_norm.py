@@ -15,7 +15,7 @@ from .batch_norm_checks import (
     slope_of,
     wants_grad,
 )
-from .checks import acc_dtype, past_autograd
+from .checks import acc_dtype, past_autograd, refuse_forward_mode
 
 FAMILIES = {"normal": 0, "lognormal": 1}
 
@@ -73,6 +73,7 @@ def batch_norm_bank(
     op = "batch_norm_bank"
     num_samples = check_bank(op, x, mean, var, seed, snapshot, num_samples)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
+    refuse_forward_mode(op, x, mean, var, weight, bias, residual)
     negative_slope = slope_of(op, activation, slope)
     args = (x, mean, var, seed, snapshot, num_samples, weight, bias, residual)
     args = _prepared(*args) + (eps, negative_slope, shared)
@@ -95,6 +96,7 @@ def batch_norm_snapshots(
         check_parameter("batch_norm_bank", "mean", mean, (mean.shape[0], x.shape[1]), x.device)
         acc = acc_dtype(x.dtype)
         mean, var = prepare(mean, acc), prepare(var, acc)
+    refuse_forward_mode("batch_norm_bank", x, weight, bias)
     T, weight, bias = snapshot.shape[0], prepare(weight, acc), prepare(bias, acc)
     args = (x, mean, var, None, snapshot, T, weight, bias, None, eps, 1.0, shared)
     return _call(torch.ops.bnuq.batch_norm_bank.default, *args)
@@ -155,6 +157,7 @@ def batch_norm_fitted(
     op = "batch_norm_fitted"
     check_fitted(op, x, params, seed, stream, num_samples, family, FAMILIES)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
+    refuse_forward_mode(op, x, params, weight, bias, residual)
     negative_slope = slope_of(op, activation, slope)
     seed, acc = seed.contiguous(), acc_dtype(x.dtype)
     params, weight, bias = prepare(params, acc), prepare(weight, acc), prepare(bias, acc)

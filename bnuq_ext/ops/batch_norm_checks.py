@@ -6,6 +6,7 @@ from torch import Tensor
 from .checks import (
     check_device,
     check_floating,
+    check_num_samples,
     check_seed,
     check_shape,
     check_stream,
@@ -65,13 +66,6 @@ def check_parameter(op: str, name: str, value: Tensor, shape: tuple, device) -> 
     check_floating(op, name, value)
     check_shape(op, name, value, shape)
     check_device(op, name, value, device)
-
-
-def check_num_samples(op: str, num_samples) -> None:
-    if not isinstance(num_samples, int | torch.SymInt):
-        refuse(op, "num_samples", "be an integer", type(num_samples).__name__, TypeError)
-    if num_samples < 1:
-        refuse(op, "num_samples", "be at least 1", num_samples)
 
 
 def check_snapshot(op: str, snapshot: Tensor, num_snapshots: int, device) -> None:

@@ -7,6 +7,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -80,6 +81,21 @@ def check_stream(op: str, stream: int) -> None:
         refuse(op, "stream", "be an integer", repr(stream), TypeError)
     if not 0 <= stream < 2**32:
         refuse(op, "stream", "lie in [0, 2^32)", stream)
+
+
+def check_num_samples(op: str, num_samples) -> None:
+    if not (isinstance(num_samples, int | torch.SymInt) or hasattr(num_samples, "__index__")):
+        refuse(op, "num_samples", "be an integer", type(num_samples).__name__, TypeError)
+    if num_samples < 1:
+        refuse(op, "num_samples", "be at least 1", num_samples)
+
+
+def refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
+    """Raises for a tensor with a tangent: a registered op would return one of 0."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(f"{op}: forward-mode derivatives are not available")
 
 
 def past_autograd():

@@ -7,10 +7,13 @@ from .. import _library  # noqa: F401
 from .checks import (
     check_device,
     check_floating,
+    check_num_samples,
     check_seed,
     check_shape,
+    check_stream,
     past_autograd,
     refuse,
+    refuse_forward_mode,
     refuse_second_derivatives,
 )
 
@@ -102,7 +105,7 @@ def mixture_kl(
     Args:
         mu, rho: (O, I) or (O,) as in `gaussian_kl`.
         seed: (2,) int64, key and first replica.
-        stream: number of the stochastic layer.
+        stream: number of the stochastic layer; at least 0, below 2^32.
         num_samples: T; at least 1.
         pi: weight of the first component, in [0, 1].
         std1, std2: standard deviations of the components; positive.
@@ -120,15 +123,15 @@ def mixture_kl(
     if mu.dim() not in (1, 2):
         refuse(op, "mu", "have shape (O, I) or (O,)", list(mu.shape))
     check_seed(op, seed, mu.device)
-    if num_samples < 1:
-        refuse(op, "num_samples", "be at least 1", num_samples)
+    check_stream(op, stream)
+    check_num_samples(op, num_samples)
     if not 0 <= pi <= 1:
         refuse(op, "pi", "lie in [0, 1]", pi)
     for name, std in (("std1", std1), ("std2", std2)):
         if not std > 0:
             refuse(op, name, "be positive", std)
-    args = (mu.contiguous(), rho.contiguous(), seed, stream, num_samples, pi, std1, std2)
-    return torch.ops.bnuq.mixture_kl(*args)
+    noise = seed.contiguous(), stream, num_samples
+    return torch.ops.bnuq.mixture_kl(mu.contiguous(), rho.contiguous(), *noise, pi, std1, std2)
 
 
 def _check_posterior(op: str, mu: Tensor, rho: Tensor) -> None:
@@ -140,6 +143,7 @@ def _check_posterior(op: str, mu: Tensor, rho: Tensor) -> None:
         refuse(op, "rho", f"be {mu.dtype}", rho.dtype, TypeError)
     check_shape(op, "rho", rho, mu.shape)
     check_device(op, "rho", rho, mu.device)
+    refuse_forward_mode(op, mu, rho)
 
 
 @torch.library.register_fake("bnuq::gaussian_kl")

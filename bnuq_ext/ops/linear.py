@@ -8,10 +8,13 @@ from .checks import (
     acc_dtype,
     check_device,
     check_floating,
+    check_num_samples,
     check_seed,
     check_shape,
+    check_stream,
     past_autograd,
     refuse,
+    refuse_forward_mode,
     refuse_second_derivatives,
 )
 
@@ -53,7 +56,8 @@ def bayes_linear(
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 3.
     """
     _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
-    args = (x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
+    refuse_forward_mode("bayes_linear", x, mu, rho, bias_mu, bias_rho)
+    args = (x, mu, rho, bias_mu, bias_rho, seed.contiguous(), stream, num_samples)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return torch.ops.bnuq.bayes_linear(*args)
     return _Eager.apply(*args)
@@ -64,8 +68,7 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
     check_floating(op, "x", x)
     if x.dim() not in (2, 3):
         refuse(op, "x", "have shape (N, I) or (T, N, I)", list(x.shape))
-    if num_samples < 1:
-        refuse(op, "num_samples", "be at least 1", num_samples)
+    check_num_samples(op, num_samples)
     if x.dim() == 3 and x.shape[0] != num_samples:
         refuse(op, "x", f"hold {num_samples} replicas", x.shape[0])
     check_floating(op, "mu", mu)
@@ -87,8 +90,7 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
             refuse(op, name, f"be {acc} for x in {x.dtype}", value.dtype, TypeError)
         check_device(op, name, value, x.device)
     check_seed(op, seed, x.device)
-    if not 0 <= stream < 2**32:
-        refuse(op, "stream", "lie in [0, 2^32)", stream)
+    check_stream(op, stream)
 
 
 @torch.library.register_fake("bnuq::bayes_linear")

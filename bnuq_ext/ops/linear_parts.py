@@ -51,12 +51,12 @@ def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> tuple[Tensor, T
 
 def pack_grads(x, rho, grad_x, grad_mu, grad_rho, bias_grads) -> tuple[Tensor, ...]:
     """The results of bayes_linear_backward: in the shapes and dtypes of its inputs, empty for None."""
-    none = rho.new_empty(0)
     if grad_x is not None:
         grad_x = (grad_x if x.dim() == 3 else grad_x.sum(0)).to(x.dtype)
     return (
         x.new_empty(0) if grad_x is None else grad_x,
-        none if grad_mu is None else grad_mu,
-        none if grad_rho is None else grad_rho,
-        *((none, none) if bias_grads is None else bias_grads),
+        # Each its own: results of an op may not share memory.
+        rho.new_empty(0) if grad_mu is None else grad_mu,
+        rho.new_empty(0) if grad_rho is None else grad_rho,
+        *((rho.new_empty(0), rho.new_empty(0)) if bias_grads is None else bias_grads),
     )

@@ -14,6 +14,7 @@ from .checks import (
     check_tensor,
     past_autograd,
     refuse,
+    refuse_forward_mode,
     refuse_second_derivatives,
 )
 
@@ -47,6 +48,7 @@ def predictive_statistics(logits: Tensor) -> PredictiveStatistics:
         ValueError, TypeError: logits have the wrong shape or dtype.
     """
     _check_logits("predictive_statistics", logits)
+    refuse_forward_mode("predictive_statistics", logits)
     with past_autograd():
         return PredictiveStatistics(*torch.ops.bnuq.predictive_statistics.default(logits))
 

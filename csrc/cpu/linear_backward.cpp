@@ -199,10 +199,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bayes_linear_backward_cpu(
     Tensor grad_y, Tensor x, Tensor mu, Tensor rho, std::optional<Tensor> bias_rho, Tensor seed,
     int64_t stream, int64_t num_samples, bool need_x, bool need_weight, bool need_bias) {
   const LinearCall call(x, mu, rho, seed, stream, num_samples);
-  const Tensor grad = contiguous_as(mu.scalar_type(), grad_y), none = call.empty({0});
+  const Tensor grad = contiguous_as(mu.scalar_type(), grad_y);
   STD_TORCH_CHECK(
       grad.numel() == call.T * call.N * call.O, "bayes_linear: grad_y must have shape (T, N, O)");
-  Grads grads{empty_on(x, {0}, x.scalar_type()), none, none};
+  // Each result its own memory: those of an op may not share any.
+  Grads grads{empty_on(x, {0}, x.scalar_type()), call.empty({0}), call.empty({0})};
   if (need_x || need_weight) {
     if (call.N <= kFewRows)
       few_rows(call, grad, need_x, need_weight, grads);
@@ -211,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bayes_linear_backward_cpu(
     else
       many_replicas(call, grad, need_x, need_weight, grads);
   }
-  Tensor bias_mu = none, by_bias_rho = none;
+  Tensor bias_mu = call.empty({0}), by_bias_rho = call.empty({0});
   if (need_bias)
     std::tie(bias_mu, by_bias_rho) =
         bias_grads(call, grad, *bias_rho, noise_of(seed, stream, kTagBias));
