@@ -36,26 +36,34 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(BayesGradX
   const int tiles_o = int(p.O / kEdge), stages = ceil_div(tiles_o, kSteps);
   const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
   const SharedAddress start = shared_address(shared);
-  const auto stage = [&](int64_t t, int i, int buffer) {
-    const Rows<half_t> rows = {p.grad_y + t * p.N * p.O, p.N, p.O};
-    stage_rows(start + buffer * kBuffer, rows, row, kTiles * kEdge, int64_t(i) * kStage);
+  RowCopy<half_t> grads = RowCopy<half_t>::at(p.grad_y + (first * p.N + row) * p.O, p.O);
+  const int rows = int(smaller<int64_t>(kTiles * kEdge, p.N - row));
+  int column = grads.column();
+  const auto stage = [&](int buffer) {
+    grads.template begin<kTiles * kEdge>(
+        start + buffer * kBuffer, kTiles * kEdge, column < p.O ? rows : 0);
+    grads.from += kStage;
+    column += kStage;
   };
   // Of matrices (rows 0, columns 0), (8, 0), (0, 8), (8, 8).
   const SharedAddress own = start + at.lane % 16 * kPitchBytes + at.lane / 16 * 16;
   int buffer = 0;
   float acc[kTiles][2][4] = {};
 
-  if (stages > 0) stage(first, 0, buffer);
-  for (int64_t t = first; t < last; ++t)
+  if (stages > 0) stage(buffer);
+  for (int64_t t = first; t < last; ++t) {
+    int tile_o = part;
+    const uint4* sigma = p.sigma + (tile_o * tiles_i + tile_i) * kWarp + at.lane;
     for (int i = 0; i < stages; ++i, buffer ^= 1) {
       wait_for_copies();
       __syncthreads();
-      const bool more = i + 1 < stages;
-      if (more || t + 1 < last) stage(more ? t : t + 1, more ? i + 1 : 0, buffer ^ 1);
+      if (i + 1 == stages) {
+        grads.from += p.N * p.O - stages * kStage;
+        column = grads.column();
+      }
+      if (i + 1 < stages || t + 1 < last) stage(buffer ^ 1);
       if (tile_i >= tiles_i) continue;
       SharedAddress columns = own + buffer * kBuffer + part * kEdge * 2;
-      int tile_o = i * kSteps + part;
-      const uint4* sigma = p.sigma + (tile_o * tiles_i + tile_i) * kWarp + at.lane;
       const int stop = smaller((i + 1) * kSteps, tiles_o);
 #pragma unroll 1
       for (; tile_o < stop; tile_o += p.parts) {
@@ -76,6 +84,7 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(BayesGradX
         columns += p.parts * kEdge * 2;
       }
     }
+  }
   add_parts(acc, reinterpret_cast<float*>(shared), part, p.parts);
   if (part > 0) return;
 
@@ -111,30 +120,13 @@ constexpr int kGradWarpsO = 4, kGradWarpsI = 2, kGradTiles = 2;
 constexpr int kGradEdge = kGradWarpsO * kEdge;  // of the weights of a block
 static_assert(kGradEdge == kStage && kGradWarpsI * kGradTiles * kEdge == kStage);
 
-// eps of a lane's weights in two neighbouring tiles.
-struct GradNoise {
-  float z[kGradTiles][8];
-
-  BNUQ_DEVICE GradNoise(const RoundKeys& keys, uint32_t tile_o, uint32_t place, uint64_t replica) {
-#pragma unroll
-    for (int j = 0; j < kGradTiles; ++j) {
-      const Words4 words = keys.words(tile_o, place + j * kWarp, replica);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) unit_pair(words.v[r], z[j][2 * r], z[j][2 * r + 1]);
-    }
-  }
-};
-
-// product += grad_y^T @ x over `steps` x 16 staged rows, for a warp's 16 x 32 weights.
+// product += grad_y^T @ x over `rows` staged rows, a multiple of 16, for a warp's 16 x 32 weights.
 template <typename half_t>
 BNUQ_DEVICE void multiply_rows(
-    float (&product)[kGradTiles][2][4], SharedAddress grads, SharedAddress xs, int steps) {
-  const int lane = threadIdx.x % kWarp, row = lane % 8, eight = lane / 8 % 2, other = lane / 16;
-  // Transposed, of matrices (rows 0, columns 0), (0, 8), (8, 0), (8, 8) and of (0, 0), (8, 0),
-  // (0, 8), (8, 8).
-  grads += (row + other * 8) * kPitchBytes + eight * 16;
-  xs += (row + eight * 8) * kPitchBytes + other * 16;
-  for (int step = 0; step < steps; ++step) {
+    float (&product)[kGradTiles][2][4], SharedAddress grads, SharedAddress xs, int rows) {
+#pragma unroll
+  for (int step = 0; step < kStage / kEdge; ++step) {
+    if (step * kEdge >= rows) break;
     uint32_t a[4];
     load_matrices<true>(a, grads + step * kEdge * kPitchBytes);
 #pragma unroll
@@ -159,45 +151,59 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
   const int64_t row_o = int64_t(blockIdx.x) * kGradEdge, row_i = int64_t(blockIdx.y) * kGradEdge;
   const int64_t tile_o = row_o / kEdge + warp_o, tile_i = row_i / kEdge + warp_i;
   const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
-  const int stages = int(ceil_div<int64_t>(p.N, kStage));
-  const auto rows_of = [&](int i) {
-    return int(smaller<int64_t>(kStage, ceil_div<int64_t>(p.N, kEdge) * kEdge - i * kStage));
-  };
+  const int N = int(p.N), stages = ceil_div(N, kStage);  // 2^31 rows do not fit a GPU
+  const uint64_t replica = uint64_t(p.seed[1]);
   const SharedAddress start = shared_address(shared);
   const int64_t pitch_o = ceil_div<int64_t>(p.O, kEdge) * kEdge,
                 pitch_i = ceil_div<int64_t>(p.I, kEdge) * kEdge;
-  const auto stage = [&](int64_t t, int i, int buffer) {
+  RowCopy<half_t> grads = RowCopy<half_t>::at(p.grad_y + row_o, pitch_o),
+                  xs = RowCopy<half_t>::at(p.x + row_i, pitch_i);
+  const bool inside_o = row_o + grads.column() < pitch_o, inside_i = row_i + xs.column() < pitch_i;
+  // From the last stage of a replica to the first of the next.
+  const int64_t next_o = (N - (stages - 1) * kStage) * pitch_o,
+                next_i = ((p.shared ? 0 : N) - (stages - 1) * kStage) * pitch_i;
+  const auto stage = [&](int left, int buffer) {
     const SharedAddress to = start + buffer * 2 * kMatrix;
-    const Rows<half_t> grads = {p.grad_y + t * p.N * pitch_o, p.N, pitch_o};
-    const Rows<half_t> xs = {p.x + (p.shared ? 0 : t) * p.N * pitch_i, p.N, pitch_i};
-    stage_rows(to, grads, i * kStage, rows_of(i), row_o);
-    stage_rows(to + kMatrix, xs, i * kStage, rows_of(i), row_i);
+    grads.template begin<kStage>(to, left, inside_o ? left : 0);
+    xs.template begin<kStage>(to + kMatrix, left, inside_i ? left : 0);
   };
+  // Transposed, of matrices (rows 0, columns 0), (0, 8), (8, 0), (8, 8) and of (0, 0), (8, 0),
+  // (0, 8), (8, 8).
+  const int row = at.lane % 8, eight = at.lane / 8 % 2, other = at.lane / 16;
+  const SharedAddress own_grads =
+      start + (row + other * 8) * kPitchBytes + eight * 16 + warp_o * kEdge * 2;
+  const SharedAddress own_xs =
+      start + kMatrix + (row + eight * 8) * kPitchBytes + other * 16 + warp_i * kEdge * 2;
   int buffer = 0;
   float sum[kGradTiles][2][4] = {};
 
-  stage(0, 0, buffer);
+  stage(N, buffer);
   for (int64_t t = 0; t < p.T; ++t) {
-    const GradNoise noise(
-        keys, uint32_t(tile_o), uint32_t(tile_i * kWarp) + at.lane, uint64_t(p.seed[1] + t));
     float product[kGradTiles][2][4] = {};
-    for (int i = 0; i < stages; ++i, buffer ^= 1) {
+    int left = N;
+    for (int i = 0; i < stages; ++i, buffer ^= 1, left -= kStage) {
       wait_for_copies();
       __syncthreads();
       const bool more = i + 1 < stages;
-      if (more || t + 1 < p.T) stage(more ? t : t + 1, more ? i + 1 : 0, buffer ^ 1);
-      const SharedAddress grads = start + buffer * 2 * kMatrix;
+      grads.from += more ? kStage * pitch_o : next_o;
+      xs.from += more ? kStage * pitch_i : next_i;
+      if (more || t + 1 < p.T) stage(more ? left - kStage : N, buffer ^ 1);
       multiply_rows<half_t>(
-          product, grads + warp_o * kEdge * 2, grads + kMatrix + warp_i * kEdge * 2,
-          rows_of(i) / kEdge);
+          product, own_grads + buffer * 2 * kMatrix, own_xs + buffer * 2 * kMatrix, left);
     }
 #pragma unroll
-    for (int j = 0; j < kGradTiles; ++j)
+    for (int j = 0; j < kGradTiles; ++j) {
+      const Words4 words =
+          keys.words(uint32_t(tile_o), uint32_t((tile_i + j) * kWarp) + at.lane, replica + t);
 #pragma unroll
-      for (int slot = 0; slot < 8; ++slot) {
-        const int b = slot / 4, e = slot % 4;
-        sum[j][b][e] += noise.z[j][slot] * product[j][b][e];
+      for (int r = 0; r < 4; ++r) {
+        float z[2];
+        unit_pair(words.v[r], z[0], z[1]);
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          sum[j][r / 2][r % 2 * 2 + e] += z[e] * product[j][r / 2][r % 2 * 2 + e];
       }
+    }
   }
 
   const float scale = kNormalScale * *p.grad_scale * *p.x_scale;

@@ -137,28 +137,34 @@ BNUQ_DEVICE void multiply_staged(
   constexpr int kCopies = kShared ? 1 : kReplicas, kCopy = kBlocks * 8 * kPitchBytes;
   constexpr int kTiles = kStage / kEdge;
   const SharedAddress start = shared_address(shared);
-  const auto stage = [&](int tile_i, int buffer) {
+  RowCopy<half_t> x[kCopies];
+#pragma unroll
+  for (int r = 0; r < kCopies; ++r)
+    x[r] = RowCopy<half_t>::at(p.x + (at.source(p, r) * p.N + at.row) * p.I, p.I);
+  const int rows = int(smaller<int64_t>(kBlocks * 8, p.N - at.row));
+  int column = RowCopy<half_t>::column();
+  const auto stage = [&](int buffer) {
 #pragma unroll
     for (int r = 0; r < kCopies; ++r) {
-      const Rows<half_t> rows = {p.x + at.source(p, r) * p.N * p.I, p.N, p.I};
-      stage_rows(
-          start + (buffer * kCopies + r) * kCopy, rows, at.row, kBlocks * 8,
-          int64_t(tile_i) * kEdge);
+      x[r].template begin<kBlocks * 8>(
+          start + (buffer * kCopies + r) * kCopy, kBlocks * 8, column < p.I ? rows : 0);
+      x[r].from += kStage;
     }
+    column += kStage;
   };
   // Of matrices (rows 0, columns 0), (0, 8), (8, 0), (8, 8).
   const SharedAddress own =
       start + (at.lane / 16 * 8 + at.lane % 8) * kPitchBytes + at.lane / 8 % 2 * 16;
+  const uint4* own_sigma = at.sigma + at.part * kWarp;
+  uint32_t place = at.part * kWarp + at.lane;
   int buffer = 0;
-  if (at.tiles_i > 0) stage(0, buffer);
+  if (at.tiles_i > 0) stage(buffer);
   for (int first = 0; first < at.tiles_i; first += kTiles, buffer ^= 1) {
     wait_for_copies();
     __syncthreads();
-    if (first + kTiles < at.tiles_i) stage(first + kTiles, buffer ^ 1);
+    if (first + kTiles < at.tiles_i) stage(buffer ^ 1);
     if (!at.inside(p)) continue;
     SharedAddress columns = own + buffer * kCopies * kCopy + at.part * kEdge * 2;
-    const uint4* own_sigma = at.sigma + (first + at.part) * kWarp;
-    uint32_t place = (first + at.part) * kWarp + at.lane;
     const int tiles = smaller(kTiles, at.tiles_i - first);
 #pragma unroll 1
     for (int left = tiles - at.part; left > 0; left -= p.parts) {

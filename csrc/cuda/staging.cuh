@@ -46,8 +46,8 @@ BNUQ_DEVICE SharedAddress shared_address(const void* p) {
   return address;
 }
 
-// 16 bytes to shared memory, zeros where `inside` is false; there after wait_for_copies, for other
-// threads after a barrier besides.
+// 16 bytes to shared memory, zeros and nothing read where `inside` is false; there after
+// wait_for_copies, for other threads after a barrier besides.
 BNUQ_DEVICE void copy_async(SharedAddress shared, const void* from, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
                "r"(inside ? 16 : 0)
@@ -74,26 +74,33 @@ BNUQ_DEVICE void load_matrices(uint32_t (&matrix)[4], SharedAddress row) {
 
 #endif
 
-// A 16-bit matrix whose rows are padded with zeros to a multiple of 16 columns.
-template <typename half_t>
-struct Rows {
-  const half_t* data;
-  int64_t rows, columns;
-};
+// What a thread copies of a 16-bit matrix, whose rows are padded with zeros to a multiple of 16
+// columns: eight columns of every kCopyRows-th row of a stage. It is moved on by its owner, since
+// to find a place anew takes as many instructions as a quarter of the noise.
+constexpr int kCopyRows = kLinearThreads / (kStage / 8);
 
-// Begins to copy rows [first, first + num_rows) and columns [column, column + kStage) to shared
-// memory, zeros for what lies outside. All threads of the block.
 template <typename half_t>
-BNUQ_DEVICE void stage_rows(
-    SharedAddress shared, const Rows<half_t>& m, int64_t first, int num_rows, int64_t column) {
-  constexpr int kVectors = kStage / 8, kStep = kLinearThreads / kVectors;
-  const int c = threadIdx.x % kVectors * 8, r = threadIdx.x / kVectors;
-  const int64_t rows = column + c < m.columns ? smaller<int64_t>(m.rows - first, num_rows) : 0;
-  const half_t* from = m.data + (first + r) * m.columns + column + c;
-  const int64_t step = kStep * m.columns;
-  shared += r * kPitchBytes + c * 2;
-  for (int k = r; k < num_rows; k += kStep, from += step, shared += kStep * kPitchBytes)
-    copy_async(shared, k < int(rows) ? from : m.data, k < int(rows));
-}
+struct RowCopy {
+  const half_t* from;  // of its first row
+  int64_t step;        // to its next
+
+  // Of the stage whose first number is `stage`.
+  BNUQ_DEVICE static RowCopy at(const half_t* stage, int64_t pitch) {
+    return {stage + row() * pitch + column(), kCopyRows * pitch};
+  }
+  BNUQ_DEVICE static int row() { return threadIdx.x / (kStage / 8); }
+  BNUQ_DEVICE static int column() { return threadIdx.x % (kStage / 8) * 8; }
+
+  // Begins to copy `rows` rows, and zeros up to num_rows <= kMost or more. All threads of the
+  // block.
+  template <int kMost>
+  BNUQ_DEVICE void begin(SharedAddress shared, int num_rows, int rows) const {
+    shared += row() * kPitchBytes + column() * 2;
+#pragma unroll
+    for (int k = 0; k < kMost; k += kCopyRows)
+      if (k < num_rows && (kMost % kCopyRows == 0 || row() + k < kMost))
+        copy_async(shared + k * kPitchBytes, from + k / kCopyRows * step, row() + k < rows);
+  }
+};
 
 }  // namespace bnuq
