@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .bayes import bayes_layers
 from .chunks import check_chunk
 from .dropout import Dropping
-from .folding import Forward, check_output_fn
+from .forward import Forward, check_output_fn
 from .known import know
 from .nn import check_model as check_module
 from .ops import new_seed, snapshot_indices

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from .batch_norm_like import averages_rows
 from .bayes import bayes_layers
 from .fingerprint import OURS
-from .folding import Forward, Plan, proven_plan
+from .folding import Plan, proven_plan
+from .forward import Forward
 from .inputs import num_rows, tensors
 from .known import know
 from .nn import Stochastic

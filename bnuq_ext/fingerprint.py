@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from typing import NamedTuple
 
@@ -13,6 +12,9 @@ _BASE = frozenset(nn.Module().__dict__)
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
 _SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.Size})
 _CONTAINERS = (list, dict, set, deque)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DEEPEST = 3  # of containers in containers
+_LONGEST = 64  # of containers whose items are looked at
 
 
 class Fingerprint(NamedTuple):
@@ -38,7 +40,8 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     """Identity, type, plain attributes, hooks, and identity and version of every parameter and buffer.
 
     Two equal fingerprints of one model mean that its forward is still the same function, as far as it
-    can be seen from outside: in-place changes of tensors count, changes inside foreign objects do not.
+    can be seen from outside: in-place changes of tensors count, and items of short lists and dicts; changes
+    inside foreign objects, and those of tensors by way of `.data`, do not.
     The training flags are left out.
     """
     seen, versions = [], []
@@ -47,9 +50,11 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
         attributes = module.__dict__
         add(id(module))
         add(type(module))
-        for hooks in (attributes["_forward_hooks"], attributes["_forward_pre_hooks"]):
-            if hooks:
-                seen += [id(hook) for hook in hooks.values() if not hasattr(hook, OURS)]
+        for kind in _HOOKS:
+            if attributes[kind]:
+                # The key is new for every hook; an id may come again. Another thread may add one of ours.
+                hooks = [*attributes[kind].items()]
+                seen += [(key, id(hook)) for key, hook in hooks if not hasattr(hook, OURS)]
         for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             add(id(tensor))
             if tensor is not None:
@@ -67,7 +72,7 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     return Fingerprint(seen, versions)
 
 
-def _append(seen: list, value) -> None:
+def _append(seen: list, value, depth: int = 0) -> None:
     kind = type(value)
     if kind in _SCALARS:
         seen.append(value)
@@ -76,11 +81,15 @@ def _append(seen: list, value) -> None:
         seen += (id(value), -1 if value.is_inference() else value._version)
     elif kind is tuple:
         for item in value:
-            _append(seen, item)
+            _append(seen, item, depth)
     else:
         seen.append(id(value))
         if isinstance(value, _CONTAINERS):
             seen.append(len(value))
+            if len(value) <= _LONGEST and depth < _DEEPEST and not isinstance(value, set):
+                items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+                for item in items:
+                    _append(seen, item, depth + 1)
 
 
 class State:
@@ -88,6 +97,11 @@ class State:
 
     def __init__(self, modules: list[nn.Module]):
         self.saved = [(module, _attributes(module), _buffers(module)) for module in modules]
+
+    def written(self) -> bool:
+        """Whether the content of a tensor has changed, by way of `.data` too, of which no version tells."""
+        pairs = [pair for _, *both in self.saved for saved in both for pair in saved.values()]
+        return any(isinstance(v, Tensor) and not torch.equal(v, before) for v, before in pairs)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -108,10 +122,17 @@ def _buffers(module: nn.Module) -> dict:
     return {name: (buffer, _copy(buffer)) for name, buffer in module._buffers.items()}
 
 
-def _copy(value):
+def _copy(value, depth: int = 0):
+    """What `_put_back` needs; None for a container that is too deep inside others."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return copy.copy(value) if isinstance(value, _CONTAINERS) else value
+    if isinstance(value, _CONTAINERS) and depth == _DEEPEST:
+        return None
+    if isinstance(value, dict):
+        return {key: (item, _copy(item, depth + 1)) for key, item in value.items()}
+    if isinstance(value, (list, deque)):
+        return [(item, _copy(item, depth + 1)) for item in value]
+    return set(value) if isinstance(value, set) else value
 
 
 def _put_back(value, saved):
@@ -119,5 +140,11 @@ def _put_back(value, saved):
     if isinstance(value, Tensor):
         if not torch.equal(value, saved):
             value.copy_(saved)
-        return value
-    return saved
+    elif isinstance(value, _CONTAINERS) and saved is not None:
+        if isinstance(value, dict):
+            saved = {key: _put_back(*pair) for key, pair in saved.items()}
+        elif not isinstance(value, set):
+            saved = [_put_back(*pair) for pair in saved]
+        value.clear()
+        value.extend(saved) if isinstance(value, (list, deque)) else value.update(saved)
+    return value

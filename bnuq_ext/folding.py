@@ -3,23 +3,22 @@
 One replica after another is the definition of the answer. Folding must prove itself:
 
 1.  A run with T = 1 at the actual size records the rows that each stochastic call sees.
-2.  On three rows, two replicas folded must equal the two one after another; once per model and trailing
-    shape. If they do not, the input is expanded T-fold and that is tried.
-3.  The first folded chunk of every size must agree with one of its replicas run alone.
+2.  On three rows, two replicas folded must equal the two one after another, and infinities in one must not
+    reach the other; once per model and trailing shape. If it fails, the input is expanded T-fold and that is tried.
+3.  The first folded chunk of every size must agree with its first and last replica run alone.
 4.  Every folded run must show each stochastic call the rows of the record, or T times as many, as in
     the trial, and return T times the rows of the record.
 
 Anything else, any exception too, leads to the next way; the last is the loop.
 
-All this holds for the parameters as they are. Where gradients will be taken the trial must hold with the
-parameters moved too, since a coupling of rows behind a gate at zero shows in no output, but in the gate's
+All this holds for the parameters as they are. Where gradients will be taken the trial compares these too, and
+must hold with the parameters moved, since a coupling of rows behind a gate at zero shows in no output, but in the gate's
 gradient. A plan that does stands when training changes the values of parameters, and nothing else: there one
 replica run alone must agree with the folded ones, else all is found out again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,13 +26,15 @@ from torch import Tensor, nn
 
 from .chunks import is_out_of_memory
 from .fingerprint import State, fingerprint
-from .inputs import call
-from .known import Known, know
+from .forward import Forward
+from .inputs import num_rows
+from .known import know
 from .moved import Moved
-from .ops.checks import refuse
 from .probe import (
     ROWS,
+    check_apart,
     check_equal,
+    check_gradients,
     check_informative,
     check_replica,
     expand,
@@ -42,61 +43,13 @@ from .probe import (
     tolerance_of,
 )
 from .reads import Reads
-from .replicas import DoesNotFold, ReplicaPass, Undecided, running
+from .replicas import DoesNotFold, Undecided
 from .restore import evaluating, preserved_rng
-from .samplers import Draw, Sampler
+from .samplers import Draw
 from .signature import identity, signature
 
 WAYS = ("folded", "expanded", "loop")
 _MOST = 256  # plans of one model; after so many input shapes it starts over
-
-
-def check_output_fn(op: str, output_fn) -> None:
-    """Checks that `output_fn` is None or can be called."""
-    if output_fn is not None and not callable(output_fn):
-        refuse(op, "output_fn", "be callable", type(output_fn).__name__, TypeError)
-
-
-class Forward(NamedTuple):
-    """How to run a model: what is the same for every chunk of a prediction."""
-
-    model: nn.Module
-    layers: dict[str, nn.Module]
-    sampler: Sampler
-    key: int | Tensor  # what the sampler's draw takes
-    output_fn: Callable | None
-    known: Known
-    op: str = "predict"
-    call: Callable = call
-
-    def draw(self, first_replica: int, num_samples: int) -> Draw:
-        return self.sampler.draw(self.key, first_replica, num_samples)
-
-    def run(self, inputs, draw: Draw, rows=None, shared=None) -> tuple[Tensor, ReplicaPass]:
-        """One forward: its output, and what the stochastic calls saw."""
-        active = ReplicaPass(self.layers, draw, rows, shared, self.op)
-        spared = self.known.spared(inputs)
-        with running(active), self.known.examining(self.op, self.model, self.layers):
-            output = self.call(self.model, spared)
-        if spared is not inputs:
-            self.known.look_at(spared)
-        active.check_calls()
-        output = self._tensor(output)
-        active.follow([output])
-        return output, active
-
-    def _tensor(self, output) -> Tensor:
-        name = "the model's output"
-        if self.output_fn is not None:
-            output, name = self.output_fn(output), "output_fn's result"
-        if not isinstance(output, Tensor):
-            # elbo_loss has no such argument, and replicas takes any output.
-            hint = self.output_fn is None and self.op != "elbo_loss"
-            got = type(output).__name__ + ("; output_fn takes one out of it" if hint else "")
-            refuse(self.op, name, "be a tensor", got, TypeError)
-        if not output.is_floating_point():
-            refuse(self.op, name, "be a floating-point tensor", output.dtype, TypeError)
-        return output
 
 
 class Plan(NamedTuple):
@@ -258,18 +211,30 @@ class Folding:
         state = State(self.modules)
         with preserved_rng():
             try:
-                output, record = self.forward.run(inputs, self.forward.draw(self.first_replica, 1))
+                reads, draw = self._reads(inputs), self.forward.draw(self.first_replica, 1)
+                with reads:
+                    output, record = self.forward.run(inputs, draw)
                 plan = Plan("", record.rows, record.largest, tuple(output.shape), {}, set())
                 if self._unchanged():
-                    plan = self._next(plan, inputs)
+                    plan = self._first(plan, inputs, reads)
             finally:
-                changed = not self._unchanged()
+                changed = not self._unchanged() or state.written()
                 if changed:
                     state.restore()
         if changed:
             self.known.seen = fingerprint(self.modules)
             return plan._replace(way="loop", reason="its forward changes the model's state")
         return plan
+
+    def _reads(self, inputs) -> Reads:
+        return Reads(self.modules, inputs, num_rows(self.forward.op, inputs))
+
+    def _first(self, plan: Plan, inputs, reads: Reads) -> Plan:
+        try:
+            reads.check(plan.rows)
+        except DoesNotFold as error:
+            return plan._replace(way="loop", reason=str(error))
+        return self._next(plan, inputs)
 
     def _unchanged(self) -> bool:
         return fingerprint(self.modules) == self.known.seen
@@ -305,9 +270,29 @@ class Folding:
     def _prove(self, inputs, way: str) -> Proof:
         probe = probe_inputs(inputs)
         reads = Reads(self.modules, probe, ROWS)
-        shared = self._try(probe, way, reads)
-        reads.check()
+        rows, shared = self._try(probe, way, reads)
+        reads.check(rows)
+        self._try_harder(probe, way, rows, reads.rounds)
         return Proof(shared, self.flags is not None and self._try_moved(probe, way))
+
+    def _try_harder(self, probe, way: str, rows: dict[str, int], rounds: bool) -> None:
+        """The same with infinities, and with gradients if they will be taken."""
+        *alone, both = probe_draws(self.forward.draw(self.first_replica, 1))
+        arguments = probe if way == "folded" else expand(probe, 2)
+
+        def run(draw: Draw) -> Tensor:
+            return self.forward.run(arguments, draw, rows)[0]
+
+        if not rounds:  # an infinity must not become an index
+            check_apart(run, both, self._tolerance(run(both), probe))
+        if self.flags is not None:
+            with torch.enable_grad():
+                folded = run(both)
+                loop = torch.cat([self.forward.run(probe, draw)[0] for draw in alone])
+                parameters = [
+                    p for m in self.modules for p in m.parameters(False) if p.requires_grad
+                ]
+                check_gradients(parameters, folded, loop, self._tolerance(loop, probe))
 
     def _try_moved(self, probe, way: str) -> bool:
         """Whether the trial could be made with other parameters; it must not fail."""
@@ -320,7 +305,7 @@ class Folding:
             return False
         return moved.complete
 
-    def _try(self, probe, way: str, mode) -> dict[str, bool]:
+    def _try(self, probe, way: str, mode) -> tuple[dict[str, int], dict[str, bool]]:
         *alone, both = probe_draws(self.forward.draw(self.first_replica, 1))
         with mode:
             runs = [self.forward.run(probe, draw) for draw in alone]
@@ -331,7 +316,7 @@ class Folding:
         with mode:
             folded, seen = self.forward.run(arguments, both, rows)
         check_equal(folded, loop, tolerance)
-        return seen.shared
+        return rows, seen.shared
 
     def _tolerance(self, output: Tensor, inputs) -> float:
         parameters = {
@@ -344,9 +329,13 @@ class Folding:
         draw = self.forward.draw(first_replica, num_samples)
         if num_samples == 1:
             return self.forward.run(inputs, draw)[0].unsqueeze(0)
-        output = self._together(plan, inputs, draw)
-        if num_samples not in plan.checked:
-            self._check_one(plan, inputs, output, first_replica)
+        if num_samples in plan.checked:
+            return self._together(plan, inputs, draw)
+        reads = self._reads(inputs)
+        with reads:
+            output = self._together(plan, inputs, draw)
+        reads.check(plan.rows)
+        self._check_ends(plan, inputs, output, first_replica)
         return output
 
     def _together(self, plan: Plan, inputs, draw: Draw) -> Tensor:
@@ -359,10 +348,12 @@ class Folding:
             )
         return output.view(num_samples, *plan.shape)
 
-    def _check_one(self, plan: Plan, inputs, output: Tensor, first_replica: int) -> None:
-        with self.known.planning, preserved_rng():
-            alone = self.alone(inputs, first_replica, len(output))
-        check_equal(output[self.chosen(len(output))], alone, self._tolerance(output, inputs))
+    def _check_ends(self, plan: Plan, inputs, output: Tensor, first_replica: int) -> None:
+        """Compares the first replica and the last: every other one lies before or behind one of them."""
+        for replica in (0, len(output) - 1):
+            with self.known.planning, preserved_rng():
+                alone, _ = self.forward.run(inputs, self.forward.draw(first_replica + replica, 1))
+            check_equal(output[replica], alone, self._tolerance(output, inputs))
         plan.checked.add(len(output))
 
 

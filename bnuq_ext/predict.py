@@ -14,7 +14,7 @@ from .bayes import bayes_layers
 from .chunks import check_chunk
 from .collect import gather
 from .fingerprint import modules_of
-from .folding import Forward, check_output_fn
+from .forward import Forward, check_output_fn
 from .inputs import num_rows, tensors
 from .known import know
 from .nn import Stochastic, named_stochastic_layers

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+import math
+from collections.abc import Callable
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
@@ -122,6 +124,41 @@ def check_equal(folded: Tensor, loop: Tensor, tolerance: float) -> None:
     same = near | (folded == loop) | (folded.isnan() & loop.isnan())
     if not same.all():
         raise DoesNotFold("the output differs from that of one replica after another")
+
+
+def check_apart(run: Callable[[Draw], Tensor], draw: Draw, tolerance: float) -> None:
+    """Raises DoesNotFold if one of two replicas reaches the rows of the other.
+
+    Infinities that its stochastic calls give do, through a gate at zero, a clip or a threshold too, which
+    the trial's own values may leave shut.
+    """
+    expected = run(draw).chunk(2)
+    for replica, value in product((0, 1), (math.inf, -math.inf)):
+        try:
+            outputs = run(draw._replace(spoilt=(replica, value))).chunk(2)
+        except Exception:  # a forward that takes no infinities tells nothing
+            return
+        check_equal(outputs[1 - replica], expected[1 - replica], tolerance)
+
+
+def check_gradients(
+    parameters: list[Tensor], folded: Tensor, loop: Tensor, tolerance: float
+) -> None:
+    """Raises DoesNotFold unless the two have the same gradients, as far as autograd gives any."""
+    weights = torch.randn(loop.shape, generator=torch.Generator().manual_seed(0)).to(loop)
+    options = {"grad_outputs": weights, "allow_unused": True}
+    try:
+        both = [torch.autograd.grad(out, parameters, **options) for out in (folded, loop)]
+    except Exception:  # of reentrant checkpoints, for one
+        return
+    flat = []
+    for gradients in both:
+        filled = [
+            torch.zeros_like(p) if g is None else g
+            for p, g in zip(parameters, gradients, strict=True)
+        ]
+        flat.append(torch.cat([g.double().flatten() for g in filled]))
+    check_equal(*flat, tolerance)
 
 
 def check_informative(loop: Tensor, tolerance: float) -> None:

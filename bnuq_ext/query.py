@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .batches import find_source
 from .collect import CollectPass
-from .folding import Forward
+from .forward import Forward
 from .inputs import map_tensors, model_input, move, num_rows, tensors
 from .ops.checks import refuse
 from .replicas import running

@@ -13,6 +13,7 @@ from .replicas import DoesNotFold
 _aten = torch.ops.aten
 # bool(t), t.item() and what else ends there, and those that read below the dispatcher.
 _SCALARS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default}
+_MASKS = {torch.bool, torch.uint8}
 _ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # these reach no dispatcher
 
 
@@ -23,10 +24,16 @@ class Reads:
     not show it. Parameters and buffers may be read, inputs without rows, and what is made of these alone:
     they are the same for all replicas.
 
+    How many rows `h[h > 0]` has depends on values too. That couples replicas where such rows come into a
+    stochastic layer, which knows a replica's rows by their number.
+
     Args:
         modules: all modules of the model.
         inputs: what it is given.
         num_rows: in the first dimension of inputs that have rows.
+
+    Attributes:
+        rounds: whether floating-point values of rows became integers, which may be indices.
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
@@ -34,7 +41,8 @@ class Reads:
         constants += [t for t in tensors(inputs) if t.dim() == 0 or len(t) != num_rows]
         self.constants = {_storage(t) for t in constants} - {None}
         self.kept: list[Tensor] = []  # an address stands for a tensor as long as it is there
-        self.found = False
+        self.num_rows = num_rows
+        self.found = self.selects = self.rounds = False
         self._modes = (_Arrays(self), _Scalars(self))
 
     def __enter__(self) -> None:
@@ -48,6 +56,22 @@ class Reads:
     def look(self, args) -> None:
         self.found |= not self._constant(args)
 
+    def look_at_operation(self, func, args: tuple, kwargs: dict, result) -> None:
+        """Notes what an operation on rows makes of their values."""
+        if (
+            func is _aten._to_copy.default
+            and not result.is_floating_point()
+            and args[0].is_floating_point()
+        ):
+            self.rounds |= not self._constant(args)
+        if torch.Tag.dynamic_output_shape in func.tags:
+            # Integers that index have as many rows as before.
+            masks = (*args[1:], kwargs) if func is _aten.index.Tensor else (args, kwargs)
+            masks = [
+                t for t in tensors(masks) if func is not _aten.index.Tensor or t.dtype in _MASKS
+            ]
+            self.selects |= not self._constant(masks)
+
     def follow(self, args, result) -> None:
         """What an operation makes of constants is one; what it writes another tensor's values into is none."""
         made = list(tensors(result))
@@ -60,9 +84,12 @@ class Reads:
     def _constant(self, args) -> bool:
         return all(_storage(t) in self.constants for t in tensors(args))
 
-    def check(self) -> None:
+    def check(self, calls: dict[str, int]) -> None:
+        """Raises DoesNotFold if values decide about more than themselves; `calls` are the rows of stochastic calls."""
         if self.found:
             raise DoesNotFold("its forward reads values of its rows, to branch or to compute apart")
+        if self.selects and any(rows % self.num_rows for rows in calls.values()):
+            raise DoesNotFold("a stochastic layer gets rows that are chosen by their values")
 
 
 def _storage(tensor: Tensor) -> int | None:
@@ -82,6 +109,7 @@ class _Scalars(TorchDispatchMode):
         if func in _SCALARS:
             self.reads.look(args)
         result = func(*args, **kwargs)
+        self.reads.look_at_operation(func, args, kwargs, result)
         self.reads.follow((args, kwargs), result)
         return result
 

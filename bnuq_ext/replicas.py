@@ -136,7 +136,11 @@ class ReplicaPass(Pass):
         if layer.needs_bank and key not in draw.tables:
             self._refuse(key, "an additional call")
         shared = self._is_shared(key, x) if draw.num_samples > 1 else self._record(key, x)
-        return layer.replicate(x, draw, key, stream, shared)
+        y = layer.replicate(x, draw, key, stream, shared)
+        if draw.spoilt is not None:
+            replica, value = draw.spoilt
+            y.unflatten(0, (draw.num_samples, -1))[replica] = value
+        return y
 
     def _record(self, key: str, x: Tensor) -> bool:
         self.rows[key] = x.shape[0]

@@ -47,6 +47,7 @@ class Draw(NamedTuple):
         snapshot: (T,) int64, rows of the tables; None with `Fitted`.
         tables: {key: Statistics | Fitted}, the key naming a layer's call.
         trial: whether the replicas are there to be told apart, not to be believed.
+        spoilt: a replica of the trial and the value that every stochastic call gives in its rows.
     """
 
     num_samples: int
@@ -54,6 +55,7 @@ class Draw(NamedTuple):
     snapshot: Tensor | None
     tables: dict[str, Statistics | Fitted]
     trial: bool = False
+    spoilt: tuple[int, float] | None = None
 
 
 class Sampler(Protocol):

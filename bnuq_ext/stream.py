@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .chunks import chunk_of, free_memory, is_out_of_memory, keep_freed_pages, out_of_memory
-from .folding import Folding, Forward, Plan
+from .folding import Folding, Plan
+from .forward import Forward
 from .inputs import model_input, move, num_rows
 from .ops.checks import refuse
 from .prediction import make_moments, summarise

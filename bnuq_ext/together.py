@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .fingerprint import State, fingerprint
-from .folding import Folding, Forward, Plan, flags_of, proven_plan
+from .folding import Folding, Plan, flags_of, proven_plan
+from .forward import Forward
 from .probe import expand
 from .replicas import DoesNotFold, ReplicaPass, Undecided
 from .restore import preserved_rng, random_states
@@ -68,7 +69,7 @@ def _examined(folding: Folding, plan: Plan, inputs, num_samples: int) -> tuple[P
         before = random_states()
         alone = folding.alone(inputs, 0, num_samples)
         repeatable = random_states() == before
-    if fingerprint(folding.modules) != known.seen:
+    if fingerprint(folding.modules) != known.seen or state.written():
         state.restore()
         known.seen = fingerprint(folding.modules)
         folding.refute(plan, inputs, "its forward changes the model's state")

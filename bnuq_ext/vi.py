@@ -14,7 +14,7 @@ from torch.nn import functional
 from .batch_norm_like import averages_rows
 from .bayes import BayesLinear, require_bayes_layers
 from .chunks import keep_freed_pages
-from .folding import Forward
+from .forward import Forward
 from .inputs import num_rows
 from .known import know, run_once
 from .ops import new_seed
@@ -220,6 +220,8 @@ def _goes_by_row(model: nn.Module, modules: list[nn.Module], x) -> bool:
         and x.dim() >= 2
         and all(type(m) in _BY_ROW or type(m) is nn.Sequential for m in modules)
         and not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+        and not any(m._backward_hooks or m._backward_pre_hooks for m in modules)
+        and not any("forward" in vars(m) for m in modules)
         and len(modules) == sum(1 for _ in model.named_modules(remove_duplicate=False))
     )
 

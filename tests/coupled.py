@@ -273,15 +273,49 @@ class Dropping(Norms):
 
 
 class Gated(Norms):
-    """Coupled by a gate that is closed until it is trained."""
+    """Coupled by a branch that is not taken until its gate is trained, or an option set."""
 
     def __init__(self):
         super().__init__()
         self.gate = nn.Parameter(torch.zeros(()))
+        self.options = {"centred": False}
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        centred = self.options["centred"] or self.gate > 0
+        return self.head(h - h.mean(0) if centred else h)
+
+
+class ZeroGate(Gated):
+    """Coupled by a product that is 0 until its gate is trained."""
 
     def forward(self, x):
         h = self.second(self.first(x))
         return self.head(h - self.gate * h.mean(0))
+
+
+class Clipped(Norms):
+    """Scaled down as one where the batch is large, as gradients are; usual rows are small."""
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        return self.head(h * (40 / h.norm()).clamp(max=1))
+
+
+class Threshold(Norms):
+    """Centred by what the batch has above a threshold; usual rows are below."""
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        return self.head(h - (h.mean(0) - 3).relu())
+
+
+class Ahead(Norms):
+    """Rows six apart meet, which three rows do not show; the last replica has none behind it."""
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        return self.head(h + F.pad(h, (0, 0, 0, 6))[6:])
 
 
 class SortedRows(Norms):
@@ -306,7 +340,7 @@ COUPLED = [
     BatchAttention, FarAttention, EarlyAttention, Graph, TwoTowers, Contrast, Bypass, BatchSoftmax,
     RememberedRows, RowsInAttribute, Squeeze, MeanSubtraction, RecurrentRows, MemoryBank, QueueInPlace,
     Neighbours, FarNeighbours, FirstRows, LargeBatches, LastRow, Pairs, ConstantRows, OneRow, Prototypes,
-    Gated, SortedRows, ReplicasLast,
+    Gated, ZeroGate, Clipped, Threshold, Ahead, SortedRows, ReplicasLast,
 ]  # fmt: skip
 VIDEO = [Video, RememberingVideo, FramesFirst]
 FOLDS = {EarlyAttention: "folded", TwoTowers: "folded", Bypass: "expanded", Video: "folded"}

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from coupled import D, Norms
+from coupled import D, K, Norms
 from test_folding import prepared, samples, way
 from torch import nn
 
@@ -59,6 +59,89 @@ def test_values_of_the_rows(meets):
         match="does not fold",
     ):
         samples(copy.deepcopy(model), x[:N], strategy="folded")
+
+
+class OfMany(Norms):
+    """Looks at its values only where there are more rows than in the trial, or than in one replica."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least = least
+
+    def forward(self, x):
+        h = self.second(self.first(x) - 0.5)
+        return -self.head(h) if len(h) >= self.least and h.sum() > 8 else self.head(h)
+
+
+@pytest.mark.parametrize("least", [4, 2 * N])
+def test_values_of_rows_that_are_read_in_larger_batches(least):
+    for seed in range(10):
+        torch.manual_seed(seed)
+        x = torch.randn(48, D)
+        model = prepared(partial(OfMany, least), x)
+        for rows in (x[:N], x[-N:]):
+            torch.testing.assert_close(
+                samples(model, rows), samples(copy.deepcopy(model), rows, strategy="loop")
+            )
+        assert way(model) == "loop"
+
+
+class Experts(Norms):
+    """Each row goes to one of two experts with batch norm of their own, as its first value says."""
+
+    def __init__(self, select):
+        super().__init__()
+        self.select = select
+
+    def forward(self, x):
+        h = self.first(x)
+        rows = self.select(h[:, 0] > 0.1), self.select(h[:, 0] <= 0.1)
+        out = torch.empty_like(h)
+        out[rows[0]] = self.second(h[rows[0]])
+        out[rows[1]] = self.norm_b(h[rows[1]])
+        return self.head(out)
+
+
+@pytest.mark.parametrize("select", [lambda m: m, lambda m: m.nonzero()[:, 0]])
+def test_rows_that_go_to_experts(select):
+    """A replica's rows at an expert are as many as another's lack, now and then."""
+    ways = set()
+    for seed in range(10):
+        torch.manual_seed(seed)
+        x = torch.randn(48, D)
+        with warnings.catch_warnings(action="ignore"):  # of batches with a single row for an expert
+            model = prepared(partial(Experts, select), x)
+        for i in range(0, 48, 4):
+            rows = x[i : i + 4]
+            torch.testing.assert_close(
+                samples(model, rows, num_samples=2),
+                samples(copy.deepcopy(model), rows, num_samples=2, strategy="loop"),
+            )
+        ways.add(way(model))
+    assert ways == {"loop"}
+
+
+class Masked(Norms):
+    """Picks rows by their values, and channels by a buffer, behind every stochastic layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.arange(K) > 0)
+
+    def forward(self, x):
+        out = self.head(self.second(self.first(x)))
+        picked = out[:, 0] > 0
+        out[picked] = 2 * out[picked]
+        return out[:, self.kept]
+
+
+def test_rows_that_are_picked_behind_stochastic_layers_fold():
+    x = torch.randn(48, D)
+    model = prepared(Masked, x)
+    torch.testing.assert_close(
+        samples(model, x[:N]), samples(copy.deepcopy(model), x[:N], strategy="loop")
+    )
+    assert way(model) == "folded"
 
 
 def test_scripted_branches():
@@ -115,24 +198,24 @@ def test_tells_reads_from_arithmetic():
     with reads:
         (layer(x).relu() > 0).any()
         layer.weight.sum(), layer.weight[0, 0].item(), layer.bias.tolist()
-    reads.check()
+    reads.check({})
     layer(x).sum().item()
     with reads:
         made = layer.bias * 2
         made.sum().item()
         made.add_(x.sum())
-    reads.check()
+    reads.check({})
     with pytest.raises(ZeroDivisionError), reads:
         layer.weight[0, 0].item() / 0
-    reads.check()
+    reads.check({})
     with reads:
         layer(x).sum().item()
     with pytest.raises(DoesNotFold, match="^its forward reads values of its rows, to branch"):
-        reads.check()
+        reads.check({})
     written = Reads([layer], x, 3)
     with written:
         made = layer.bias.detach() * 2
         made.add_(x.sum())
         made.sum().item()
     with pytest.raises(DoesNotFold):
-        written.check()
+        written.check({})

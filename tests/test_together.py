@@ -220,3 +220,50 @@ def test_a_replica_among_others():
     nan[1] = float("nan")
     with pytest.raises(Undecided, match="nearly the same"):
         check_replica(nan, 1, nan[1], 1e-4)
+
+
+class Balanced(torch.autograd.Function):
+    """The identity, whose gradient is normalised over the rows."""
+
+    @staticmethod
+    def forward(ctx, h):
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.norm()
+
+
+class Hooked(nn.Module):
+    def forward(self, h):
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad - grad.mean(0))
+        return h * 1
+
+
+GRADIENTS = {
+    "a function": lambda: Net(mix=Balanced.apply),
+    "a hook": lambda: Net(middle=Hooked()),
+    "detached": lambda: Net(mix=lambda h: h + h.mean(0) - h.mean(0).detach()),
+}
+
+
+@pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_of_rows_that_meet_where_their_values_do_not(make):
+    model = make()
+    assert ways_after(model, 0) == {"loop"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.register_full_backward_hook(lambda m, grads, _: (grads[0] / grads[0].norm(),)),
+        lambda m: setattr(m, "forward", lambda h: h - h.mean(0)),
+    ],
+)
+def test_a_chain_that_is_changed_is_proved(change):
+    options = dict(dtype=torch.float64, rho_init=-2.0)
+    first, last = bnuq.BayesLinear(6, 9, **options), bnuq.BayesLinear(9, 4, **options)
+    model = nn.Sequential(first, nn.Tanh(), last)
+    change(model[1])
+    assert ways_after(model, 0) == {"loop"}

@@ -1,0 +1,62 @@
+"""One forward of a model with replicas in its stochastic layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from .inputs import call
+from .known import Known
+from .ops.checks import refuse
+from .replicas import ReplicaPass, running
+from .samplers import Draw, Sampler
+
+
+def check_output_fn(op: str, output_fn) -> None:
+    """Checks that `output_fn` is None or can be called."""
+    if output_fn is not None and not callable(output_fn):
+        refuse(op, "output_fn", "be callable", type(output_fn).__name__, TypeError)
+
+
+class Forward(NamedTuple):
+    """How to run a model: what is the same for every chunk of a prediction."""
+
+    model: nn.Module
+    layers: dict[str, nn.Module]
+    sampler: Sampler
+    key: int | Tensor  # what the sampler's draw takes
+    output_fn: Callable | None
+    known: Known
+    op: str = "predict"
+    call: Callable = call
+
+    def draw(self, first_replica: int, num_samples: int) -> Draw:
+        return self.sampler.draw(self.key, first_replica, num_samples)
+
+    def run(self, inputs, draw: Draw, rows=None, shared=None) -> tuple[Tensor, ReplicaPass]:
+        """One forward: its output, and what the stochastic calls saw."""
+        active = ReplicaPass(self.layers, draw, rows, shared, self.op)
+        spared = self.known.spared(inputs)
+        with running(active), self.known.examining(self.op, self.model, self.layers):
+            output = self.call(self.model, spared)
+        if spared is not inputs:
+            self.known.look_at(spared)
+        active.check_calls()
+        output = self._tensor(output)
+        active.follow([output])
+        return output, active
+
+    def _tensor(self, output) -> Tensor:
+        name = "the model's output"
+        if self.output_fn is not None:
+            output, name = self.output_fn(output), "output_fn's result"
+        if not isinstance(output, Tensor):
+            # elbo_loss has no such argument, and replicas takes any output.
+            hint = self.output_fn is None and self.op != "elbo_loss"
+            got = type(output).__name__ + ("; output_fn takes one out of it" if hint else "")
+            refuse(self.op, name, "be a tensor", got, TypeError)
+        if not output.is_floating_point():
+            refuse(self.op, name, "be a floating-point tensor", output.dtype, TypeError)
+        return output

@@ -1,0 +1,58 @@
+"""Rows that meet, and states that change, where the trial's own values do not show it."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from coupled import ROWS, Clipped, Norms, Threshold, ZeroGate
+from test_folding import prepared, samples, way
+
+
+@pytest.mark.parametrize("cls", [ZeroGate, Clipped, Threshold])
+def test_rows_that_meet_on_other_values_than_the_trials(cls):
+    """The first rows show nothing; the others do, on the same plan."""
+    model = prepared(cls, ROWS)
+    for x, gate in ((ROWS[:6], 0.0), (ROWS[6:12] * 30 + 9, 0.5)):
+        if cls is ZeroGate:
+            model.gate.data.fill_(gate)  # of which no version tells
+        expected = samples(copy.deepcopy(model), x, strategy="loop")
+        torch.testing.assert_close(samples(model, x), expected, rtol=1e-5, atol=1e-5)
+    assert way(model) == "loop"
+
+
+class ListCounter(Norms):
+    """Scales by the number of its forwards, which it keeps in a list, a dict or a buffer's data."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.counts, self.state = [0], {"forward": {"count": 0}}
+        self.register_buffer("count", torch.zeros(()))
+        self.keep = keep
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x))) * self.keep(self)
+
+
+def in_a_list(model):
+    model.counts[0] += 1
+    return model.counts[0]
+
+
+def in_a_dict(model):
+    model.state["forward"]["count"] += 1
+    return model.state["forward"]["count"]
+
+
+def in_data(model):
+    model.count.data.add_(1)
+    return model.count
+
+
+@pytest.mark.parametrize("keep", [in_a_list, in_a_dict, in_data])
+def test_a_forward_that_counts_starts_where_the_loop_does(keep):
+    model = prepared(partial(ListCounter, keep), ROWS)
+    loop = copy.deepcopy(model)
+    for _ in range(2):
+        expected = samples(loop, ROWS[:6], strategy="loop")
+        torch.testing.assert_close(samples(model, ROWS[:6]), expected)
