@@ -1,5 +1,7 @@
 """bayes_linear against plain PyTorch fed with its noise."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -278,6 +280,26 @@ def test_saves_only_its_inputs_whatever_T():
     x, mu, rho, _, bias_rho = inputs
     allowed = {t.data_ptr() for t in (x, mu, rho, bias_rho)}
     assert {t.data_ptr() for t in kept if t.numel() > 2} <= allowed
+
+
+def held(N, shared, T):
+    """Bytes that a forward and backward hold at most, beyond x, the outputs and the gradients."""
+    inputs = [t.detach() for t in make(N, 300, 20, T, shared, torch.float32, bias=False)[:3]]
+    inputs = [t.requires_grad_() for t in inputs]
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(acc_events=True, activities=activities, profile_memory=True) as p:
+        y = run([*inputs, None, None], ops.new_seed(0), T)
+        y.backward(torch.ones_like(y))
+    found = [e.nbytes() for e in p.profiler.kineto_results.events() if e.name() == "[memory]"]
+    most = max(itertools.accumulate(found))
+    return most - 2 * y.nbytes - sum(t.nbytes for t in inputs)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("N", [1, FEW, FEW + 4])
+def test_holds_no_more_for_more_replicas(N, shared):
+    """One more of a shared x's size each, from 32 replicas to 64, would be 38 KiB for one row."""
+    assert held(N, shared, 64) <= held(N, shared, 32) + 4096
 
 
 REJECTED = [

@@ -28,31 +28,35 @@ void spread_backward(const Tensor& grad, const Tensor& rho) {
 // ---- few rows a replica: a row of weights is used while it is in the first cache ----------------
 
 constexpr int64_t kColumns = 16;  // tiles of columns that one task of few_rows_x owns
+constexpr int64_t kSums = 16;     // sums that the replicas of a shared x add to, by turns
 
-// The gradient by the x (T, N, I) of every replica.
+// The gradient by the x (T, N, I) of every replica; by a shared x, (R, N, I) to be summed over R.
 Tensor few_rows_x(const LinearCall& call, const Tensor& grad_y) {
   const int64_t T = call.T, N = call.N, O = call.O, I = call.I;
   const int64_t tiles = tiles_of(I), parts = (tiles + kColumns - 1) / kColumns;
+  const int64_t R = call.shared ? std::min(T, kSums) : T;
   const Tensor sigma = spread_of(call.rho);
-  Tensor grad_x = torch::stable::new_zeros(call.mu, {T, N, I});
+  Tensor grad_x = torch::stable::new_zeros(call.mu, {R, N, I});
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = values<acc_t>(call.mu), *s = values<acc_t>(sigma);
     const acc_t* g = values<acc_t>(grad_y);
     acc_t* gx = mutable_values<acc_t>(grad_x);
-    torch::stable::parallel_for(0, T * parts, 1 + 128 / (O + 1), [&](int64_t begin, int64_t end) {
+    torch::stable::parallel_for(0, R * parts, 1 + 128 / (O + 1), [&](int64_t begin, int64_t end) {
       std::vector<acc_t> w(kColumns * kTile);
       for (int64_t j = begin; j < end; ++j) {
-        const int64_t t = j / parts, tile = j % parts * kColumns;
+        const int64_t r = j / parts, tile = j % parts * kColumns;
         const int64_t stop = std::min(tiles, tile + kColumns), first = tile * kTile;
         const int64_t width = std::min(I, stop * kTile) - first;
-        const auto row = [&](int64_t o, const float* z) {
-          sample_row(w.data(), m + o * I + first, s + o * I + first, z, width);
-          for (int64_t n = 0; n < N; ++n)
-            add_scaled(gx + (t * N + n) * I + first, g[(t * N + n) * O + o], w.data(), width);
-        };
-        for (int64_t band = 0; band < tiles_of(O); ++band)
-          for_band_rows(call.noise.sub, call.noise.first + t, band, O, tile, stop, row);
+        for (int64_t t = r; t < T; t += R) {
+          const auto row = [&](int64_t o, const float* z) {
+            sample_row(w.data(), m + o * I + first, s + o * I + first, z, width);
+            for (int64_t n = 0; n < N; ++n)
+              add_scaled(gx + (r * N + n) * I + first, g[(t * N + n) * O + o], w.data(), width);
+          };
+          for (int64_t band = 0; band < tiles_of(O); ++band)
+            for_band_rows(call.noise.sub, call.noise.first + t, band, O, tile, stop, row);
+        }
       }
     });
   });
