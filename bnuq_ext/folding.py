@@ -43,7 +43,7 @@ from .probe import (
     tolerance_of,
 )
 from .reads import Reads
-from .replicas import DoesNotFold, Undecided
+from .replicas import DoesNotFold, ReplicaPass, Undecided
 from .restore import evaluating, preserved_rng
 from .samplers import Draw
 from .signature import identity, signature
@@ -211,9 +211,7 @@ class Folding:
         state = State(self.modules)
         with preserved_rng():
             try:
-                reads, draw = self._reads(inputs), self.forward.draw(self.first_replica, 1)
-                with reads:
-                    output, record = self.forward.run(inputs, draw)
+                output, record, reads = self._record(inputs)
                 plan = Plan("", record.rows, record.largest, tuple(output.shape), {}, set())
                 if self._unchanged():
                     plan = self._first(plan, inputs, reads)
@@ -225,6 +223,15 @@ class Folding:
             self.known.seen = fingerprint(self.modules)
             return plan._replace(way="loop", reason="its forward changes the model's state")
         return plan
+
+    def _record(self, inputs) -> tuple[Tensor, ReplicaPass, Reads]:
+        reads, draw = self._reads(inputs), self.forward.draw(self.first_replica, 1)
+        try:
+            with reads:
+                return *self.forward.run(inputs, draw), reads
+        except Exception:  # of torch.cond, for one, which cannot be watched; or the model's own
+            reads.found = True
+        return *self.forward.run(inputs, draw), reads
 
     def _reads(self, inputs) -> Reads:
         return Reads(self.modules, inputs, num_rows(self.forward.op, inputs))

@@ -166,6 +166,22 @@ def test_scripted_branches():
     assert way(model) == "loop"
 
 
+class Conditional(Norms):
+    def forward(self, x):
+        h = self.second(self.first(x))
+        return self.head(torch.cond(h.sum() > 8, lambda h: h * 1, lambda h: -h, (h,)))
+
+
+def test_an_operator_that_cannot_be_watched():
+    x = torch.randn(48, D)
+    model = prepared(Conditional, x)
+    for _ in range(2):
+        torch.testing.assert_close(
+            samples(model, x[:N]), samples(copy.deepcopy(model), x[:N], strategy="loop")
+        )
+    assert way(model) == "loop"
+
+
 class Constants(Norms):
     """Reads what is the same for every row and replica."""
 
