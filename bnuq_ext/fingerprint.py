@@ -99,9 +99,10 @@ class State:
         self.saved = [(module, _attributes(module), _buffers(module)) for module in modules]
 
     def written(self) -> bool:
-        """Whether the content of a tensor has changed, by way of `.data` too, of which no version tells."""
+        """Whether the content of a tensor has changed, by way of `.data` too, of which no version tells, or the
+        state of a generator."""
         pairs = [pair for _, *both in self.saved for saved in both for pair in saved.values()]
-        return any(isinstance(v, Tensor) and not torch.equal(v, before) for v, before in pairs)
+        return any(not torch.equal(now, before) for v, before in pairs for now in _content(v))
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -122,10 +123,18 @@ def _buffers(module: nn.Module) -> dict:
     return {name: (buffer, _copy(buffer)) for name, buffer in module._buffers.items()}
 
 
+def _content(value) -> list[Tensor]:
+    if isinstance(value, torch.Generator):
+        return [value.get_state()]
+    return [value] if isinstance(value, Tensor) else []
+
+
 def _copy(value, depth: int = 0):
     """What `_put_back` needs; None for a container that is too deep inside others."""
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
     if isinstance(value, _CONTAINERS) and depth == _DEEPEST:
         return None
     if isinstance(value, dict):
@@ -140,6 +149,8 @@ def _put_back(value, saved):
     if isinstance(value, Tensor):
         if not torch.equal(value, saved):
             value.copy_(saved)
+    elif isinstance(value, torch.Generator):
+        value.set_state(saved)
     elif isinstance(value, _CONTAINERS) and saved is not None:
         if isinstance(value, dict):
             saved = {key: _put_back(*pair) for key, pair in saved.items()}

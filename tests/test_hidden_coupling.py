@@ -22,12 +22,13 @@ def test_rows_that_meet_on_other_values_than_the_trials(cls):
 
 
 class ListCounter(Norms):
-    """Scales by the number of its forwards, which it keeps in a list, a dict or a buffer's data."""
+    """Scales by the number of its forwards, which it keeps in a list, a dict, a buffer's data or a generator."""
 
     def __init__(self, keep):
         super().__init__()
         self.counts, self.state = [0], {"forward": {"count": 0}}
         self.register_buffer("count", torch.zeros(()))
+        self.generator = torch.Generator().manual_seed(0)
         self.keep = keep
 
     def forward(self, x):
@@ -49,10 +50,15 @@ def in_data(model):
     return model.count
 
 
-@pytest.mark.parametrize("keep", [in_a_list, in_a_dict, in_data])
+def in_a_generator(model):
+    return torch.rand((), generator=model.generator)
+
+
+@pytest.mark.parametrize("keep", [in_a_list, in_a_dict, in_data, in_a_generator])
 def test_a_forward_that_counts_starts_where_the_loop_does(keep):
     model = prepared(partial(ListCounter, keep), ROWS)
     loop = copy.deepcopy(model)
+    loop.generator.set_state(model.generator.get_state())
     for _ in range(2):
         expected = samples(loop, ROWS[:6], strategy="loop")
         torch.testing.assert_close(samples(model, ROWS[:6]), expected)
