@@ -272,6 +272,19 @@ def test_empty(N, I, O):  # noqa: E741
         assert grad.shape == tensor.shape
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside its compiler
+def test_compiles_without_features():
+    inputs, seed = make(3, 0, 4, 2, True), ops.new_seed(0)
+    compiled = torch.compile(lambda *a: run(a, seed, 2), fullgraph=True, backend="aot_eager")
+    y = compiled(*inputs)
+    for a, e in zip(
+        grads(y, inputs, torch.ones_like(y)),
+        grads(run(inputs, seed, 2), inputs, torch.ones_like(y)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e)
+
+
 def test_saves_only_its_inputs_whatever_T():
     inputs = make(FEW + 2, 64, 48, 50, True, torch.float32)
     kept = []

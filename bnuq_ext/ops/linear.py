@@ -103,7 +103,7 @@ def _(grad_y, x, mu, rho, bias_rho, seed, stream, num_samples, need_x, need_weig
     def made(like, needed):
         return like.new_empty(like.shape if needed else (0,))
 
-    bias = rho[:, 0]
+    bias = rho.new_empty(rho.shape[:1])
     return (
         made(x, need_x),
         made(mu, need_weight),
