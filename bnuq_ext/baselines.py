@@ -259,17 +259,18 @@ class _Task:
         modules = list(model.modules())
         device = device_of(modules)
         check_x(op, self.x, device, self.single)
-        known, key = know(model, modules), draw_key(seed, device)
+        known = know(model, modules)
         if sampler is None:
             if batch_size is not None:
                 refuse(op, "batch_size", "be None without a sampler", batch_size)
+            key = draw_key(seed, device)
             return PlainForward(model, {}, None, key, self.output_fn, known, op)
         check_sampler(op, sampler, batch_size)
         check_model(op, model)
         if sampler == "batch":
             refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
         drawn = known.sampler(op, model, sampler, batch_size, device)
-        layers = layers_by_bank(modules) | bayes_layers(model, modules)
+        layers, key = layers_by_bank(modules) | bayes_layers(model, modules), draw_key(seed, device)
         return Forward(model, layers, drawn, key, self.output_fn, known, op)
 
     def stream(self, forward, first_replica: int, count: int, strategy="loop", chunk=1) -> Stream:

@@ -137,6 +137,7 @@ class BayesLinear(Replicated, nn.Module):
         if not self.training:
             return functional.linear(x, self.posterior()[0].to(x.dtype), _to(self.bias_mu, x.dtype))
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+        self._check_features(rows)
         y = self.sample(rows, new_seed(device=x.device), 0, 1, shared=True)
         return y.reshape(*x.shape[:-1], self.out_features)
 
@@ -160,8 +161,7 @@ class BayesLinear(Replicated, nn.Module):
             seed, stream, num_samples: see `ops.bayes_linear`.
             trial: whether the posterior is widened, so that samples differ by more than rounding.
         """
-        if x.dim() < 2 or x.shape[-1] != self.in_features:
-            refuse("BayesLinear", "x", f"have shape (N, *, {self.in_features})", list(x.shape))
+        self._check_features(x)
         N, *inner = x.shape[:-1]
         folded = num_samples * N if shared else N
         # Sizes are written out: -1 is ambiguous where one of the others is 0.
@@ -173,6 +173,10 @@ class BayesLinear(Replicated, nn.Module):
         noise = {"seed": seed, "stream": stream, "num_samples": num_samples}
         y = draw(rows, *self._parameters_of(trial), **noise)
         return y.reshape(folded, *inner, self.out_features)
+
+    def _check_features(self, x: Tensor) -> None:
+        if x.dim() < 2 or x.shape[-1] != self.in_features:
+            refuse("BayesLinear", "x", f"have shape (N, *, {self.in_features})", list(x.shape))
 
     def kl_divergence(self, seed: Tensor, stream: int, num_samples: int) -> Tensor:
         """Divergence of weights and biases from the prior, in nats; () in the parameters' dtype.

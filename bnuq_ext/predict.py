@@ -22,7 +22,7 @@ from .ops.checks import check_integer, refuse
 from .prediction import Prediction, check_likelihood, check_noise_shape
 from .query import JoiningForward, take_batches
 from .replicas import Replicated
-from .restore import evaluating
+from .restore import evaluating, unmoved_by_errors
 from .samplers import (
     BankSampler,
     Sampler,
@@ -117,20 +117,23 @@ def predict(
         layers = layers_by_bank(modules)
         drawn = known.sampler("predict", model, sampler, batch_size, device)
     layers |= bayes_layers(model, modules)
-    key = draw_key(seed, device)
-    forward = Forward(model, layers, drawn, key, output_fn, known)
-    if query == "in":
-        batches = take_batches("predict", loader, first_replica, num_samples, device)
-        forward, strategy = JoiningForward(forward, batches, first_replica), "loop"
-    replicas = Replicas(first_replica, num_samples, strategy, chunk, keep_samples, progress)
-    with torch.set_grad_enabled(False), evaluating(modules):
-        stream = Stream(forward, modules, replicas, likelihood, device)
-        result = stream.run(x) if single else stream.run_all(x)
-    check_noise_shape("predict", noise_var, result["mean"])
-    snapshots = None
-    if isinstance(drawn, BankSampler):
-        snapshots = drawn.draw(key, first_replica, num_samples).snapshot.clone()
-    return Prediction(likelihood, num_samples, noise_var=noise_var, snapshots=snapshots, **result)
+    with unmoved_by_errors(seed):
+        key = draw_key(seed, device)
+        forward = Forward(model, layers, drawn, key, output_fn, known)
+        if query == "in":
+            batches = take_batches("predict", loader, first_replica, num_samples, device)
+            forward, strategy = JoiningForward(forward, batches, first_replica), "loop"
+        replicas = Replicas(first_replica, num_samples, strategy, chunk, keep_samples, progress)
+        with torch.set_grad_enabled(False), evaluating(modules):
+            stream = Stream(forward, modules, replicas, likelihood, device)
+            result = stream.run(x) if single else stream.run_all(x)
+        check_noise_shape("predict", noise_var, result["mean"])
+        snapshots = None
+        if isinstance(drawn, BankSampler):
+            snapshots = drawn.draw(key, first_replica, num_samples).snapshot.clone()
+        return Prediction(
+            likelihood, num_samples, noise_var=noise_var, snapshots=snapshots, **result
+        )
 
 
 def check_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:

@@ -68,6 +68,23 @@ def preserved_rng(*generators: torch.Generator):
             generator.set_state(state)
 
 
+def unmoved_by_errors(seed):
+    """For a body that draws a key unless it was given a `seed`: an error leaves torch's generator of the CPU as it
+    was. A GPU's may be part of a CUDA graph, where nothing asks for its state.
+    """
+    return nullcontext() if seed is not None else _unmoved()
+
+
+@contextmanager
+def _unmoved():
+    state = torch.get_rng_state()
+    try:
+        yield
+    except BaseException:
+        torch.set_rng_state(state)
+        raise
+
+
 def random_states() -> tuple:
     """The states that `preserved_rng` puts back, to compare."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

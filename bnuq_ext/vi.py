@@ -23,6 +23,7 @@ from .ops.kl import gaussian_kl_sum
 from .ops.philox import new_key
 from .predict import device_of
 from .replicas import ReplicaPass, current_pass
+from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
 from .together import run_together
 
@@ -176,15 +177,16 @@ def elbo_loss(
     device = device_of(modules)
     if device.type == "cpu":
         keep_freed_pages()
-    # Not read back: a step on a GPU waits for nothing, and goes into a CUDA graph.
-    key = new_key(device) if seed is None else seed
-    known = know(model, modules) if num_samples > 1 else run_once()
-    forward = Forward(model, layers, WeightSampler(device), key, None, known, op)
-    outputs, draw, streams = _outputs(forward, modules, x, num_samples)
-    scale = max(rows, 1) if reduction == "mean" else 1
-    nll = _nll(outputs, y, likelihood, noise_std) / (num_samples * scale)
-    kl = _divergence(layers, draw, streams)
-    return Elbo(nll + (weight / scale) * kl, nll, kl)
+    with unmoved_by_errors(seed):
+        # Not read back: a step on a GPU waits for nothing, and goes into a CUDA graph.
+        key = new_key(device) if seed is None else seed
+        known = know(model, modules) if num_samples > 1 else run_once()
+        forward = Forward(model, layers, WeightSampler(device), key, None, known, op)
+        outputs, draw, streams = _outputs(forward, modules, x, num_samples)
+        scale = max(rows, 1) if reduction == "mean" else 1
+        nll = _nll(outputs, y, likelihood, noise_std) / (num_samples * scale)
+        kl = _divergence(layers, draw, streams)
+        return Elbo(nll + (weight / scale) * kl, nll, kl)
 
 
 def _outputs(forward: Forward, modules: list[nn.Module], x, num_samples: int):

@@ -166,3 +166,14 @@ def test_elbo_of_an_output_that_is_no_tensor():
         TypeError, match="elbo_loss: the model's output must be a tensor, got dict$"
     ):
         bnuq.elbo_loss(model, torch.randn(4, 5), torch.zeros(4, dtype=torch.long), batch_weight=1.0)
+
+
+def test_a_refused_call_draws_nothing():
+    layer, state = bnuq.BayesLinear(5, 3), torch.get_rng_state()
+    with pytest.raises(
+        ValueError, match=r"BayesLinear: x must have shape \(N, \*, 5\), got \[4, 6\]"
+    ):
+        layer(torch.randn(4, 6, generator=torch.Generator()))
+    with pytest.raises(ValueError, match="BayesLinear: x must"):
+        bnuq.elbo_loss(layer, torch.ones(4, 6), torch.zeros(4, dtype=torch.long), batch_weight=1.0)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -65,6 +65,22 @@ def test_rejects(model, options, error, message):
         predict(model, x, **options)
 
 
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"noise_var": torch.ones(4), "likelihood": "gaussian"}, ValueError),
+        ({"x": torch.ones(9, 4)}, RuntimeError),  # torch's: features
+        ({"output_fn": lambda o: o.argmax(1)}, TypeError),
+    ],
+)
+def test_an_error_leaves_the_generator_where_it_was(model, options, error):
+    state = torch.get_rng_state()
+    arguments = {"x": X, "likelihood": "categorical"} | options
+    with pytest.raises(error):
+        bnuq.predict(model, arguments.pop("x"), **arguments)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_rejects_models(model, flexible):
     with pytest.raises(TypeError, match="predict: model must be a torch.nn.Module, got function"):
         predict(lambda x: x)
