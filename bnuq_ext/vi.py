@@ -148,7 +148,8 @@ def elbo_loss(
     Args:
         model: holds `BayesLinear` layers; in train() or eval() as you set it.
         x: a tensor, a tuple of arguments or a dict of keyword arguments.
-        y: (N, *) integer labels for "categorical", with logits (N, K, *); of the outputs' shape for "gaussian".
+        y: (N, *) integer labels for "categorical", with logits (N, K, *), -100 for what adds nothing to nll; of the
+            outputs' shape for "gaussian".
         num_samples: T; at least 1.
         likelihood: "categorical", or "gaussian" with means as outputs.
         batch_weight: of the divergence, see `kl_weight`; not negative; by default rows / `dataset_size`.

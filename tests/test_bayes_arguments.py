@@ -177,3 +177,10 @@ def test_a_refused_call_draws_nothing():
     with pytest.raises(ValueError, match="BayesLinear: x must"):
         bnuq.elbo_loss(layer, torch.ones(4, 6), torch.zeros(4, dtype=torch.long), batch_weight=1.0)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_labelled_minus_100_adds_nothing_to_nll():
+    layer, x, y = bnuq.BayesLinear(5, 3), torch.randn(4, 5), torch.tensor([0, -100, 2, -100])
+    options = dict(batch_weight=0.0, reduction="sum", seed=3)
+    marked = bnuq.elbo_loss(layer, x, y, **options)
+    torch.testing.assert_close(marked.nll, bnuq.elbo_loss(layer, x[::2], y[::2], **options).nll)
