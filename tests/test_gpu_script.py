@@ -203,7 +203,7 @@ def test_steps_of_each_stage():
     assert [s.name for s in tests if s.alone] == ["test_gpu.py"] and tests[0].alone
     # Cut off, it has run what needs the GPU most; the library is asked for this GPU's code alone.
     assert [s.name for s in tests[:2]] == ["test_gpu.py", "test_gpu_bayes.py"]
-    assert all(s.env == {"OMP_NUM_THREADS": "4", "TORCH_CUDA_ARCH_LIST": "9.0"} for s in tests)
+    assert all(s.env == {"OMP_NUM_THREADS": "2", "TORCH_CUDA_ARCH_LIST": "9.0"} for s in tests)
     sanitize = gpu.steps_of("sanitize", ENV)
     assert [s.name for s in sanitize[1:]] == [
         name for tool in gpu.SANITIZERS for name in (f"{tool}: planted error", tool)
