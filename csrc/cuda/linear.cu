@@ -151,13 +151,16 @@ Tensor bayes_grad_rho_cuda(
   const DeviceGuard guard(grad_y.get_device_index());
   const Tensor out = torch::stable::new_zeros(rho, {O, I});
   if (out.numel() == 0 || T == 0 || N == 0) return out;
+  const int parts = grad_rho_parts(T, O, I);
+  const Tensor sums = torch::stable::new_empty(rho, {parts > 1 ? parts : 0, O, I});
   dispatch_half(grad_y, [&](auto zero) {
     using half_t = decltype(zero);
     run_bayes_grad_rho<half_t>(
         {static_cast<const half_t*>(grad_y.const_data_ptr()),
          static_cast<const half_t*>(x.const_data_ptr()), rho.const_data_ptr<float>(),
          grad_scale.const_data_ptr<float>(), x_scale.const_data_ptr<float>(), seed_of(seed),
-         out.mutable_data_ptr<float>(), T, N, O, I, uint32_t(stream), x.size(0) == 1},
+         out.mutable_data_ptr<float>(), T, N, O, I, uint32_t(stream), x.size(0) == 1, parts,
+         output<float>(sums)},
         current_stream(grad_y));
   });
   return out;

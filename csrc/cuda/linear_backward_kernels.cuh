@@ -114,11 +114,18 @@ struct BayesGradRhoArgs {
   int64_t T, N, O, I;
   uint32_t stream;
   bool shared;
+  int parts = 1;
+  float* sums = nullptr;  // (parts, O, I), where there are several
 };
 
 constexpr int kGradWarpsO = 4, kGradWarpsI = 2, kGradTiles = 2;
 constexpr int kGradEdge = kGradWarpsO * kEdge;  // of the weights of a block
 static_assert(kGradEdge == kStage && kGradWarpsI * kGradTiles * kEdge == kStage);
+
+BNUQ_DEVICE float finished_rho(
+    float sum, float rho, const float* grad_scale, const float* x_scale) {
+  return kNormalScale * *grad_scale * *x_scale * sum * sigmoid(rho);
+}
 
 // product += grad_y^T @ x over `rows` staged rows, a multiple of 16, for a warp's 16 x 32 weights.
 template <typename half_t>
@@ -139,8 +146,9 @@ BNUQ_DEVICE void multiply_rows(
   }
 }
 
-// A warp owns a tile of 16 x 32 weights and all replicas; a block 64 x 64. The sums of an mma lie
-// in the lanes that hold the noise of the same weights. Rows are copied while noise is made.
+// A warp owns a tile of 16 x 32 weights and all replicas, or a part of them; a block 64 x 64. The
+// sums of an mma lie in the lanes that hold the noise of the same weights. Rows are copied while
+// noise is made.
 template <typename half_t>
 __global__ void __launch_bounds__(kLinearThreads, 2)
     bayes_grad_rho_kernel(BayesGradRhoArgs<half_t> p) {
@@ -156,8 +164,10 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
   const SharedAddress start = shared_address(shared);
   const int64_t pitch_o = ceil_div<int64_t>(p.O, kEdge) * kEdge,
                 pitch_i = ceil_div<int64_t>(p.I, kEdge) * kEdge;
-  RowCopy<half_t> grads = RowCopy<half_t>::at(p.grad_y + row_o, pitch_o),
-                  xs = RowCopy<half_t>::at(p.x + row_i, pitch_i);
+  const int64_t first = p.T * blockIdx.z / p.parts, last = p.T * (blockIdx.z + 1) / p.parts;
+  RowCopy<half_t> grads = RowCopy<half_t>::at(p.grad_y + first * N * pitch_o + row_o, pitch_o);
+  RowCopy<half_t> xs =
+      RowCopy<half_t>::at(p.x + (p.shared ? 0 : first) * N * pitch_i + row_i, pitch_i);
   const bool inside_o = row_o + grads.column() < pitch_o, inside_i = row_i + xs.column() < pitch_i;
   // From the last stage of a replica to the first of the next.
   const int64_t next_o = (N - (stages - 1) * kStage) * pitch_o,
@@ -178,7 +188,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
   float sum[kGradTiles][2][4] = {};
 
   stage(N, buffer);
-  for (int64_t t = 0; t < p.T; ++t) {
+  for (int64_t t = first; t < last; ++t) {
     float product[kGradTiles][2][4] = {};
     int left = N;
     for (int i = 0; i < stages; ++i, buffer ^= 1, left -= kStage) {
@@ -187,7 +197,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
       const bool more = i + 1 < stages;
       grads.from += more ? kStage * pitch_o : next_o;
       xs.from += more ? kStage * pitch_i : next_i;
-      if (more || t + 1 < p.T) stage(more ? left - kStage : N, buffer ^ 1);
+      if (more || t + 1 < last) stage(more ? left - kStage : N, buffer ^ 1);
       multiply_rows<half_t>(
           product, own_grads + buffer * 2 * kMatrix, own_xs + buffer * 2 * kMatrix, left);
     }
@@ -206,7 +216,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
     }
   }
 
-  const float scale = kNormalScale * *p.grad_scale * *p.x_scale;
+  float* out = p.parts == 1 ? p.grad_rho : p.sums + blockIdx.z * p.O * p.I;
 #pragma unroll
   for (int j = 0; j < kGradTiles; ++j)
 #pragma unroll
@@ -215,9 +225,22 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
       for (int e = 0; e < 4; ++e) {
         const int64_t o = tile_o * kEdge + at.g + e / 2 * 8;
         const int64_t i = (tile_i + j) * kEdge + b * 8 + at.pair + e % 2;
-        if (o < p.O && i < p.I)
-          p.grad_rho[o * p.I + i] = scale * sum[j][b][e] * sigmoid(p.rho[o * p.I + i]);
+        if (o >= p.O || i >= p.I) continue;
+        const int64_t k = o * p.I + i;
+        out[k] = p.parts == 1 ? finished_rho(sum[j][b][e], p.rho[k], p.grad_scale, p.x_scale)
+                              : sum[j][b][e];
       }
+}
+
+// Adds up the parts in their order.
+template <typename half_t>
+__global__ void __launch_bounds__(kLinearThreads)
+    finish_grad_rho_kernel(BayesGradRhoArgs<half_t> p) {
+  const int64_t n = p.O * p.I, k = int64_t(blockIdx.x) * kLinearThreads + threadIdx.x;
+  if (k >= n) return;
+  float sum = 0;
+  for (int part = 0; part < p.parts; ++part) sum += p.sums[part * n + k];
+  p.grad_rho[k] = finished_rho(sum, p.rho[k], p.grad_scale, p.x_scale);
 }
 
 // ---- launches ----------------------------------------------------------------------------------
@@ -242,13 +265,27 @@ void run_bayes_grad_x(const BayesGradXArgs<half_t>& p, cudaStream_t stream) {
   launch_grad_x<half_t, 8>(p, stream);
 }
 
+// Of the replicas: one, unless the weights alone are too few to keep a GPU busy. So few that the
+// sums of all parts together take some megabytes at the most.
+inline int grad_rho_parts(int64_t T, int64_t O, int64_t I) {
+  const int64_t blocks = ceil_div<int64_t>(O, kGradEdge) * ceil_div<int64_t>(I, kGradEdge);
+  int parts = 1;
+  while (2 * parts <= T && blocks * parts < kBusyBlocks) parts *= 2;
+  return parts;
+}
+
 template <typename half_t>
 void run_bayes_grad_rho(const BayesGradRhoArgs<half_t>& p, cudaStream_t stream) {
   const dim3 grid(
-      unsigned(ceil_div<int64_t>(p.O, kGradEdge)), unsigned(ceil_div<int64_t>(p.I, kGradEdge)));
+      unsigned(ceil_div<int64_t>(p.O, kGradEdge)), unsigned(ceil_div<int64_t>(p.I, kGradEdge)),
+      unsigned(p.parts));
   const int shared = 4 * kStage * kPitchBytes;
   const auto kernel = bayes_grad_rho_kernel<half_t>;
   BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), shared, stream, p);
+  if (p.parts == 1) return;
+  const auto finish = finish_grad_rho_kernel<half_t>;
+  const dim3 blocks(unsigned(ceil_div<int64_t>(p.O * p.I, kLinearThreads)));
+  BNUQ_LAUNCH(finish, blocks, dim3(kLinearThreads), 0, stream, p);
 }
 
 }  // namespace bnuq

@@ -43,9 +43,11 @@ void fused(const Bayes& c) {
          c.O, c.I, c.stream, c.shared},
         nullptr);
   } else if (c.kernel == "grad_rho") {
+    const int parts = grad_rho_parts(c.T, c.O, c.I);
+    std::vector<float> sums(parts * c.O * c.I, NAN);
     run_bayes_grad_rho<half_t>(
         {h(c.grad), h(c.x), f(c.rho), f(c.grad_scale), f(c.x_scale), c.seed, to<float>(c.out), c.T,
-         c.N, c.O, c.I, c.stream, c.shared},
+         c.N, c.O, c.I, c.stream, c.shared, parts, sums.data()},
         nullptr);
   } else {
     throw std::invalid_argument("hostrun: no such kernel: " + c.kernel);
