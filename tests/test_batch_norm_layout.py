@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from batch_norm_cases import OPS, call, contiguous_as, make
+from batch_norm_cases import FIRST, KEY, OPS, call, contiguous_as, make
 
 from bnuq_ext import ops
 
@@ -173,3 +173,21 @@ def test_more_than_2_to_the_31_elements(device):
     assert y.numel() > 2**31
     ends = y.view(T, rows, C)[:, [0, -1]][:, :, [0, -1]].cpu()
     assert torch.equal(ends, (1 - snapshot.cpu()).bfloat16()[:, None, None].expand_as(ends))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype,rows", [(torch.float32, 110), (torch.bfloat16, 220)])
+def test_a_result_beyond_the_caches_has_the_bits_of_its_parts(dtype, rows, channels_last):
+    """Above 64 MB it is stored past the caches: from the first aligned sixteen of a plane on."""
+    T, shape = 2, (rows, 33, 37, 21)
+    tensors = make("bank", shape, T, dtype=dtype, channels_last=channels_last)
+    whole = tensors["x"]
+    memory = torch.empty(whole.numel() + 3, dtype=dtype)[3:]
+    out = memory.as_strided(whole.shape, whole.stride(), memory.storage_offset())
+    call("bank", tensors, T, activation="relu", out=out)
+    for t in range(T):
+        part = {k: v.chunk(T)[t] if k in ("x", "residual") else v for k, v in tensors.items()}
+        seed, mean, var = ops.new_seed(KEY, FIRST + t), part.pop("mean"), part.pop("var")
+        options = dict(num_samples=1, activation="relu")
+        y = ops.batch_norm_bank(part.pop("x"), mean, var, seed, **part, **options)
+        assert torch.equal(out.chunk(T)[t], y)

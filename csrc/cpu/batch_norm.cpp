@@ -11,6 +11,10 @@ namespace {
 
 namespace st = torch::stable;
 
+// Bytes moved from which on no cache keeps the result: a store past the caches does not read what
+// it overwrites.
+constexpr int64_t kCaches = int64_t(64) << 20;
+
 // One replica's table, and the elements [begin, end) of its (N, C, S) to work on.
 template <typename acc_t>
 struct Range {
@@ -19,6 +23,7 @@ struct Range {
   const acc_t* bias;
   int64_t width, S, begin, end;
   acc_t slope;
+  bool stream;  // whether the result goes past the caches
 };
 
 // y, x and residual point to element `begin`; y may be x or residual.
@@ -61,13 +66,18 @@ BNUQ_CLONES void forward_rows(
 }
 
 template <typename scalar_t, typename acc_t>
-void forward_range(scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
+void forward_loop(scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
   const auto loop =
       range.S == 1
           ? (residual ? forward_rows<scalar_t, acc_t, true> : forward_rows<scalar_t, acc_t, false>)
           : (residual ? forward_planes<scalar_t, acc_t, true>
                       : forward_planes<scalar_t, acc_t, false>);
   loop(y, x, residual, range);
+}
+
+template <typename scalar_t, typename acc_t>
+void forward_range(scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
+  forward_loop(y, x, residual, range);
 }
 
 // Through float32 pieces in the first cache, where a loop ends with fewer single elements than one
@@ -82,7 +92,7 @@ void forward_pieces(half_t* y, const half_t* x, const half_t* residual, const Ra
     const int64_t first = piece.begin - range.begin, size = piece.end - piece.begin;
     load_all(values, x + first, size);
     if (residual) load_all(added, residual + first, size);
-    forward_range<float, float>(values, values, residual ? added : nullptr, piece);
+    forward_loop<float, float>(values, values, residual ? added : nullptr, piece);
     store_all(y + first, values, size);
     piece.begin = piece.end;
   }
@@ -112,55 +122,86 @@ BNUQ_AVX512 inline __m512 activate_lanes(__m512 z, float slope) {
   return _mm512_mask_mul_ps(z, below, z, _mm512_set1_ps(slope));
 }
 
-template <typename half_t, bool kResidual>
+// Elements i .. i + 15 of a row or plane that begins at entry c; those of them that `some` names.
+template <typename scalar_t, bool kResidual, bool kRows, bool kStream>
 BNUQ_AVX512 inline void forward_lanes(
-    half_t* y, const half_t* x, const half_t* residual, int64_t i, const Lanes& a, float slope,
-    __mmask16 some) {
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<float>& range, int64_t c,
+    int64_t i, const Lanes& same, __mmask16 some) {
+  const Lanes a = kRows ? entries(range, c + i, some) : same;
   __m512 z = _mm512_fmadd_ps(_mm512_sub_ps(load_lanes(x + i, some), a.mean), a.scale, a.bias);
   if (kResidual) z = _mm512_add_ps(z, load_lanes(residual + i, some));
-  store_lanes(y + i, activate_lanes(z, slope), some);
+  store_lanes<kStream>(y + i, activate_lanes(z, range.slope), some);
+}
+
+// How many elements lie before the first whole sixteen of y.
+template <typename scalar_t>
+int64_t unaligned(const scalar_t* y) {
+  constexpr uintptr_t kBytes = 16 * sizeof(scalar_t);
+  return (kBytes - reinterpret_cast<uintptr_t>(y) % kBytes) % kBytes / sizeof(scalar_t);
 }
 
 // forward_rows and forward_planes with conversions in registers.
-template <typename half_t, bool kResidual, bool kRows>
+template <typename scalar_t, bool kResidual, bool kRows, bool kStream>
 BNUQ_AVX512 void forward_avx512(
-    half_t* y, const half_t* x, const half_t* residual, Range<float> range) {
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<float> range) {
   for (int64_t begin = range.begin; begin < range.end;) {
     const int64_t plane = begin / range.S, c = plane % range.width;
     const int64_t stop = kRows ? begin - c + range.width : (plane + 1) * range.S;
-    const int64_t count = std::min(range.end, stop) - begin, whole = count - count % 16;
+    const int64_t count = std::min(range.end, stop) - begin;
     const Lanes same = same_entry(range, c);
-    for (int64_t i = 0; i < whole; i += 16) {
-      const Lanes a = kRows ? entries(range, c + i, kAllLanes) : same;
-      forward_lanes<half_t, kResidual>(y, x, residual, i, a, range.slope, kAllLanes);
-    }
-    if (whole < count) {
-      const __mmask16 some = (1u << (count - whole)) - 1;
-      const Lanes a = kRows ? entries(range, c + whole, some) : same;
-      forward_lanes<half_t, kResidual>(y, x, residual, whole, a, range.slope, some);
-    }
+    const auto lanes = forward_lanes<scalar_t, kResidual, kRows, kStream>;
+    int64_t i = kStream ? std::min(count, unaligned(y)) : 0;
+    if (i > 0) lanes(y, x, residual, range, c, 0, same, first_lanes(i));
+    for (; i + 16 <= count; i += 16) lanes(y, x, residual, range, c, i, same, kAllLanes);
+    if (i < count) lanes(y, x, residual, range, c, i, same, first_lanes(count - i));
     begin += count, y += count, x += count;
     if (kResidual) residual += count;
   }
+  if (kStream) _mm_sfence();  // before another thread is told
 }
 
-template <typename half_t>
-void forward_avx512(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
-  const auto loop =
-      range.S == 1
-          ? (residual ? forward_avx512<half_t, true, true> : forward_avx512<half_t, false, true>)
-          : (residual ? forward_avx512<half_t, true, false> : forward_avx512<half_t, false, false>);
+template <typename scalar_t, bool kResidual, bool kRows>
+void forward_avx512(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<float>& range) {
+  const auto loop = range.stream ? forward_avx512<scalar_t, kResidual, kRows, true>
+                                 : forward_avx512<scalar_t, kResidual, kRows, false>;
+  loop(y, x, residual, range);
+}
+
+template <typename scalar_t>
+void forward_avx512(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<float>& range) {
+  const auto loop = range.S == 1 ? (residual ? forward_avx512<scalar_t, true, true>
+                                             : forward_avx512<scalar_t, false, true>)
+                                 : (residual ? forward_avx512<scalar_t, true, false>
+                                             : forward_avx512<scalar_t, false, false>);
   loop(y, x, residual, range);
 }
 #endif
 
+// A masked end takes as long as several whole ones: not for short planes.
+bool suits_avx512(const Range<float>& range) {
+#if defined(BNUQ_AVX512)
+  return has_avx512() && (range.S == 1 || range.S >= 32);
+#else
+  return false;
+#endif
+}
+
 template <typename half_t>
 void forward_half(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
 #if defined(BNUQ_AVX512)
-  // A masked end takes as long as several whole ones: not for short planes.
-  if (has_avx512() && (range.S == 1 || range.S >= 32)) return forward_avx512(y, x, residual, range);
+  if (suits_avx512(range)) return forward_avx512(y, x, residual, range);
 #endif
   forward_pieces(y, x, residual, range);
+}
+
+template <>
+void forward_range(float* y, const float* x, const float* residual, Range<float> range) {
+#if defined(BNUQ_AVX512)
+  if (suits_avx512(range)) return forward_avx512(y, x, residual, range);
+#endif
+  forward_loop(y, x, residual, range);
 }
 
 template <>
@@ -179,6 +220,9 @@ void forward(
     Extent d, int64_t T, acc_t slope, bool shared) {
   const int64_t numel = d.numel(), blocks = ceil_div(numel, kBlock);
   const int64_t grain = ceil_div(kGrain, std::min(numel, kBlock));
+  const int64_t inputs = (shared ? 1 : T) * (residual ? 2 : 1);
+  const bool in_place = y == x || y == residual;
+  const bool stream = !in_place && (T + inputs) * numel * int64_t(sizeof(scalar_t)) > kCaches;
   // With shared x a block meets all its replicas while it is in the cache.
   st::parallel_for(0, T * blocks, grain, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
@@ -193,7 +237,8 @@ void forward(
           d.S,
           begin,
           std::min(numel, begin + kBlock),
-          slope};
+          slope,
+          stream};
       forward_range<scalar_t, acc_t>(
           y + t * numel + begin, x + source, residual ? residual + source : nullptr, range);
     }

@@ -72,16 +72,24 @@ BNUQ_CLONES [[gnu::unused]] static void store_all(BFloat16* out, const float* in
 // one.
 constexpr __mmask16 kAllLanes = 0xffff;
 
+inline __mmask16 first_lanes(int64_t count) {
+  return __mmask16((1u << count) - 1);
+}
+
 BNUQ_AVX512 inline __m256i load_words(const void* in, __mmask16 some) {
   return some == kAllLanes ? _mm256_loadu_si256(static_cast<const __m256i*>(in))
                            : _mm256_maskz_loadu_epi16(some, in);
 }
 
+// With kStream past the caches, which takes an `out` that is aligned to its 32 bytes.
+template <bool kStream>
 BNUQ_AVX512 inline void store_words(void* out, __m256i words, __mmask16 some) {
-  if (some == kAllLanes)
-    _mm256_storeu_si256(static_cast<__m256i*>(out), words);
-  else
+  if (some != kAllLanes)
     _mm256_mask_storeu_epi16(out, some, words);
+  else if (kStream)
+    _mm256_stream_si256(static_cast<__m256i*>(out), words);
+  else
+    _mm256_storeu_si256(static_cast<__m256i*>(out), words);
 }
 
 BNUQ_AVX512 inline __m512 load_lanes(const float* in, __mmask16 some) {
@@ -97,11 +105,24 @@ BNUQ_AVX512 inline __m512 load_lanes(const BFloat16* in, __mmask16 some) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
 }
 
+// The same, to 64 bytes.
+template <bool kStream = false>
+BNUQ_AVX512 inline void store_lanes(float* out, __m512 v, __mmask16 some) {
+  if (some != kAllLanes)
+    _mm512_mask_storeu_ps(out, some, v);
+  else if (kStream)
+    _mm512_stream_ps(out, v);
+  else
+    _mm512_storeu_ps(out, v);
+}
+
+template <bool kStream = false>
 BNUQ_AVX512 inline void store_lanes(Half* out, __m512 v, __mmask16 some) {
-  store_words(out, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), some);
+  store_words<kStream>(out, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), some);
 }
 
 // As Store<BFloat16>.
+template <bool kStream = false>
 BNUQ_AVX512 inline void store_lanes(BFloat16* out, __m512 v, __mmask16 some) {
   const __m512i bits = _mm512_castps_si512(v), half = _mm512_set1_epi32(0x7fff);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -109,7 +130,7 @@ BNUQ_AVX512 inline void store_lanes(BFloat16* out, __m512 v, __mmask16 some) {
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
   const __m512i words = _mm512_srli_epi32(rounded, 16);
   const __m512i result = _mm512_mask_mov_epi32(words, nan, _mm512_set1_epi32(0x7fc0));
-  store_words(out, _mm512_cvtepi32_epi16(result), some);
+  store_words<kStream>(out, _mm512_cvtepi32_epi16(result), some);
 }
 #endif
 
