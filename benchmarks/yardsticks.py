@@ -160,7 +160,8 @@ class BatchedAffine(nn.Module):
         per_channel = (num_samples, 1, channels) + (1,) * (x.dim() - 2)
         shared = x.shape[0] == self.rows and num_samples > 1
         replicas = x.unsqueeze(0) if shared else x.unflatten(0, (num_samples, self.rows))
-        y = torch.addcmul(self.shift.view(per_channel), replicas, self.scale.view(per_channel))
+        shift, scale = self.shift.to(x.dtype), self.scale.to(x.dtype)
+        y = torch.addcmul(shift.view(per_channel), replicas, scale.view(per_channel))
         return y.flatten(0, 1)
 
 
@@ -226,7 +227,7 @@ def predictive(run: Run) -> Callable[[], tuple[Tensor, ...]]:
     """Mean, variance, entropy and mutual information of the outputs of `run` as logits, in plain PyTorch."""
 
     def summarise():
-        log_p = run().log_softmax(-1)
+        log_p = run().float().log_softmax(-1)
         p = log_p.exp()
         mean = p.mean(0)
         entropy = -(mean * mean.log()).sum(-1)
