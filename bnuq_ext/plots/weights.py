@@ -41,11 +41,9 @@ def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]"
             epoch = best[label]
             if not 1 <= epoch <= len(values):
                 refuse("error_over_epochs", "best", f"lie in [1, {len(values)}]", epoch)
-            ax.plot(epoch, values[epoch - 1], marker="o", color=color)
+            ax.plot(epoch, values[epoch - 1], marker="o", color=color, mec="white", zorder=3)
     for label, level in (levels or {}).items():
-        ax.axhline(level, color=GREY, linestyle="--", linewidth=1)
-        words = {"xycoords": ("axes fraction", "data"), "fontsize": "small", "color": GREY}
-        ax.annotate(label, (0.99, level), ha="right", va="bottom", **words)
+        ax.axhline(level, color=GREY, linestyle="--", linewidth=1, label=label)
     ax.set(xlabel="epoch", ylabel=ylabel, xlim=(1, None), ylim=(0, None))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False)
