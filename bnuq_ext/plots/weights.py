@@ -46,7 +46,7 @@ def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]"
         ax.axhline(level, color=GREY, linestyle="--", linewidth=1, label=label)
     ax.set(xlabel="epoch", ylabel=ylabel, xlim=(1, None), ylim=(0, None))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend(frameon=False)
+    ax.legend(edgecolor="none", framealpha=0.9)
     return ax
 
 
