@@ -37,8 +37,11 @@ FIRST_TESTS = [
     "test_philox",
     "test_batch_norm",
     "test_batch_norm_grad",
+    "test_batch_norm_layout",
+    "test_predictive",
+    "test_linear",
+    "test_kl",
 ]
-FIRST_TESTS += ["test_batch_norm_layout", "test_predictive", "test_linear", "test_kl"]
 EXIT_UNFINISHED = 3
 LEAST_SECONDS = 5  # with less left of the stage a step is not begun
 

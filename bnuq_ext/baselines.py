@@ -270,7 +270,8 @@ class _Task:
         if sampler == "batch":
             refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
         drawn = known.sampler(op, model, sampler, batch_size, device)
-        layers, key = layers_by_bank(modules) | bayes_layers(model, modules), draw_key(seed, device)
+        layers = layers_by_bank(modules) | bayes_layers(model, modules)
+        key = draw_key(seed, device)
         return Forward(model, layers, drawn, key, self.output_fn, known, op)
 
     def stream(self, forward, first_replica: int, count: int, strategy="loop", chunk=1) -> Stream:

@@ -143,6 +143,7 @@ class BayesLinear(Replicated, nn.Module):
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
+        self._check_features(x)
         return self.sample(x, draw.seed, stream, draw.num_samples, shared, draw.trial)
 
     def sample(
@@ -161,7 +162,6 @@ class BayesLinear(Replicated, nn.Module):
             seed, stream, num_samples: see `ops.bayes_linear`.
             trial: whether the posterior is widened, so that samples differ by more than rounding.
         """
-        self._check_features(x)
         N, *inner = x.shape[:-1]
         folded = num_samples * N if shared else N
         # Sizes are written out: -1 is ambiguous where one of the others is 0.

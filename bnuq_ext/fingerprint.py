@@ -12,7 +12,7 @@ _BASE = frozenset(nn.Module().__dict__)
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
 _SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.Size})
 _CONTAINERS = (list, dict, set, deque)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEEPEST = 3  # of containers in containers
 _LONGEST = 64  # of containers whose items are looked at
 
@@ -50,7 +50,7 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
         attributes = module.__dict__
         add(id(module))
         add(type(module))
-        for kind in _HOOKS:
+        for kind in HOOKS:
             if attributes[kind]:
                 # The key is new for every hook; an id may come again. Another thread may add one of ours.
                 hooks = [*attributes[kind].items()]

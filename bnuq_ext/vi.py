@@ -14,6 +14,7 @@ from torch.nn import functional
 from .batch_norm_like import averages_rows
 from .bayes import BayesLinear, require_bayes_layers
 from .chunks import keep_freed_pages
+from .fingerprint import HOOKS
 from .forward import Forward
 from .inputs import num_rows
 from .known import know, run_once
@@ -222,8 +223,7 @@ def _goes_by_row(model: nn.Module, modules: list[nn.Module], x) -> bool:
         isinstance(x, Tensor)
         and x.dim() >= 2
         and all(type(m) in _BY_ROW or type(m) is nn.Sequential for m in modules)
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
-        and not any(m._backward_hooks or m._backward_pre_hooks for m in modules)
+        and not any(getattr(m, kind) for m in modules for kind in HOOKS)
         and not any("forward" in vars(m) for m in modules)
         and len(modules) == sum(1 for _ in model.named_modules(remove_duplicate=False))
     )

@@ -1,13 +1,13 @@
-"""benchmarks/gpu.py without a GPU: limits, resuming, verdicts and the report, on made-up commands."""
+"""benchmarks/gpu.py without a GPU: resuming, verdicts and the report, on made-up commands."""
 
 import json
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from test_gpu_process import python
 
 from benchmarks import gpu, gpu_process, gpu_report
 from benchmarks.gpu_process import Outcome, run
@@ -22,89 +22,12 @@ ENV = {
 }
 
 
-def python(code):
-    return [sys.executable, "-c", code]
-
-
 def passing_build(clock, env):
     return {"status": "passed", "seconds": 0.0}
 
 
 def step(name, code="print('done')", **options):
     return gpu.Step(name, python(code), gpu.judge_exit, **options)
-
-
-# ---- commands ----------------------------------------------------------------------------------
-
-
-def test_run_tells_how_a_command_ended(tmp_path):
-    assert run(python("print('hello')"), 30).output == "hello\n"
-    failed = run(python("import sys; print('why'); sys.exit(7)"), 30)
-    assert (failed.status, failed.code, failed.output) == ("failed", 7, "why\n")
-    absent = run([tmp_path / "no-such-program"], 30)
-    assert absent.status == "absent" and "no-such-program" in absent.output
-    assert run(python("import os; print(os.environ['MARK'])"), 30, {"MARK": "m"}).output == "m\n"
-
-
-def is_running(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"  # a zombie is only not reaped yet
-
-
-def test_run_kills_grandchildren_at_the_limit():
-    code = (
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "print(child.pid, flush=True)\n"
-        "child.wait()\n"
-    )
-    start = time.monotonic()
-    outcome = run(python(code), 4.0)
-    assert (outcome.status, outcome.code) == ("timed out", None)
-    assert time.monotonic() - start < 30
-    while is_running(int(outcome.output)) and time.monotonic() - start < 30:
-        time.sleep(0.05)
-    assert not is_running(int(outcome.output))
-
-
-def test_commit_without_git(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_process, "ROOT", tmp_path)
-    monkeypatch.delenv("BNUQ_COMMIT", raising=False)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert gpu_process.commit() == "unknown"
-    (tmp_path / "COMMIT").write_text("1234\n")
-    assert gpu_process.commit() == "1234"
-    monkeypatch.setenv("BNUQ_COMMIT", "5678")
-    assert gpu_process.commit() == "5678"
-
-
-def test_commit_says_when_files_were_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_process, "ROOT", tmp_path)
-    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-    (tmp_path / "file").write_text("one")
-    for command in (["init", "-q"], ["add", "file"], [*identity, "commit", "-qm", "m"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    clean = gpu_process.commit()
-    assert len(clean) == 40
-    (tmp_path / "file").write_text("two")
-    assert gpu_process.commit() == clean + "-dirty"
-
-
-def test_source_digest_follows_the_sources(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_process, "ROOT", tmp_path)
-    for folder in ("csrc", "bnuq_ext", "tests/hostrun/build", "benchmarks"):
-        (tmp_path / folder).mkdir(parents=True)
-    for file in ("setup.py", "pyproject.toml", "csrc/a.h"):
-        (tmp_path / file).write_text(file)
-    first = gpu_process.source_digest()
-    (tmp_path / "tests" / "hostrun" / "build" / "made.cpp").write_text("x")
-    (tmp_path / "benchmarks" / "result.json").write_text("{}")
-    assert gpu_process.source_digest() == first
-    (tmp_path / "csrc" / "a.h").write_text("changed")
-    assert gpu_process.source_digest() != first
 
 
 # ---- stages ------------------------------------------------------------------------------------

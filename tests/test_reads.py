@@ -54,10 +54,7 @@ def test_values_of_the_rows(meets):
             samples(model, x[:N]), samples(copy.deepcopy(model), x[:N], strategy="loop")
         )
         assert way(model) == "loop"
-    with pytest.raises(
-        ValueError,
-        match="does not fold",
-    ):
+    with pytest.raises(ValueError, match="does not fold"):
         samples(copy.deepcopy(model), x[:N], strategy="folded")
 
 

@@ -1,6 +1,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "affine_table.h"
 #include "half.h"
@@ -73,11 +74,6 @@ void forward_loop(scalar_t* y, const scalar_t* x, const scalar_t* residual, Rang
           : (residual ? forward_planes<scalar_t, acc_t, true>
                       : forward_planes<scalar_t, acc_t, false>);
   loop(y, x, residual, range);
-}
-
-template <typename scalar_t, typename acc_t>
-void forward_range(scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
-  forward_loop(y, x, residual, range);
 }
 
 // Through float32 pieces in the first cache, where a loop ends with fewer single elements than one
@@ -179,39 +175,18 @@ void forward_avx512(
 }
 #endif
 
-// A masked end takes as long as several whole ones: not for short planes.
-bool suits_avx512(const Range<float>& range) {
+template <typename scalar_t, typename acc_t>
+void forward_range(scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
 #if defined(BNUQ_AVX512)
-  return has_avx512() && (range.S == 1 || range.S >= 32);
-#else
-  return false;
+  // A masked end takes as long as several whole ones: not for short planes.
+  if constexpr (std::is_same_v<acc_t, float>)
+    if (has_avx512() && (range.S == 1 || range.S >= 32))
+      return forward_avx512(y, x, residual, range);
 #endif
-}
-
-template <typename half_t>
-void forward_half(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
-#if defined(BNUQ_AVX512)
-  if (suits_avx512(range)) return forward_avx512(y, x, residual, range);
-#endif
-  forward_pieces(y, x, residual, range);
-}
-
-template <>
-void forward_range(float* y, const float* x, const float* residual, Range<float> range) {
-#if defined(BNUQ_AVX512)
-  if (suits_avx512(range)) return forward_avx512(y, x, residual, range);
-#endif
-  forward_loop(y, x, residual, range);
-}
-
-template <>
-void forward_range(Half* y, const Half* x, const Half* residual, Range<float> range) {
-  forward_half(y, x, residual, range);
-}
-
-template <>
-void forward_range(BFloat16* y, const BFloat16* x, const BFloat16* residual, Range<float> range) {
-  forward_half(y, x, residual, range);
+  if constexpr (std::is_same_v<scalar_t, acc_t>)
+    forward_loop(y, x, residual, range);
+  else
+    forward_pieces(y, x, residual, range);
 }
 
 template <typename scalar_t, typename acc_t>

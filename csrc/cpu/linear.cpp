@@ -19,8 +19,8 @@ Tensor sample_bias_cpu(Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64
     for (int64_t t = 0; t < num_samples; ++t) {
       vector_normals(z.data(), noise.sub, noise.first + t, O);
       posterior_row(
-          mutable_values<acc_t>(bias) + t * O, values<acc_t>(means), values<acc_t>(rhos), z.data(),
-          O);
+          bias.mutable_data_ptr<acc_t>() + t * O, means.const_data_ptr<acc_t>(),
+          rhos.const_data_ptr<acc_t>(), z.data(), O);
     }
   });
   return bias;
@@ -33,9 +33,10 @@ Tensor few_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
   const Tensor sigma = spread_of(call.rho), y = call.empty({T, N, O});
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t *m = values<acc_t>(call.mu), *s = values<acc_t>(sigma);
-    const acc_t *px = values<acc_t>(call.x), *b = bias ? values<acc_t>(*bias) : nullptr;
-    acc_t* py = mutable_values<acc_t>(y);
+    const acc_t *m = call.mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
+    const acc_t *px = call.x.const_data_ptr<acc_t>(),
+                *b = bias ? bias->const_data_ptr<acc_t>() : nullptr;
+    acc_t* py = y.mutable_data_ptr<acc_t>();
     torch::stable::parallel_for(0, T * bands, 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
       std::vector<acc_t> w(I);
       for (int64_t j = begin; j < end; ++j) {
@@ -101,8 +102,8 @@ Tensor spread_of(const Tensor& rho) {
   const Tensor sigma = empty_on(rho, {rho.numel()}, rho.scalar_type());
   dispatch_acc(rho, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t* r = values<acc_t>(rho);
-    acc_t* s = mutable_values<acc_t>(sigma);
+    const acc_t* r = rho.const_data_ptr<acc_t>();
+    acc_t* s = sigma.mutable_data_ptr<acc_t>();
     torch::stable::parallel_for(0, rho.numel(), 16384, [&](int64_t begin, int64_t end) {
       softplus_row(s + begin, r + begin, end - begin);
     });
@@ -123,8 +124,8 @@ void sample_weights(
       "sample_weights_: tensors must match in size");
   dispatch_acc(mu, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t *m = values<acc_t>(mu), *s = values<acc_t>(sigma);
-    acc_t* w = mutable_values<acc_t>(weight);
+    const acc_t *m = mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
+    acc_t* w = weight.mutable_data_ptr<acc_t>();
     torch::stable::parallel_for(0, R * bands, 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
       for (int64_t j = begin; j < end; ++j) {
         acc_t* out = w + j / bands * O * I;
@@ -143,8 +144,8 @@ Tensor sample_posterior(const LinearCall& call) {
   const Tensor weight = call.empty({O, I});
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t *m = values<acc_t>(call.mu), *r = values<acc_t>(call.rho);
-    acc_t* w = mutable_values<acc_t>(weight);
+    const acc_t *m = call.mu.const_data_ptr<acc_t>(), *r = call.rho.const_data_ptr<acc_t>();
+    acc_t* w = weight.mutable_data_ptr<acc_t>();
     for_rows(call.noise, 0, O, I, [&](int64_t o, const float* z) {
       posterior_row(w + o * I, m + o * I, r + o * I, z, I);
     });

@@ -17,8 +17,8 @@ struct Grads {
 void spread_backward(const Tensor& grad, const Tensor& rho) {
   dispatch_acc(rho, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t* r = values<acc_t>(rho);
-    acc_t* g = mutable_values<acc_t>(grad);
+    const acc_t* r = rho.const_data_ptr<acc_t>();
+    acc_t* g = grad.mutable_data_ptr<acc_t>();
     torch::stable::parallel_for(0, rho.numel(), 16384, [&](int64_t begin, int64_t end) {
       sigmoid_row(g + begin, r + begin, end - begin);
     });
@@ -39,9 +39,9 @@ Tensor few_rows_x(const LinearCall& call, const Tensor& grad_y) {
   Tensor grad_x = torch::stable::new_zeros(call.mu, {R, N, I});
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t *m = values<acc_t>(call.mu), *s = values<acc_t>(sigma);
-    const acc_t* g = values<acc_t>(grad_y);
-    acc_t* gx = mutable_values<acc_t>(grad_x);
+    const acc_t *m = call.mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
+    const acc_t* g = grad_y.const_data_ptr<acc_t>();
+    acc_t* gx = grad_x.mutable_data_ptr<acc_t>();
     torch::stable::parallel_for(0, R * parts, 1 + 128 / (O + 1), [&](int64_t begin, int64_t end) {
       std::vector<acc_t> w(kColumns * kTile);
       for (int64_t j = begin; j < end; ++j) {
@@ -69,8 +69,8 @@ void few_rows_weight(const LinearCall& call, const Tensor& grad_y, Grads& grads)
   grads.rho = torch::stable::new_zeros(call.mu, {O, I});
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t *px = values<acc_t>(call.x), *g = values<acc_t>(grad_y);
-    acc_t *gm = mutable_values<acc_t>(grads.mu), *gs = mutable_values<acc_t>(grads.rho);
+    const acc_t *px = call.x.const_data_ptr<acc_t>(), *g = grad_y.const_data_ptr<acc_t>();
+    acc_t *gm = grads.mu.mutable_data_ptr<acc_t>(), *gs = grads.rho.mutable_data_ptr<acc_t>();
     torch::stable::parallel_for(0, tiles_of(O), 1, [&](int64_t begin, int64_t end) {
       std::vector<acc_t> grad(I);
       for (int64_t band = begin; band < end; ++band)
@@ -110,9 +110,9 @@ void one_replica(
     weight = need_x ? call.empty({O, I}) : call.empty({0});
     dispatch_acc(call.mu, [&](auto zero) {
       using acc_t = decltype(zero);
-      const acc_t *m = values<acc_t>(call.mu), *r = values<acc_t>(call.rho);
-      const acc_t* g = values<acc_t>(grads.mu);
-      acc_t *w = mutable_values<acc_t>(weight), *gr = mutable_values<acc_t>(grads.rho);
+      const acc_t *m = call.mu.const_data_ptr<acc_t>(), *r = call.rho.const_data_ptr<acc_t>();
+      const acc_t* g = grads.mu.const_data_ptr<acc_t>();
+      acc_t *w = weight.mutable_data_ptr<acc_t>(), *gr = grads.rho.mutable_data_ptr<acc_t>();
       for_rows(call.noise, 0, O, I, [&](int64_t o, const float* z) {
         posterior_grad_row(gr + o * I, g + o * I, r + o * I, z, I);
         if (need_x) posterior_row(w + o * I, m + o * I, r + o * I, z, I);
@@ -136,10 +136,10 @@ void add_replica(
   const bool need_x = weight.numel() > 0;
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t *m = values<acc_t>(call.mu), *s = values<acc_t>(sigma);
-    const acc_t* g = values<acc_t>(grad_weight);
-    acc_t *w = mutable_values<acc_t>(weight), *gm = mutable_values<acc_t>(grads.mu),
-          *gs = mutable_values<acc_t>(grads.rho);
+    const acc_t *m = call.mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
+    const acc_t* g = grad_weight.const_data_ptr<acc_t>();
+    acc_t *w = weight.mutable_data_ptr<acc_t>(), *gm = grads.mu.mutable_data_ptr<acc_t>(),
+          *gs = grads.rho.mutable_data_ptr<acc_t>();
     for_rows(call.noise, t, call.O, I, [&](int64_t o, const float* z) {
       if (t > 0)
         add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
@@ -155,9 +155,7 @@ void many_replicas(
   const int64_t N = call.N, O = call.O, I = call.I;
   const Tensor none = call.empty({0}), sigma = need_x ? spread_of(call.rho) : none;
   const Tensor weight = need_x ? call.empty({1, O, I}) : none;
-  if (need_x)
-    grads.x =
-        empty_on(call.x, {call.x.sizes().begin(), call.x.sizes().end()}, call.x.scalar_type());
+  if (need_x) grads.x = empty_rows(call.x, call.x.size(0), MemoryFormat::Contiguous);
   if (need_weight) grads.rho = call.empty({O, I});
   for (int64_t t = 0; t < call.T; ++t) {
     const Matrix grad(grad_y, t * N * O, N, O);
@@ -191,10 +189,10 @@ std::tuple<Tensor, Tensor> bias_grads(
     for (int64_t t = 0; t < T; ++t) {
       vector_normals(z.data(), noise.sub, noise.first + t, O);
       add_noisy(
-          mutable_values<acc_t>(grad_mu), mutable_values<acc_t>(grad_rho),
-          values<acc_t>(by_replica) + t * O, z.data(), O);
+          grad_mu.mutable_data_ptr<acc_t>(), grad_rho.mutable_data_ptr<acc_t>(),
+          by_replica.const_data_ptr<acc_t>() + t * O, z.data(), O);
     }
-    sigmoid_row(mutable_values<acc_t>(grad_rho), values<acc_t>(rho), O);
+    sigmoid_row(grad_rho.mutable_data_ptr<acc_t>(), rho.const_data_ptr<acc_t>(), O);
   });
   return {grad_mu, grad_rho};
 }

@@ -23,16 +23,6 @@ void dispatch_acc(const Tensor& t, const F& body) {
   body(float());
 }
 
-template <typename acc_t>
-const acc_t* values(const Tensor& t) {
-  return static_cast<const acc_t*>(t.const_data_ptr());
-}
-
-template <typename acc_t>
-acc_t* mutable_values(const Tensor& t) {
-  return static_cast<acc_t*>(t.mutable_data_ptr());
-}
-
 inline Tensor contiguous_as(ScalarType type, const Tensor& t) {
   const Tensor same = t.scalar_type() == type ? t : torch::stable::to(t, type);
   return same.is_contiguous() ? same : torch::stable::contiguous(same);
@@ -42,7 +32,7 @@ inline Noise noise_of(const Tensor& seed, int64_t stream, uint32_t tag = kTagWei
   STD_TORCH_CHECK(
       seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
       "bayes_linear: seed must be int64, contiguous, and have 2 entries");
-  const int64_t* s = values<int64_t>(seed);
+  const int64_t* s = seed.const_data_ptr<int64_t>();
   return {subkey(s[0], uint32_t(stream), tag), uint64_t(s[1])};
 }
 
