@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,11 +15,9 @@ from .guards import DropoutTrace, warnings_of
 from .inputs import call
 from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .ops.checks import refuse
+from .reads import ONE_MODE
 from .replicas import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
-
-# torch keeps "in a dispatch mode" in globals: threads that leave out of order would leave it set.
-_ONE_MODE = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def count_uncovered(model: nn.Module):
     belongs to no stochastic layer and to no layer that `filter_fn` has left out.
     """
     counter = BatchNormCounter(model)
-    with _ONE_MODE, counter, _WithoutInstanceNorm(counter):
+    with ONE_MODE, counter, _WithoutInstanceNorm(counter):
         yield counter
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -15,6 +17,9 @@ _aten = torch.ops.aten
 _SCALARS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default}
 _MASKS = {torch.bool, torch.uint8}
 _ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # these reach no dispatcher
+
+# torch keeps "in a dispatch mode" in globals: threads that leave out of order would leave it set.
+ONE_MODE = threading.RLock()
 
 
 class Reads:
@@ -46,12 +51,14 @@ class Reads:
         self._modes = (_Arrays(self), _Scalars(self))
 
     def __enter__(self) -> None:
+        ONE_MODE.acquire()
         for mode in self._modes:
             mode.__enter__()
 
     def __exit__(self, *error) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(*error)
+        ONE_MODE.release()
 
     def look(self, args) -> None:
         self.found |= not self._constant(args)
