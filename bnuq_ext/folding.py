@@ -49,6 +49,7 @@ from .samplers import Draw
 from .signature import identity, signature
 
 WAYS = ("folded", "expanded", "loop")
+CHANGES = "its forward changes the model's state"
 _MOST = 256  # plans of one model; after so many input shapes it starts over
 
 
@@ -216,13 +217,16 @@ class Folding:
                 if self._unchanged():
                     plan = self._first(plan, inputs, reads)
             finally:
-                changed = not self._unchanged() or state.written()
-                if changed:
-                    state.restore()
-        if changed:
-            self.known.seen = fingerprint(self.modules)
-            return plan._replace(way="loop", reason="its forward changes the model's state")
-        return plan
+                changed = self.undo(state)
+        return plan._replace(way="loop", reason=CHANGES) if changed else plan
+
+    def undo(self, state: State) -> bool:
+        """Whether forwards have changed the model's state since; if so it is put back."""
+        if self._unchanged() and not state.written():
+            return False
+        state.restore()
+        self.known.seen = fingerprint(self.modules)
+        return True
 
     def _record(self, inputs) -> tuple[Tensor, ReplicaPass, Reads]:
         reads, draw = self._reads(inputs), self.forward.draw(self.first_replica, 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .fingerprint import State, fingerprint
-from .folding import Folding, Plan, flags_of, proven_plan
+from .fingerprint import State
+from .folding import CHANGES, Folding, Plan, flags_of, proven_plan
 from .forward import Forward
 from .probe import expand
 from .replicas import DoesNotFold, ReplicaPass, Undecided
@@ -63,16 +63,13 @@ def _decide(folding: Folding, inputs, num_samples: int) -> tuple[Plan, Tensor | 
 
 def _examined(folding: Folding, plan: Plan, inputs, num_samples: int) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
-    known, place = folding.known, folding.place(inputs)
     state = State(folding.modules)
     with torch.no_grad(), preserved_rng():
         before = random_states()
         alone = folding.alone(inputs, 0, num_samples)
         repeatable = random_states() == before
-    if fingerprint(folding.modules) != known.seen or state.written():
-        state.restore()
-        known.seen = fingerprint(folding.modules)
-        folding.refute(plan, inputs, "its forward changes the model's state")
-        return known.plans[place], None
+    if folding.undo(state):
+        folding.refute(plan, inputs, CHANGES)
+        return folding.known.plans[folding.place(inputs)], None
     folding.mark(inputs, repeatable)
     return plan, alone if repeatable else None
