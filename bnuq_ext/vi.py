@@ -138,7 +138,8 @@ def elbo_loss(
         mean: nll and loss divided by the number of rows; kl is the whole divergence either way
 
     The samples go through the model together where it has proved to give the same as one after another. A
-    plain `nn.Sequential` of layers that treat rows one by one needs no proof. Any other model is tried when its
+    plain `nn.Sequential` of layers that treat rows one by one needs no proof. In any other model two samples go
+    one after another, for a proof costs what it saves. With more of them the model is tried when its
     modules, hooks, flags or shapes are new, with its parameters moved too, for a gate at zero hides what it will let
     through. After steps of an optimiser one sample is run alone, 1/T of a forward, and has to agree with the
     others; a model with random numbers in train(), dropout, repeats the T samples in eval for that. What
@@ -214,6 +215,8 @@ def _together(
         return None
     if _goes_by_row(forward.model, modules, x):
         return forward.run(x, draw, dict.fromkeys(forward.layers, len(x)))
+    if draw.num_samples == 2:  # the sample that is run alone would cost what going together saves
+        return None
     return run_together(forward, modules, x, draw)
 
 

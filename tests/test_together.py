@@ -59,7 +59,7 @@ COUPLED = [
 ]
 
 
-@pytest.mark.parametrize("num_samples", [2, 3, 10])
+@pytest.mark.parametrize("num_samples", [3, 10])
 @pytest.mark.parametrize("mix", COUPLED)
 def test_a_gate_at_zero_hides_nothing(mix, num_samples):
     """The outputs of the first step couple no rows, but the gate's gradient does: it goes one by one at once."""

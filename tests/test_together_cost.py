@@ -26,7 +26,7 @@ import bnuq_ext as bnuq
 from bnuq_ext import folding
 
 
-@pytest.mark.parametrize("num_samples", [2, 5])
+@pytest.mark.parametrize("num_samples", [3, 5])
 def test_a_step_costs_one_sample_more(num_samples, monkeypatch):
     made, model = proofs(monkeypatch), Net(middle=Residual())
     rows, chosen = counted(model), []
@@ -84,10 +84,22 @@ def test_other_shapes_are_proven_in_full(monkeypatch):
     )  # the hook: a proof; then another number of samples: a run of them
     step(model)
     seen.clear()
-    gradients(model, 5, num_samples=2)
-    assert seen == [2 * N, N, 2 * N]
+    gradients(model, 5, num_samples=4)
+    assert seen == [4 * N, N, 4 * N]
     assert len(made) == 3
     assert_right(model)
+
+
+def test_two_samples_go_one_after_another(monkeypatch):
+    """No trial and no sample run alone: nothing is read back from a GPU."""
+    made, model = proofs(monkeypatch), Net(middle=Residual())
+    seen = counted(model)
+    for i in range(2):
+        gradients(model, i, num_samples=2)
+        step(model)
+    assert seen == [N] * 4 and not made
+    for a, e in zip(gradients(model, 2, 2), of_the_loop(model, 2, 2), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
 
 
 def test_dropout_draws_what_it_draws_in_a_chain():
