@@ -87,6 +87,15 @@ class NormAct(SwappedClass):
         return self.act(self.drop(y))
 
 
+class SyncNormAct(SwappedClass):
+    """timm's synchronised one, which its function for conversion alone gives a drop and an activation."""
+
+    def finish(self, y: Tensor) -> Tensor:
+        for name in ("drop", "act"):
+            y = getattr(self, name)(y) if hasattr(self, name) else y
+        return y
+
+
 class Frozen(SwappedClass):
     """torchvision's frozen batch norm: weight, bias and statistics are buffers."""
 
@@ -98,6 +107,17 @@ class Frozen(SwappedClass):
         return self.weight, self.bias, getattr(self, "eps", 0.0)
 
 
+class FrozenNormAct(NormAct, Frozen):
+    """timm's frozen batch norm with drop and activation."""
+
+
+class FrozenOfTransformers(Frozen):
+    """Frozen batch norm of the detection models of transformers, which write their eps into the forward."""
+
+    def affine_parameters(self) -> tuple[Tensor, Tensor, float]:
+        return self.weight, self.bias, 1e-5
+
+
 def _swap(mixin: type):
     def adapt(module: nn.Module) -> nn.Module:
         module.__class__ = _stochastic_class(mixin, type(module))
@@ -106,9 +126,32 @@ def _swap(mixin: type):
     return adapt
 
 
+_TRANSFORMERS = {
+    "conditional_detr": "ConditionalDetr",
+    "d_fine": "DFine",
+    "dab_detr": "DabDetr",
+    "deformable_detr": "DeformableDetr",
+    "deimv2": "Deimv2",
+    "detr": "Detr",
+    "grounding_dino": "GroundingDino",
+    "mm_grounding_dino": "MMGroundingDino",
+    "pp_doclayout_v2": "PPDocLayoutV2",
+    "pp_doclayout_v3": "PPDocLayoutV3",
+    "pp_doclayout_v4": "PPDocLayoutV4",
+    "rt_detr": "RTDetr",
+    "rt_detr_v2": "RTDetrV2",
+    "table_transformer": "TableTransformer",
+}
+
 for _name, _mixin in {
     "timm.layers.norm_act.BatchNormAct2d": NormAct,
     "timm.models.layers.norm_act.BatchNormAct2d": NormAct,
+    "timm.layers.norm_act.SyncBatchNormAct": SyncNormAct,
+    "timm.layers.norm_act.FrozenBatchNormAct2d": FrozenNormAct,
     "torchvision.ops.misc.FrozenBatchNorm2d": Frozen,
+    **{
+        f"transformers.models.{model}.modeling_{model}.{prefix}FrozenBatchNorm2d": FrozenOfTransformers
+        for model, prefix in _TRANSFORMERS.items()
+    },
 }.items():
     register_adapter(_name, _swap(_mixin))

@@ -39,6 +39,42 @@ class FrozenBatchNorm2d(nn.Module):
         return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
 
 
+class SyncBatchNormAct(nn.SyncBatchNorm):
+    def forward(self, x):
+        x = super().forward(x)
+        for name in ("drop", "act"):  # set by the function that makes these layers
+            x = getattr(self, name)(x) if hasattr(self, name) else x
+        return x
+
+
+def sync_batch_norm_act(num_features):
+    layer = SyncBatchNormAct(num_features)
+    layer.drop, layer.act = nn.Dropout(0.5), nn.ReLU()
+    return layer
+
+
+class FrozenBatchNormAct2d(FrozenBatchNorm2d):
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.drop, self.act = nn.Dropout(0.5), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+class DetrFrozenBatchNorm2d(FrozenBatchNorm2d):
+    """Has no eps: it is written into the forward."""
+
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        del self.eps
+
+    def forward(self, x):
+        scale = self.weight * (self.running_var + 1e-5).rsqrt()
+        shift = self.bias - self.running_mean * scale
+        return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
+
+
 def publish(monkeypatch, cls, module_name):
     """The class moved to another module, importable from there as pickle needs it."""
     parts = module_name.split(".")
@@ -51,6 +87,15 @@ def publish(monkeypatch, cls, module_name):
 
 TIMM = ["timm.layers.norm_act", "timm.models.layers.norm_act"]
 TORCHVISION = "torchvision.ops.misc"
+DETR = "transformers.models.detr.modeling_detr"
+KNOWN = [
+    *((name, BatchNormAct2d, BatchNormAct2d) for name in TIMM),
+    (TIMM[0], SyncBatchNormAct, sync_batch_norm_act),
+    (TIMM[0], SyncBatchNormAct, SyncBatchNormAct),
+    (TIMM[0], FrozenBatchNormAct2d, FrozenBatchNormAct2d),
+    (TORCHVISION, FrozenBatchNorm2d, FrozenBatchNorm2d),
+    (DETR, DetrFrozenBatchNorm2d, DetrFrozenBatchNorm2d),
+]
 x = torch.randn(3, 4, 5, 2)
 
 
@@ -67,12 +112,12 @@ class Given(Pass):
         return layer.finish(y * weight[:, None, None] + bias[:, None, None])
 
 
-@pytest.fixture(params=[*TIMM, TORCHVISION])
+@pytest.fixture(params=KNOWN)
 def layer(request, monkeypatch):
     """A layer of each class under each of its names, with trained statistics."""
-    cls = FrozenBatchNorm2d if request.param == TORCHVISION else BatchNormAct2d
-    publish(monkeypatch, cls, request.param)
-    layer = cls(4)
+    module_name, cls, make = request.param
+    publish(monkeypatch, cls, module_name)
+    layer = make(4)
     for _ in range(3):
         layer(torch.randn(8, 4, 5, 2) + 1)
     return layer
@@ -130,6 +175,14 @@ def test_frozen_without_eps_has_eps_zero(monkeypatch):
     weight, bias, eps = bnuq.convert(layer).affine_parameters()
     assert eps == 0.0
     assert torch.equal(weight, layer.weight) and torch.equal(bias, layer.bias)
+
+
+def test_every_frozen_batch_norm_of_transformers_is_known():
+    known = {name for name in adapters._ADAPTERS if str(name).startswith("transformers.")}
+    assert len(known) == 14
+    models = "transformers.models."
+    assert models + "rt_detr_v2.modeling_rt_detr_v2.RTDetrV2FrozenBatchNorm2d" in known
+    assert models + "dab_detr.modeling_dab_detr.DabDetrFrozenBatchNorm2d" in known
 
 
 def test_in_a_pass_frozen_wants_four_dimensions(monkeypatch):
