@@ -55,7 +55,7 @@ def convert(
     chosen = [n for n, m in candidates.items() if filter_fn is None or filter_fn(n, m)]
     _check_found(model, found, chosen, strict)
     if not inplace:
-        model = _copied(model)
+        model = copied(model, {})
     layers = {name: model.get_submodule(name) for name in candidates}
     made = _make_stochastic({name: layers[name] for name in chosen})
     for name, layer in layers.items():
@@ -79,7 +79,7 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     if not named_stochastic_layers(model):
         refuse("revert", "model", "contain a stochastic layer", "none")
     if not inplace:
-        model = _copied(model)
+        model = copied(model, {})
     originals = {}
     for module in list(model.modules()):
         if isinstance(module, Stochastic):
@@ -88,14 +88,21 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return _replace(model, originals)
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module, memo: dict) -> nn.Module:
+    """A deep copy; `memo` has the copy of every module afterwards."""
     # torch cannot copy the buffers of lazy layers, which have no shape yet.
-    memo = {
+    memo |= {
         id(b): type(b)(b.requires_grad, b.data.device, b.data.dtype)
         for b in model.buffers()
         if isinstance(b, nn.UninitializedBuffer)
     }
-    return copy.deepcopy(model, memo)
+    made = copy.deepcopy(model, memo)
+    # Some classes copy themselves into train() (torchvision's feature extractors do).
+    twins = dict(made.named_modules())
+    for name, module in model.named_modules():
+        if name in twins and twins[name].training != module.training:
+            twins[name].train(module.training)
+    return made
 
 
 def _check_found(model: nn.Module, found: Survey, chosen: list[str], strict: bool) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .adapters import qualified_name
 from .bayes import BayesLinear, check_initial, require_bayes_layers
+from .convert import copied
 from .ops.checks import check_number, refuse
 from .ops.linear_parts import spread
 from .priors import GaussianPrior, check_prior
 
 RANKINGS = ("snr", "magnitude")
+# timm's differs from torch's in TorchScript only.
+_LINEAR = {"torch.nn.modules.linear.Linear", "timm.layers.linear.Linear"}
 
 
 def to_bayesian(
@@ -30,7 +33,7 @@ def to_bayesian(
     is switched off; attention's own projections are not among them.
 
     Args:
-        model: holds `torch.nn.Linear` layers (that very class).
+        model: holds `torch.nn.Linear` layers (that very class, or timm's `Linear`).
         filter_fn: (name, layer) -> whether to turn the layer; None turns all.
         rho_init: spread of every weight and bias before the softplus; -5 is a standard deviation of 0.0067;
             (low, high) draws each from a uniform distribution.
@@ -50,21 +53,32 @@ def to_bayesian(
     chosen = {
         layer: name
         for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and (filter_fn is None or filter_fn(name, layer))
+        if qualified_name(type(layer)) in _LINEAR and (filter_fn is None or filter_fn(name, layer))
     }
     if not chosen:
-        refuse(op, "model", "contain a torch.nn.Linear that filter_fn accepts", "none")
+        got = f"none{_subclasses(model)}"
+        refuse(op, "model", "contain a torch.nn.Linear that filter_fn accepts", got)
     for layer, name in chosen.items():
         if "weight" not in layer._parameters:
             requirement = "have its weight as a parameter (remove weight norm or pruning first)"
             refuse(op, f"layer {name!r}", requirement, f"it made of {list(layer._parameters)}")
     memo: dict = {}
-    model = copy.deepcopy(model, memo)
+    model = copied(model, memo)
     for layer in chosen:
         _turn(memo[id(layer)], rho_init, prior)
     for module in model.modules():
         _leave_fused_paths(module)
     return model
+
+
+def _subclasses(model: nn.Module) -> str:
+    others = {
+        name: qualified_name(type(module))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and qualified_name(type(module)) not in _LINEAR
+    }
+    shown = [f"{name or 'the model'} ({cls})" for name, cls in list(others.items())[:4]]
+    return f" but subclasses of it: {', '.join(shown)}" if shown else ""
 
 
 def _turn(linear: nn.Linear, rho_init, prior) -> None:

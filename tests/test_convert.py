@@ -18,6 +18,41 @@ zoo = pytest.mark.parametrize("name", ZOO)
 # ---- outside a pass: the original
 
 
+class Rebuilt(nn.Module):
+    """Copies itself into train(), and does something else there, as torchvision's feature extractors."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.doubled = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), True
+
+    def train(self, mode=True):
+        self.doubled = mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return self.inner(x) * (2 if self.doubled else 1)
+
+    def __deepcopy__(self, memo):
+        made = Rebuilt()
+        memo[id(self)] = made
+        made.inner = copy.deepcopy(self.inner, memo)
+        return made.train()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("change", [bnuq.convert, bnuq.to_bayesian])
+def test_the_copy_has_the_training_flags(training, change):
+    model = nn.Sequential(Rebuilt(), nn.ReLU()).train(training)
+    model[0].inner[0].train(not training)
+    made = change(model)
+    assert [m.training for m in made.modules()] == [m.training for m in model.modules()]
+    assert made[0].doubled == training
+    if change is bnuq.convert:
+        assert [m.training for m in bnuq.revert(made).modules()] == [
+            m.training for m in model.modules()
+        ]
+
+
 @zoo
 @pytest.mark.parametrize("training", [True, False])
 def test_behaves_as_the_original(name, training):

@@ -48,6 +48,27 @@ def test_frozen_weights_stay_frozen_and_parametrised_ones_linear():
     torch.testing.assert_close(made(x()), model(x()))
 
 
+class Cast(nn.Linear):
+    """A linear layer in all but class, as timm has one."""
+
+
+def test_a_subclass_of_linear_is_named_where_it_is_all_there_is():
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), Cast(4, 3))
+    made = bnuq.to_bayesian(model)
+    assert [type(m) for m in made] == [bnuq.BayesLinear, nn.ReLU, Cast]
+    message = rf"accepts, got none but subclasses of it: 2 \({__name__}.Cast\)$"
+    with pytest.raises(ValueError, match=message):
+        bnuq.to_bayesian(model, lambda name, layer: False)
+
+
+def test_the_linear_layer_of_timm_is_turned():
+    linear = type("Linear", (nn.Linear,), {"__module__": "timm.layers.linear"})
+    model = nn.Sequential(linear(5, 3)).eval()
+    made = bnuq.to_bayesian(model)
+    assert type(made[0]) is bnuq.BayesLinear
+    torch.testing.assert_close(made(x()), model(x()))
+
+
 @pytest.mark.parametrize("change", [spectral_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)])  # fmt: skip
 def test_weights_that_are_made_of_others_are_refused(change):
     model = nn.Sequential(nn.Linear(5, 4), change(nn.Linear(4, 3)))
