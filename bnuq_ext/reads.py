@@ -26,8 +26,8 @@ class Reads:
     """Around forwards, any number of times: notes whether they read values of tensors, in Python or TorchScript.
 
     `if h.sum() > 0` takes one branch for T*N rows where T replicas may take two, and the rows of a trial need
-    not show it. Parameters and buffers may be read, inputs without rows, and what is made of these alone:
-    they are the same for all replicas.
+    not show it. Parameters and buffers may be read, inputs without rows, and what is made of these alone or
+    of no tensor (a mask of ones): they are the same for all replicas.
 
     How many rows `h[h > 0]` has depends on values too. That couples replicas where such rows come into a
     stochastic layer, which knows a replica's rows by their number.
@@ -45,7 +45,7 @@ class Reads:
         constants = [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
         constants += [t for t in tensors(inputs) if t.dim() == 0 or len(t) != num_rows]
         self.constants = {_storage(t) for t in constants} - {None}
-        self.kept: list[Tensor] = []  # an address stands for a tensor as long as it is there
+        self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
         self.found = self.selects = self.rounds = False
         self._modes = (_Arrays(self), _Scalars(self))
@@ -79,14 +79,18 @@ class Reads:
             ]
             self.selects |= not self._constant(masks)
 
-    def follow(self, args, result) -> None:
-        """What an operation makes of constants is one; what it writes another tensor's values into is none."""
-        made = list(tensors(result))
-        if any(True for _ in tensors(args)) and self._constant(args):
-            self.kept += made
-            self.constants |= {_storage(t) for t in made} - {None}
+    def follow(self, func, args: tuple, kwargs: dict, result) -> None:
+        """What an operation makes of constants, or of no tensor, is one; what it writes another tensor's values into
+        is none, and what it draws neither."""
+        given, made = list(tensors((args, kwargs))), {_storage(t): t for t in tensors(result)}
+        fresh = func is _aten.lift_fresh.default  # torch.tensor([1, 2])
+        if torch.Tag.nondeterministic_seeded not in func.tags and (fresh or self._constant(given)):
+            self.kept |= made
+            self.constants |= made.keys() - {None}
         else:
-            self.constants -= {_storage(t) for t in made}
+            for storage in (*made, *map(_storage, _written(func, args, kwargs))):
+                self.constants.discard(storage)
+                self.kept.pop(storage, None)
 
     def _constant(self, args) -> bool:
         return all(_storage(t) in self.constants for t in tensors(args))
@@ -97,6 +101,13 @@ class Reads:
             raise DoesNotFold("its forward reads values of its rows, to branch or to compute apart")
         if self.selects and any(rows % self.num_rows for rows in calls.values()):
             raise DoesNotFold("a stochastic layer gets rows that are chosen by their values")
+
+
+def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The tensors that an operation writes into."""
+    names = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return list(tensors([given[name] for name in names if name in given]))
 
 
 def _storage(tensor: Tensor) -> int | None:
@@ -117,7 +128,7 @@ class _Scalars(TorchDispatchMode):
             self.reads.look(args)
         result = func(*args, **kwargs)
         self.reads.look_at_operation(func, args, kwargs, result)
-        self.reads.follow((args, kwargs), result)
+        self.reads.follow(func, args, kwargs, result)
         return result
 
 

@@ -205,6 +205,58 @@ def test_parameters_buffers_and_inputs_without_rows_may_be_read():
         assert way(model) == "folded"
 
 
+class OfNothing(Norms):
+    """Reads tensors that it makes of no others, one of as many rows as it has."""
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        shape = torch.tensor([h.shape[1], 1])
+        if torch.ones(len(h), dtype=torch.bool).all() and int(shape.prod()) == D:
+            return self.head(h)
+        return -self.head(h)
+
+
+def test_tensors_made_of_no_others_may_be_read():
+    x = torch.randn(48, D)
+    model = prepared(OfNothing, x)
+    torch.testing.assert_close(
+        samples(model, x[:N]), samples(copy.deepcopy(model), x[:N], strategy="loop")
+    )
+    assert way(model) == "folded"
+
+
+MAKES = {
+    "added": lambda h: torch.zeros(()).add_(h.sum()),
+    "put": lambda h: torch.zeros(2).index_put_((torch.tensor([0]),), h.sum()).max(),
+    "of a view": lambda h: torch.zeros(2)[:1].copy_(h.sum()),
+    "out": lambda h: torch.sum(h, (0, 1), out=torch.empty(())),
+    "at random": lambda h: torch.rand(()),
+    "at random, in place": lambda h: torch.zeros(()).normal_(),
+    "at random, of a constant": lambda h: torch.bernoulli(torch.full((), 0.5)),
+}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_nothing_is_constant_that_has_values_of_rows_or_of_a_generator(make):
+    h = torch.ones(3, 2)
+    reads = Reads([], h, 3)
+    with reads:
+        make(h).item()
+    with pytest.raises(DoesNotFold, match="^its forward reads values of its rows"):
+        reads.check({})
+
+
+def test_what_a_list_operation_writes_into_is_no_constant():
+    h = torch.ones(3, 2)
+    reads = Reads([], h, 3)
+    with reads:
+        made = torch.zeros(())
+        torch._foreach_copy_([made], [h.sum()])
+        made.item()
+    with pytest.raises(DoesNotFold):
+        reads.check({})
+
+
 def test_tells_reads_from_arithmetic():
     layer, x = nn.Linear(2, 2), torch.ones(3, 2)
     reads = Reads([layer], x, 3)
