@@ -33,7 +33,7 @@ def chunk_of(plan: Plan, chunk: int | str, num_samples: int, device: torch.devic
         num_samples: T; the chunks are about equally large.
         device: where the model runs; on CUDA an eighth of the free memory is a bound too.
     """
-    if plan.way == "loop":
+    if plan.way in ("", "loop"):
         return 1
     if chunk == "auto":
         budget = CPU_BYTES

@@ -19,6 +19,7 @@ replica run alone must agree with the folded ones, else all is found out again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
     """How replicas go through a model for inputs of one signature.
 
     Attributes:
-        way: one of `WAYS`.
+        way: one of `WAYS`; "" where none has been tried.
         rows: rows that each stochastic call sees with T = 1.
         largest: bytes of the largest input of a stochastic call with T = 1.
         shape: of the output with T = 1.
@@ -109,15 +110,15 @@ class Folding:
         self.forward, self.modules, self.first_replica = forward, modules, first_replica
         self.flags, self.known = flags, forward.known
 
-    def plan(self, inputs) -> Plan:
-        """The plan for an input, made at the first sight of its signature."""
+    def plan(self, inputs, wanted: Callable[[Plan], bool] = lambda plan: True) -> Plan:
+        """The plan for an input, made at the first sight of its signature; without a trial while that is not wanted."""
         place = self.place(inputs)
         plan = self.known.plans.get(place)
-        if plan is None:
+        if plan is None or (not plan.way and wanted(plan)):
             with self.known.planning:
                 plan = self.known.plans.get(place)
-                if plan is None:
-                    plan = self._make(inputs)
+                if plan is None or not plan.way:
+                    plan = self._make(inputs, wanted)
                     self._remember(self.known.plans, place, plan, plan.lasting)
         return plan
 
@@ -208,14 +209,14 @@ class Folding:
         if lasting:
             memory[place] = value
 
-    def _make(self, inputs) -> Plan:
+    def _make(self, inputs, wanted: Callable[[Plan], bool]) -> Plan:
         state = State(self.modules)
         with preserved_rng():
             try:
                 output, record, reads = self._record(inputs)
                 plan = Plan("", record.rows, record.largest, tuple(output.shape), {}, set())
                 if self._unchanged():
-                    plan = self._first(plan, inputs, reads)
+                    plan = self._first(plan, inputs, reads, wanted)
             finally:
                 changed = self.undo(state)
         return plan._replace(way="loop", reason=CHANGES) if changed else plan
@@ -240,12 +241,12 @@ class Folding:
     def _reads(self, inputs) -> Reads:
         return Reads(self.modules, inputs, num_rows(self.forward.op, inputs))
 
-    def _first(self, plan: Plan, inputs, reads: Reads) -> Plan:
+    def _first(self, plan: Plan, inputs, reads: Reads, wanted: Callable[[Plan], bool]) -> Plan:
         try:
             reads.check(plan.rows)
         except DoesNotFold as error:
             return plan._replace(way="loop", reason=str(error))
-        return self._next(plan, inputs)
+        return self._next(plan, inputs) if wanted(plan) else plan
 
     def _unchanged(self) -> bool:
         return fingerprint(self.modules) == self.known.seen

@@ -137,12 +137,18 @@ class Stream:
         if rows == 0:
             return _LOOP
         try:
-            plan = self.folding.plan(inputs)
+            plan = self.folding.plan(inputs, self._trial_pays)
         except Exception as error:
             if is_out_of_memory(error):
                 raise out_of_memory(self.forward.op, rows, error) from error
             raise
         return self._checked(plan)
+
+    def _trial_pays(self, plan: Plan) -> bool:
+        """Whether more than one replica would go into a chunk; the trial costs as much as forty rows."""
+        _, count, strategy, chunk, *_ = self.replicas
+        folded = plan._replace(way="folded")
+        return strategy == "folded" or chunk_of(folded, chunk, count, self.device) > 1
 
     def _give_up(self, plan: Plan, inputs, error: Exception) -> Plan:
         return self._checked(self.folding.give_up(plan, inputs, error))
