@@ -17,7 +17,7 @@ from .known import know
 from .nn import check_model as check_module
 from .ops import new_seed, snapshot_indices
 from .ops.checks import check_integer, refuse
-from .predict import check_model, check_x, device_of, layers_by_bank
+from .predict import check_model, check_x, device_of, layers_by_bank, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
 from .replicas import Pass, running
 from .restore import evaluating
@@ -255,7 +255,7 @@ class _Task:
         """How to run the model with a sampler, or without one."""
         op = self.op
         check_module(op, model)
-        model = getattr(model, "_orig_mod", model)
+        model = unwrapped(model)
         modules = list(model.modules())
         device = device_of(modules)
         check_x(op, self.x, device, self.single)

@@ -259,6 +259,18 @@ def bayes_layers(
     return {name: m for name, m in model.named_modules() if isinstance(m, BayesLinear)}
 
 
+def check_whole(op: str, layers: dict[str, BayesLinear]) -> None:
+    """Raises where a layer holds but a part of its weights: of the rest this process has nothing to say."""
+    for name, layer in layers.items():
+        for w in (layer.weight_mu, layer.weight_rho):
+            sharded = w.shape != (layer.out_features, layer.in_features) or hasattr(w, "placements")
+            if sharded:
+                requirement = (
+                    "have its weights whole (gather what is sharded among processes first)"
+                )
+                refuse(op, f"layer {name!r}", requirement, f"{type(w).__name__} {list(w.shape)}")
+
+
 def require_bayes_layers(op: str, model) -> dict[str, BayesLinear]:
     """The Bayesian layers of what must be a model with some; raises in the name of `op`."""
     if not isinstance(model, nn.Module):

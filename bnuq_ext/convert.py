@@ -6,8 +6,9 @@ import copy
 import warnings
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import is_parametrized
 
 from .adapters import find_adapter
 from .batch_norm_like import EXCLUDED, Survey, describe, survey
@@ -33,7 +34,7 @@ def convert(
 
     Args:
         model: any nn.Module that contains batch norm, or is one; a torch.fx GraphModule too.
-            Convert before torch.compile, torch.export, quantisation and fusion.
+            Convert before torch.compile, torch.export, quantisation and fusion; `revert` before torch.jit.script.
         inplace: change the given model instead of a copy; after an error it is unchanged.
         strict: raise if something like batch norm cannot be converted; otherwise warn, once.
         filter_fn: gets (qualified name, module) of each layer that could be converted and says
@@ -73,11 +74,15 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         inplace: change the given model instead of a copy.
 
     Raises:
-        TypeError: model is no module. ValueError: it has no stochastic layer.
+        TypeError: model is no module. ValueError: it has no stochastic layer, or one with a parametrisation.
     """
     check_model("revert", model)
     if not named_stochastic_layers(model):
         refuse("revert", "model", "contain a stochastic layer", "none")
+    for name, module in model.named_modules():
+        if isinstance(module, Stochastic) and is_parametrized(module):
+            got = f"{name or 'the model'}, which is"
+            refuse("revert", "model", "hold no stochastic layer that is parametrised", got)
     if not inplace:
         model = copied(model, {})
     originals = {}
@@ -90,11 +95,18 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
 def copied(model: nn.Module, memo: dict) -> nn.Module:
     """A deep copy; `memo` has the copy of every module afterwards."""
-    # torch cannot copy the buffers of lazy layers, which have no shape yet.
+    # torch cannot copy the buffers of lazy layers, which have no shape yet, nor tensors with a graph: a weight that
+    # it has pruned, an output that a module kept.
     memo |= {
         id(b): type(b)(b.requires_grad, b.data.device, b.data.dtype)
         for b in model.buffers()
         if isinstance(b, nn.UninitializedBuffer)
+    }
+    memo |= {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
     }
     made = copy.deepcopy(model, memo)
     # Some classes copy themselves into train() (torchvision's feature extractors do).

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import qualified_name
-from .bayes import BayesLinear, check_initial, require_bayes_layers
+from .bayes import BayesLinear, check_initial, check_whole, require_bayes_layers
 from .convert import copied
 from .ops.checks import check_number, refuse
 from .ops.linear_parts import spread
@@ -135,6 +135,7 @@ def posterior_summary(model: nn.Module) -> PosteriorSummary:
         ValueError: the model has no Bayesian layer.
     """
     layers = require_bayes_layers("posterior_summary", model)
+    check_whole("posterior_summary", layers)
     with torch.no_grad():
         magnitude = torch.cat([m.weight_mu.abs().flatten().cpu() for m in layers.values()])
         std = torch.cat([spread(m.weight_rho).flatten().cpu() for m in layers.values()])
@@ -173,7 +174,7 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     summary = posterior_summary(model)
     scores = getattr(summary, by)
     count = round(fraction * len(scores))
-    keep = torch.ones(len(scores), dtype=torch.bool)
+    keep = torch.ones(len(scores), dtype=torch.bool, device="cpu")
     # By rank, not by threshold: equal scores are pruned up to the fraction too.
     keep[scores.argsort(stable=True)[:count]] = False
     for name, layer in layers.items():

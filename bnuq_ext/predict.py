@@ -137,14 +137,26 @@ def predict(
 
 
 def check_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
-    """The model, out of torch.compile's wrapper, and all its modules, some of them stochastic."""
+    """The model, `unwrapped`, and all its modules, some of them stochastic."""
     if not isinstance(model, nn.Module):
         refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
-    model = getattr(model, "_orig_mod", model)
+    model = unwrapped(model)
     modules = modules_of(model)
     if not any([isinstance(module, Replicated) for module in modules]):
         stochastic_layers(op, model)  # raises
     return model, modules
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model out of the wrappers of torch.compile and of data-parallel training, whose forwards wait for other
+    processes, which may predict nothing, or other batches."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
 
 
 def layers_by_bank(modules: list[nn.Module]) -> dict[str, nn.Module]:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .batch_norm_like import averages_rows
-from .bayes import BayesLinear, require_bayes_layers
+from .bayes import BayesLinear, check_whole, require_bayes_layers
 from .chunks import keep_freed_pages
 from .fingerprint import HOOKS
 from .forward import Forward
 from .inputs import num_rows
 from .known import know, run_once
 from .ops import new_seed
-from .ops.checks import check_integer, check_number, check_tensor, refuse
+from .ops.checks import acc_dtype, check_integer, check_number, check_tensor, refuse
 from .ops.kl import gaussian_kl_sum
 from .ops.philox import new_key
 from .predict import device_of
@@ -98,6 +98,7 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
 
 def _divergence(layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, int]) -> Tensor:
     terms, closed = [], []
+    check_whole("kl_divergence", layers)
     for name, layer in layers.items():
         parameters = layer.gaussian_divergence()
         if parameters is None:
@@ -234,6 +235,7 @@ def _goes_by_row(model: nn.Module, modules: list[nn.Module], x) -> bool:
 
 def _nll(outputs: Tensor, y: Tensor, likelihood: str, noise_std: float) -> Tensor:
     """-log p(y), summed over the rows and the T samples of outputs (T, N, ...)."""
+    outputs = outputs.to(acc_dtype(outputs.dtype))  # a sum over rows soon is infinite in float16
     if likelihood == "categorical":
         expected = (outputs.shape[1], *outputs.shape[3:])
         if outputs.dim() < 3 or tuple(y.shape) != expected:

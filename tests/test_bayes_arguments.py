@@ -184,3 +184,22 @@ def test_what_is_labelled_minus_100_adds_nothing_to_nll():
     options = dict(batch_weight=0.0, reduction="sum", seed=3)
     marked = bnuq.elbo_loss(layer, x, y, **options)
     torch.testing.assert_close(marked.nll, bnuq.elbo_loss(layer, x[::2], y[::2], **options).nll)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_nll_of_outputs_in_float16_does_not_overflow(likelihood):
+    """65504 is the largest; the nll of 5,000 rows is above."""
+    torch.manual_seed(0)
+    model = nn.Sequential(bnuq.BayesLinear(4, 3, rho_init=-9.0))
+    with torch.no_grad():
+        model[0].weight_mu.mul_(40)
+    x, y = torch.randn(5000, 4).half(), torch.randint(3, (5000,))
+    if likelihood == "gaussian":
+        y = torch.randn(5000, 3).half()
+    options = dict(likelihood=likelihood, batch_weight=0.0, num_samples=2, seed=1)
+    actual = bnuq.elbo_loss(model, x, y, **options)
+    expected = bnuq.elbo_loss(
+        model, x.float(), y.float() if y.is_floating_point() else y, **options
+    )
+    assert actual.nll.dtype == torch.float32 and 5000 * expected.nll > 65504
+    torch.testing.assert_close(actual.nll, expected.nll, rtol=1e-3, atol=0)

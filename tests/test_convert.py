@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 from zoo import ZOO, Residual, Shared, assert_same, classes, mlp, network, step
 
 import bnuq_ext as bnuq
@@ -257,3 +258,30 @@ def test_filter_that_fails_leaves_the_model_unchanged():
 def test_filter_rejects(filter_fn, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}"):
         bnuq.convert(Residual(), filter_fn=filter_fn)
+
+
+@pytest.mark.parametrize("prepare", ["pruned", "kept"])
+def test_copies_what_torch_cannot_copy(prepare):
+    """A weight that torch has pruned and an output that was kept hold a graph."""
+    model, x = network("mlp")
+    if prepare == "pruned":
+        prune.l1_unstructured(model[0], "weight", 0.5)
+    else:
+        model.kept = model(x)
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    converted = bnuq.convert(model)
+    assert_same(step(converted, x), step(model, x))
+    assert_same(step(bnuq.revert(converted), x), step(model, x))
+    turned = bnuq.to_bayesian(model, lambda name, layer: name == "4")
+    assert_same(turned.eval()(x), model.eval()(x))
+
+
+def test_revert_refuses_what_is_parametrised():
+    model = bnuq.convert(network("mlp")[0])
+    nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    message = "^revert: model must hold no stochastic layer that is parametrised, got 1, which is$"
+    with pytest.raises(ValueError, match=message):
+        bnuq.revert(model)
+    nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    assert type(bnuq.revert(model)[1]) is nn.BatchNorm1d

@@ -1,0 +1,84 @@
+"""Models inside torch's data-parallel wrappers, and weights of which a process holds but a part."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from predicting import X, make_model, predict
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import bnuq_ext as bnuq
+
+
+@pytest.fixture
+def alone():
+    """A group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+WRAPPERS = {
+    "data parallel": nn.DataParallel,
+    "distributed": DistributedDataParallel,
+    "compiled": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_predictions_do_without_the_wrapper(wrap, alone, monkeypatch):
+    """Its forward waits for the buffers of other processes, which may not predict."""
+    model = make_model()
+    expected = predict(model)
+    plain = bnuq.plug_in(model, X, likelihood="categorical")
+    wrapped = WRAPPERS[wrap](model)
+
+    def refused(*args):
+        raise AssertionError("the wrapper's forward was called")
+
+    for cls in (nn.DataParallel, DistributedDataParallel):
+        monkeypatch.setattr(cls, "forward", refused)
+    assert torch.equal(predict(wrapped).mean, expected.mean)
+    assert torch.equal(bnuq.plug_in(wrapped, X, likelihood="categorical").mean, plain.mean)
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_a_loss_goes_through_the_wrapper(alone, num_samples):
+    def gradients(wrap):
+        torch.manual_seed(0)
+        layers = bnuq.BayesLinear(4, 6), nn.Tanh(), bnuq.BayesLinear(6, 3)
+        model, x, y = nn.Sequential(*layers), torch.randn(8, 4), torch.arange(8) % 3
+        for seed in (1, 2):
+            options = dict(num_samples=num_samples, batch_weight=0.1, seed=seed)
+            bnuq.elbo_loss(wrap(model), x, y, **options).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    calls = []
+
+    class Counted(DistributedDataParallel):
+        def forward(self, x):
+            calls.append(len(x))
+            return super().forward(x)
+
+    for actual, expected in zip(gradients(Counted), gradients(lambda m: m), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert calls
+
+
+@pytest.mark.parametrize("name", ["weight_mu", "weight_rho"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_weights_in_parts_are_refused(alone, name, sharded):
+    """FullyShardedDataParallel leaves a flat part in the layer; fully_shard one that says the whole's shape."""
+    net = nn.Sequential(bnuq.BayesLinear(4, 6), bnuq.BayesLinear(6, 3))
+    whole = getattr(net[1], name).detach()
+    part, got = whole.flatten()[:9], r"Parameter \[9\]"
+    if sharded:
+        part = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
+        got = r"DTensor \[3, 6\]"
+    setattr(net[1], name, nn.Parameter(part))
+    requirement = r"have its weights whole \(gather what is sharded among processes first\)"
+    for op in ("kl_divergence", "posterior_summary"):
+        with pytest.raises(ValueError, match=f"^{op}: layer '1' must {requirement}, got {got}$"):
+            getattr(bnuq, op)(net)
