@@ -228,7 +228,7 @@ def _copied_count(count, mean: dict[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(count, Mapping):
         value = check_integer("Bank", "count", count, 2)
         with without_gradients():
-            return {key: torch.full(m.shape[:1], value) for key, m in mean.items()}
+            return {key: torch.full(m.shape[:1], value, device="cpu") for key, m in mean.items()}
     for key, tensor in count.items():
         check_tensor("Bank", f"count[{key!r}]", tensor)
     with without_gradients():

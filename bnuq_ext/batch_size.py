@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,7 +149,7 @@ def fit_batch_size(
     judge = _Judge(model, device, likelihood, noise_var, key, rows_at_a_time)
     with preserved_rng(), without_gradients(), _bank_put_back(layers):
         torch.manual_seed(key)
-        rows = torch.randperm(len(data))[:num_rows].sort().values
+        rows = torch.randperm(len(data), device="cpu")[:num_rows].sort().values
         with tqdm(desc=OP, total=2 * len(sizes), disable=None if progress else True) as bar:
             banks = []
             for M in sizes:
@@ -271,7 +272,7 @@ class _Judge:
 
     def scores(self, dataset, rows: list[int], num_samples: int) -> _Scores:
         fetch, step = fetcher(dataset), self.rows_at_a_time
-        totals = torch.zeros(6, dtype=torch.float64)
+        totals = torch.zeros(6, dtype=torch.float64, device="cpu")
         for start in range(0, len(rows), step):
             inputs, y = split_batch(OP, fetch(rows[start : start + step]))
             pred = predict(
@@ -290,8 +291,8 @@ class _Judge:
 
     def _sums(self, samples: Tensor, y) -> Tensor:
         log_p = log_likelihood(samples, y, self.likelihood, self.noise_var)
-        mixed = log_p.logsumexp(0) - torch.tensor(float(len(log_p))).log()
-        information = torch.zeros(())
+        mixed = log_p.logsumexp(0) - math.log(len(log_p))
+        information = 0.0
         if self.likelihood == "categorical":
             samples = samples.softmax(2)
             information = mutual_information(samples, reduction="none").sum()
@@ -304,7 +305,7 @@ class _Judge:
             variance.sum(),
             variance.numel(),
         )
-        return torch.tensor([float(s) for s in sums], dtype=torch.float64)
+        return torch.tensor([float(s) for s in sums], dtype=torch.float64, device="cpu")
 
 
 def log_likelihood(samples: Tensor, y, likelihood: str, noise_var) -> Tensor:
@@ -331,10 +332,10 @@ def _fit(sizes: list[int], kl: list[float], left_out: int, scores: list[tuple]) 
 
     def curve(values) -> Tensor | None:
         values = list(values)
-        return None if None in values else torch.tensor(values, dtype=torch.float64)
+        return None if None in values else torch.tensor(values, dtype=torch.float64, device="cpu")
 
     return BatchSizeFit(
-        batch_sizes=torch.tensor(sizes),
+        batch_sizes=torch.tensor(sizes, device="cpu"),
         log_likelihood=curve(s.log_likelihood for s in train),
         kl=curve(kl),
         nll=curve(None if pair[1] is None else pair[1].nll for pair in scores),

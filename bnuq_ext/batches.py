@@ -94,7 +94,7 @@ def _dataset_source(op: str, dataset, batch_size: int) -> Source:
 def _draws(dataset, batch_size: int) -> Iterator:
     """Batches without end, each drawn without replacement, independent of each other."""
     fetch = fetcher(dataset)
-    rng = np.random.default_rng(torch.empty((), dtype=torch.int64).random_().item())
+    rng = np.random.default_rng(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
     while True:
         rows = rng.choice(len(dataset), batch_size, replace=False, shuffle=False)
         # In the data's order, so that batches of all rows have bit-identical statistics.

@@ -52,7 +52,7 @@ def keep_freed_pages() -> None:
     between: a tenth to a third of the time of an MLP. The threshold is twice the largest block that was ever
     mapped by itself and freed, of 32 MB at most. Nothing here is touched, so nothing is used.
     """
-    torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
+    torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8, device="cpu")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

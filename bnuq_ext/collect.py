@@ -211,7 +211,7 @@ class _Record:
         return Bank.adopt(
             {key: torch.stack(self.mean.pop(key)) for key in names},
             {key: torch.stack(self.var.pop(key)) for key in names},
-            {key: torch.tensor(self.count.pop(key)) for key in names},
+            {key: torch.tensor(self.count.pop(key), device="cpu") for key in names},
             batch_size=rows,
             dataset_size=known if known >= rows else sum(self.rows),
             disjoint=self._disjoint() if source.apart else 0.0,

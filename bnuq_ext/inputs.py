@@ -32,9 +32,10 @@ def model_input(op: str, batch, input_fn: Callable | None = None):
         found = batch[0] if batch else None
     if not isinstance(found, Tensor):
         requirement = (
-            "be a tensor, a tuple whose first entry is one, or a dict with one under 'input' or 'x' "
-            "(input_fn takes it out of anything else)"
+            "be a tensor, a tuple whose first entry is one, or a dict with one under 'input' or 'x'"
         )
+        if op == "collect":
+            requirement += " (input_fn takes it out of anything else)"
         refuse(op, "a batch", requirement, _describe(batch), TypeError)
     return found
 

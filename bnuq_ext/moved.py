@@ -48,7 +48,7 @@ class Moved(TorchFunctionMode):
 
 def _away_from_zero(parameter: Tensor) -> Tensor:
     p = parameter.detach()
-    noise = torch.rand(p.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    noise = torch.rand(p.shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
     noise = noise.to(p.device, p.dtype)
     fan_in = p[0].numel() if p.dim() > 1 and len(p) else 16
     size = p.double().square().mean().sqrt().clamp(min=max(fan_in, 1) ** -0.5).to(p.dtype)

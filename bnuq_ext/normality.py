@@ -257,7 +257,7 @@ def _distance(values: Tensor) -> Tensor:
     # Equal values may have a standard deviation of rounding's size.
     constant = values.amax(0) == values.amin(0)
     phi = torch.special.ndtr(((values - values.mean(0)) / std).sort(0).values)
-    steps = torch.arange(n + 1, dtype=values.dtype)[:, None] / n
+    steps = torch.arange(n + 1, dtype=values.dtype, device=values.device)[:, None] / n
     distance = torch.maximum((steps[1:] - phi).amax(0), (phi - steps[:-1]).amax(0))
     return torch.where(constant, math.nan, distance)
 
@@ -268,5 +268,6 @@ def _null_distances(n: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     block = max(1, 2**20 // n)
     sizes = [min(block, _NULL_SAMPLES - k) for k in range(0, _NULL_SAMPLES, block)]
-    draws = (torch.randn(n, size, generator=generator, dtype=torch.float64) for size in sizes)
+    options = dict(generator=generator, dtype=torch.float64, device="cpu")
+    draws = (torch.randn(n, size, **options) for size in sizes)
     return torch.cat([_distance(sample) for sample in draws]).sort().values

@@ -145,7 +145,8 @@ def check_gradients(
     parameters: list[Tensor], folded: Tensor, loop: Tensor, tolerance: float
 ) -> None:
     """Raises DoesNotFold unless the two have the same gradients, as far as autograd gives any."""
-    weights = torch.randn(loop.shape, generator=torch.Generator().manual_seed(0)).to(loop)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(loop.shape, generator=generator, device="cpu").to(loop)
     options = {"grad_outputs": weights, "allow_unused": True}
     try:
         both = [torch.autograd.grad(out, parameters, **options) for out in (folded, loop)]

@@ -203,6 +203,8 @@ def check_sampler(op: str, name: str, batch_size: int | None) -> None:
 
 def check_key(op: str, seed) -> None:
     """Checks a seed: None, or an integer in [-2^63, 2^63)."""
+    if isinstance(seed, Tensor):
+        refuse(op, "seed", "be an integer, not a tensor", seed, TypeError)
     if seed is not None and check_integer(op, "seed", seed, -(2**63)) >= 2**63:
         refuse(op, "seed", "lie in [-2^63, 2^63)", seed)
 

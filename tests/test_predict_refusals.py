@@ -50,6 +50,8 @@ def flexible():
         ({"chunk": "big"}, TypeError, "chunk must be an integer, got 'big'"),
         ({"output_fn": 3}, TypeError, "output_fn must be callable, got int"),
         ({"x": 3}, TypeError, "x must be a tensor, a tuple, a dict or an iterable of batches, got int"),
+        ({"x": [{"image": X}]}, TypeError, r"a batch must .* under 'input' or 'x', got dict with keys \['image'\]$"),
+        ({"seed": torch.tensor(3)}, TypeError, r"seed must be an integer, not a tensor, got 3"),
         ({"x": []}, ValueError, "x must yield at least 1 batch, got none"),
         ({"x": X.to("meta")}, ValueError, "x must be on the model's device cpu, got meta"),
         ({"x": (1,)}, ValueError, "an input must hold a tensor with rows, got none"),
