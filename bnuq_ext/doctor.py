@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ def doctor(model: nn.Module, x) -> Report:
         TypeError: for a model or an x of another type.
     """
     check_model("doctor", model)
-    if not isinstance(x, (Tensor, tuple, dict)):
+    if not isinstance(x, (Tensor, tuple, Mapping)):
         refuse("doctor", "x", "be a tensor, a tuple or a dict", type(x).__name__, TypeError)
     layers = named_stochastic_layers(model)
     with (

@@ -31,11 +31,13 @@ def model_input(op: str, batch, input_fn: Callable | None = None):
     elif isinstance(batch, (tuple, list)):
         found = batch[0] if batch else None
     if not isinstance(found, Tensor):
+        others = "input_fn takes it out of anything else"
+        if op != "collect":  # takes no input_fn
+            others = "or a tuple (input, targets) whose input is a tuple or a dict; a generator makes it of others"
         requirement = (
-            "be a tensor, a tuple whose first entry is one, or a dict with one under 'input' or 'x'"
+            "be a tensor, a tuple whose first entry is one, or a dict with one under 'input' or 'x' "
+            f"({others})"
         )
-        if op == "collect":
-            requirement += " (input_fn takes it out of anything else)"
         refuse(op, "a batch", requirement, _describe(batch), TypeError)
     return found
 
@@ -67,7 +69,8 @@ def num_rows(op: str, inputs) -> int:
         return inputs.shape[0]
     first = next((t for t in tensors(inputs) if t.dim() > 0), None)
     if first is None:
-        refuse(op, "an input", "hold a tensor with rows", "none")
+        requirement = "hold a tensor with rows (wrap a model of other objects)"
+        refuse(op, "an input", requirement, f"none in {_describe(inputs)}")
     return first.shape[0]
 
 

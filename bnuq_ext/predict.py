@@ -32,7 +32,7 @@ from .samplers import (
     draw_key,
     make_sampler,
 )
-from .stream import Replicas, Stream, check_strategy
+from .stream import Replicas, Stream, check_strategy, split_batch
 
 
 def predict(
@@ -208,7 +208,8 @@ def _batch_sampler(model: nn.Module, loader, num_batches: int, device: torch.dev
     source = find_source("predict", loader, None)
     # A loader's last batch may be too small to be used, once a pass.
     most = 2 * num_batches + 1
-    bank, remarks = gather("predict", model, source, num_batches, device=device, most=most)
+    options = {"device": device, "most": most, "input_fn": lambda b: split_batch("predict", b)[0]}
+    bank, remarks = gather("predict", model, source, num_batches, **options)
     if len(bank) < num_batches:
         refuse("predict", "loader", f"have {num_batches} batches of use", len(bank))
     for remark in remarks:

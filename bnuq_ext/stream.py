@@ -102,7 +102,7 @@ class Stream:
             size = min(chunk_of(plan, self.replicas.chunk, left, self.device), self.most)
             outputs = short = None
             try:
-                outputs = self.folding.run(plan, inputs, self.replicas.first + done, size)
+                outputs = self._outputs(plan, inputs, done, size)
                 samples = self._keep(samples, outputs, done)
                 if size == self.replicas.count:
                     summary = summarise(self.forward.op, self.likelihood, outputs)
@@ -128,6 +128,16 @@ class Stream:
                 if bar is not None:
                     bar.update(size)
         return (summary or moments.summary()) | {"samples": samples}
+
+    def _outputs(self, plan: Plan, inputs, done: int, size: int) -> Tensor:
+        outputs = self.folding.run(plan, inputs, self.replicas.first + done, size)
+        shape = list(outputs.shape[1:])
+        if done == 0:
+            self.shape = shape
+        if shape != self.shape:  # boxes of a detector; they might broadcast
+            requirement = "have the same shape in all replicas (output_fn can pad it)"
+            refuse(self.forward.op, "the output", requirement, f"{shape} after {self.shape}")
+        return outputs
 
     def _plan(self, inputs) -> Plan:
         strategy, chunk = self.replicas.strategy, self.replicas.chunk

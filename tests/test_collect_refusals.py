@@ -181,6 +181,7 @@ BATCH = (
     "a batch must be a tensor, a tuple whose first entry is one, or a dict with one under 'input' or 'x' "
     "(input_fn takes it out of anything else), got "
 )
+NO_ROWS = "an input must hold a tensor with rows (wrap a model of other objects), got none in "
 SOURCE = "data must be a loader, an iterable of batches, or a data set, got "
 MAP_STYLE = "data must be a map-style data set when batch_size is given, got "
 REFUSED = [
@@ -198,8 +199,8 @@ REFUSED = [
         TypeError,
         "input_fn must return a tensor, a tuple or a dict, got list",
     ),
-    (dict(input_fn=lambda x: (3,)), ValueError, "an input must hold a tensor with rows, got none"),
-    (dict(data=[torch.tensor(3.0)]), ValueError, "an input must hold a tensor with rows, got none"),
+    (dict(input_fn=lambda x: (3,)), ValueError, NO_ROWS + "tuple of int"),
+    (dict(data=[torch.tensor(3.0)]), ValueError, NO_ROWS + "Tensor"),
     (dict(device="gpu"), ValueError, "device must name a torch device, got 'gpu'"),
     (dict(device=2.5), ValueError, "device must name a torch device, got 2.5"),
     (dict(data=3), TypeError, SOURCE + "int"),

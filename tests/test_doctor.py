@@ -1,4 +1,5 @@
 import threading
+from collections import UserDict
 
 import pytest
 import torch
@@ -58,6 +59,11 @@ def test_counts_calls_by_who_makes_them():
     assert counts(report) == (2, 1, 1)
     assert report.converted == {"twice": 2, "idle": 0}
     assert report.excluded_layers == ["left"] and report.unconverted == {}
+
+
+def test_takes_any_mapping():
+    report = bnuq.doctor(Network(), UserDict({"x": x, "scale": 2.0}))
+    assert counts(report) == (0, 0, 4)
 
 
 def test_names_what_is_not_converted():

@@ -177,6 +177,16 @@ def test_batch_sampler_goes_on_after_batches_too_small_to_use(model):
     equal(pred, expected)
 
 
+def test_fresh_batches_may_be_dicts_with_targets(flexible):
+    batches = list(torch.randn(4, 16, 4))
+    options = dict(sampler="batch", num_samples=4, output_fn=lambda o: o["logits"])
+    pairs = [({"x": x, "scale": torch.ones(16, 1)}, torch.zeros(16)) for x in batches]
+    equal(
+        predict(flexible, batches[0], loader=pairs, **options),
+        predict(flexible, batches[0], loader=batches, **options),
+    )
+
+
 def test_batch_sampler_of_a_loader_whose_last_batch_is_one_row():
     norm = bnuq.convert(nn.BatchNorm1d(4))
     data = torch.utils.data.TensorDataset(torch.randn(161, 4))

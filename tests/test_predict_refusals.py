@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from coupled import BatchAttention, D
 from predicting import DATA, X, equal, make_flexible, make_model, network, predict
 from torch import nn
 
@@ -50,11 +51,12 @@ def flexible():
         ({"chunk": "big"}, TypeError, "chunk must be an integer, got 'big'"),
         ({"output_fn": 3}, TypeError, "output_fn must be callable, got int"),
         ({"x": 3}, TypeError, "x must be a tensor, a tuple, a dict or an iterable of batches, got int"),
-        ({"x": [{"image": X}]}, TypeError, r"a batch must .* under 'input' or 'x', got dict with keys \['image'\]$"),
         ({"seed": torch.tensor(3)}, TypeError, r"seed must be an integer, not a tensor, got 3"),
         ({"x": []}, ValueError, "x must yield at least 1 batch, got none"),
         ({"x": X.to("meta")}, ValueError, "x must be on the model's device cpu, got meta"),
-        ({"x": (1,)}, ValueError, "an input must hold a tensor with rows, got none"),
+        ({"x": (1,)}, ValueError, r"an input must hold a tensor with rows \(wrap .*\), got none in tuple of int"),
+        ({"x": [{"pixels": X}]}, TypeError, r"a batch must be .* a generator makes it of others\), got dict with keys \['pixels'\]"),
+        ({"x": [3]}, TypeError, r"a batch must be .* a generator makes it of others\), got int"),
         ({"output_fn": lambda o: [o]}, TypeError, "output_fn's result must be a tensor, got list"),
         ({"output_fn": lambda o: o.argmax(1)}, TypeError, "output_fn's result must be a floating-point tensor"),
         ({"output_fn": lambda o: o[:, 0]}, ValueError, r"the output must be logits \(N, K, \*\) .* got \[9\]"),
@@ -81,6 +83,41 @@ def test_an_error_leaves_the_generator_where_it_was(model, options, error):
     with pytest.raises(error):
         bnuq.predict(model, arguments.pop("x"), **arguments)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Detector(nn.Module):
+    """Returns as many rows as its statistics make large."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return h[: int(h.abs().sum() * 100) % 7 + 1]
+
+
+@pytest.mark.parametrize("keep_samples", [False, True])
+def test_outputs_of_different_shapes_are_refused_even_where_they_broadcast(keep_samples):
+    model, batches = bnuq.convert(Detector()), torch.randn(8, 9, 4)
+    bnuq.collect(model, list(batches), 8, progress=False)
+    options = dict(likelihood="gaussian", num_samples=8, seed=0, keep_samples=keep_samples)
+    message = r"predict: the output must have the same shape in all replicas .*, got \[\d, 4\] after \[\d, 4\]"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            bnuq.predict(model, batches[0], **options)
+
+
+def test_a_coupled_model_is_refused_with_how_far_it_is_off():
+    model, batches = bnuq.convert(BatchAttention()), torch.randn(4, 6, D)
+    bnuq.collect(model, list(batches), 4, progress=False)
+    options = dict(likelihood="gaussian", num_samples=4, seed=0, strategy="folded")
+    message = (
+        "that does not fold: the output differs from that of one replica after another, "
+        r"by 0\.\d+ of the largest value where 0.0001 may be rounding$"
+    )
+    with pytest.raises(ValueError, match=message):
+        bnuq.predict(model, batches[0], **options)
 
 
 def test_rejects_models(model, flexible):
