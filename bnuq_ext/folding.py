@@ -282,21 +282,21 @@ class Folding:
     def _prove(self, inputs, way: str) -> Proof:
         probe = probe_inputs(inputs)
         reads = Reads(self.modules, probe, ROWS)
-        rows, shared = self._try(probe, way, reads)
+        rows, shared, folded = self._try(probe, way, reads)
         reads.check(rows)
-        self._try_harder(probe, way, rows, reads.rounds)
+        self._try_harder(probe, way, rows, None if reads.rounds else folded)
         return Proof(shared, self.flags is not None and self._try_moved(probe, way))
 
-    def _try_harder(self, probe, way: str, rows: dict[str, int], rounds: bool) -> None:
-        """The same with infinities, and with gradients if they will be taken."""
+    def _try_harder(self, probe, way: str, rows: dict[str, int], folded: Tensor | None) -> None:
+        """The same with infinities, unless they would become indices, and with gradients if they will be taken."""
         *alone, both = probe_draws(self.forward.draw(self.first_replica, 1))
         arguments = probe if way == "folded" else expand(probe, 2)
 
         def run(draw: Draw) -> Tensor:
             return self.forward.run(arguments, draw, rows)[0]
 
-        if not rounds:  # an infinity must not become an index
-            check_apart(run, both, self._tolerance(run(both), probe))
+        if folded is not None:
+            check_apart(run, both, folded, self._tolerance(folded, probe))
         if self.flags is not None:
             with torch.enable_grad():
                 folded = run(both)
@@ -317,7 +317,7 @@ class Folding:
             return False
         return moved.complete
 
-    def _try(self, probe, way: str, mode) -> tuple[dict[str, int], dict[str, bool]]:
+    def _try(self, probe, way: str, mode) -> tuple[dict[str, int], dict[str, bool], Tensor]:
         *alone, both = probe_draws(self.forward.draw(self.first_replica, 1))
         with mode:
             runs = [self.forward.run(probe, draw) for draw in alone]
@@ -328,7 +328,7 @@ class Folding:
         with mode:
             folded, seen = self.forward.run(arguments, both, rows)
         check_equal(folded, loop, tolerance)
-        return rows, seen.shared
+        return rows, seen.shared, folded
 
     def _tolerance(self, output: Tensor, inputs) -> float:
         parameters = {
