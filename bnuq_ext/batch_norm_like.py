@@ -16,6 +16,7 @@ from .adapters import find_adapter, qualified_name
 from .nn import STOCHASTIC_CLASSES, Stochastic
 
 EXCLUDED = "_bnuq_excluded"  # attribute of a layer that filter_fn has left out
+_SHOWN = 4  # names
 
 
 class Survey(NamedTuple):
@@ -35,7 +36,16 @@ class Survey(NamedTuple):
 
 
 def describe(unsupported: dict[str, str]) -> str:
-    return ", ".join(f"{name or 'the model'} ({reason})" for name, reason in unsupported.items())
+    """Names by reason, not all where there are many."""
+    names: dict[str, list[str]] = {}
+    for name, reason in unsupported.items():
+        names.setdefault(reason, []).append(name)
+    return ", ".join(f"{listed(group)} ({reason})" for reason, group in names.items())
+
+
+def listed(names: list[str]) -> str:
+    shown = ", ".join(name or "the model" for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
 def survey(model: nn.Module) -> Survey:

@@ -10,12 +10,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .batch_norm_like import listed
 from .dropout import DROPOUTS
 from .inputs import tensors
 from .nn import Stochastic, uncompiled_name
 
 _SMALL = 16  # rows
-_SHOWN = 4  # names
 
 
 class DropoutTrace(TorchFunctionMode):
@@ -64,14 +64,14 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
     """
     if after_dropout:
         yield (
-            f"batch norm after dropout: {_listed(after_dropout)}. Dropout changes the variance from train() to "
+            f"batch norm after dropout: {listed(after_dropout)}. Dropout changes the variance from train() to "
             "eval(), so the running statistics do not fit; keep dropout behind the last batch norm"
         )
     norms = {n: m for n, m in model.named_modules() if isinstance(m, (_BatchNorm, Stochastic))}
     training = [uncompiled_name(name) for name, module in norms.items() if module.training]
     if training:
         yield (
-            f"batch norm in train(): {_listed(training)}. Outside predict a forward normalises with its own "
+            f"batch norm in train(): {listed(training)}. Outside predict a forward normalises with its own "
             "batch and moves the running statistics, with no_grad and requires_grad_(False) too; call eval(), "
             "or bnuq_ext.freeze to train the rest"
         )
@@ -83,8 +83,3 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
                 "noisy and predictions were found to be worse (Teye et al. 2018); good if the model was "
                 "trained with such batches"
             )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(name or "the model" for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import qualified_name
+from .batch_norm_like import describe
 from .bayes import BayesLinear, check_initial, check_whole, require_bayes_layers
 from .convert import copied
 from .ops.checks import check_number, refuse
@@ -77,8 +78,7 @@ def _subclasses(model: nn.Module) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and qualified_name(type(module)) not in _LINEAR
     }
-    shown = [f"{name or 'the model'} ({cls})" for name, cls in list(others.items())[:4]]
-    return f" but subclasses of it: {', '.join(shown)}" if shown else ""
+    return f" but subclasses of it: {describe(others)}" if others else ""
 
 
 def _turn(linear: nn.Linear, rho_init, prior) -> None:

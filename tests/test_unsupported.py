@@ -118,6 +118,16 @@ def test_reports_what_it_cannot_convert(kind):
     assert list(named_stochastic_layers(converted)) == ["0"]
 
 
+def test_many_of_a_kind_are_counted():
+    own = [OwnBatchNorm() for _ in range(6)]
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.LazyBatchNorm1d(), *own)
+    message = (
+        r"got 1 \(LazyBatchNorm1d: lazy.*\), 2, 3, 4, 5 and 2 more \(OwnBatchNorm: an unknown class"
+    )
+    with pytest.raises(ValueError, match=message):
+        bnuq.convert(model)
+
+
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_a_model_with_nothing_else_is_an_error(kind):
     make, text = UNSUPPORTED[kind]
