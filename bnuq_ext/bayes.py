@@ -7,13 +7,14 @@ from numbers import Real
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional
 
 from .ops import bayes_linear, new_seed, philox_normal
 from .ops.checks import check_integer, refuse
 from .ops.linear_parts import spread
 from .priors import GaussianPrior, check_prior
-from .replicas import Replicated, current_pass
+from .replicas import Replicated, current_pass, node_of
 from .samplers import Draw
 
 ESTIMATORS = ("exact", "local")
@@ -129,12 +130,16 @@ class BayesLinear(Replicated, nn.Module):
         return self.estimator == "exact"
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return node_of(self, x)
         active = current_pass()
         return self.plain_forward(x) if active is None else active.visit(self, x)
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """One sample of the weights in train(), their means in eval()."""
         if not self.training:
+            if not x.is_floating_point():  # else the weights would be rounded
+                refuse("BayesLinear", "x", "be a floating-point tensor", x.dtype, TypeError)
             return functional.linear(x, self.posterior()[0].to(x.dtype), _to(self.bias_mu, x.dtype))
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         self._check_features(rows)

@@ -6,7 +6,7 @@ from torch.fx import Proxy
 
 from .ops.batch_norm import batch_norm_fitted, batch_norm_snapshots
 from .ops.checks import acc_dtype, refuse
-from .replicas import Replicated, current_pass
+from .replicas import Replicated, current_pass, node_of
 from .samplers import Draw, Fitted
 
 
@@ -26,8 +26,8 @@ class Stochastic(Replicated):
     frozen = False  # whether train() leaves the layer in eval; see `freeze`
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, Proxy):  # torch.fx: one node, as for the torch layer
-            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
+        if isinstance(x, Proxy):
+            return node_of(self, x)
         active = current_pass()
         if active is None:
             return self.plain_forward(x)

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .ops.checks import refuse
 from .samplers import Draw
@@ -62,6 +63,11 @@ class Replicated:
 
     needs_bank = False  # whether a draw must have statistics for each of its calls
     one_draw = False  # whether all calls in a forward have the noise of the first
+
+
+def node_of(layer: nn.Module, x: Proxy) -> Proxy:
+    """One node of a torch.fx graph for a layer, as for torch's own: it goes on being sampled."""
+    return x.tracer.create_proxy("call_module", x.tracer.path_of_module(layer), (x,), {})
 
 
 class Pass:

@@ -100,6 +100,24 @@ def test_rows_without_a_batch_are_refused_in_a_pass():
         samples(layer, x(5))
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_only_floating_point_is_taken(training, dtype):
+    """The posterior means are cast to what comes in: as integers they would be 0."""
+    layer = bnuq.BayesLinear(5, 2, rho_init=-1.0).train(training)
+    with pytest.raises(TypeError, match=rf"x must be a floating-point tensor, got {dtype}$"):
+        layer(torch.ones(3, 5, dtype=dtype))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_symbolic_trace_keeps_the_layers(training):
+    model = nn.Sequential(bnuq.BayesLinear(5, 4, **OPTIONS), nn.Tanh()).train(training)
+    traced = torch.fx.symbolic_trace(model)
+    assert torch.equal(samples(traced, x(3, 5)), samples(model, x(3, 5)))
+    torch.testing.assert_close(traced.eval()(x(3, 5)), model.eval()(x(3, 5)), rtol=0, atol=0)
+    assert not torch.equal(traced.train()(x(3, 5)), traced(x(3, 5)))
+
+
 @pytest.mark.parametrize("prior", [bnuq.GaussianPrior(0.5), bnuq.ScaleMixturePrior(0.5, 1.0, 0.1)])
 def test_divergence_of_a_pruned_layer_is_that_of_the_weights_that_are_left(prior):
     """At the very weights of the forward, in a mixture; and the gradients of the others are 0."""

@@ -95,3 +95,19 @@ def test_export_is_the_original(strict):
     model, x = network("residual")
     program = torch.export.export(bnuq.convert(model).eval(), (x,), strict=strict)
     assert_same(program.module()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_flags_of_a_compiled_model_are_put_back(training):
+    model, x = network("mlp")
+    converted = bnuq.convert(model).train(training)
+    compiled = torch.compile(converted, backend="eager")
+    runs = [
+        lambda: bnuq.collect(compiled, list(torch.randn(3, 8, 3)), 3, progress=False),
+        lambda: bnuq.doctor(compiled, x),
+        lambda: bnuq.ensemble([compiled], x, likelihood="categorical"),
+        lambda: bnuq.predict(compiled, x, likelihood="categorical", num_samples=3, seed=0),
+    ]
+    for run in runs:
+        run()
+        assert all(module.training == training for module in compiled.modules())
