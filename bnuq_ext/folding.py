@@ -122,6 +122,10 @@ class Folding:
                     self._remember(self.known.plans, place, plan, plan.lasting)
         return plan
 
+    def undecided(self, inputs) -> int:
+        """How many trials on such inputs could not tell."""
+        return self.known.undecided.get(self.place(inputs, 1), 0)
+
     def give_up(self, plan: Plan, inputs, reason: Exception) -> Plan:
         """The next way that passes its trial, after a failure at the actual size."""
         with self.known.planning:
@@ -272,8 +276,11 @@ class Folding:
         lasting = True
         try:
             found = self._prove(inputs, way)
+        except Undecided as error:
+            found, lasting = str(error), False
+            self._remember(self.known.undecided, place[1], self.undecided(inputs) + 1, True)
         except DoesNotFold as error:
-            found, lasting = str(error), not isinstance(error, Undecided)
+            found = str(error)
         except Exception as error:
             found, lasting = f"{type(error).__name__}: {error}", not is_out_of_memory(error)
         self._remember(self.known.trials, place, found, lasting)

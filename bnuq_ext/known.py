@@ -27,7 +27,7 @@ class Known:
 
     Attributes:
         seen: the fingerprint of its modules.
-        plans, trials: see `Folding`.
+        plans, trials: see `Folding`; undecided: how many trials could not tell.
         standing: plans of earlier states, for as long as nothing but the values of parameters has changed; see
             `Folding`.
         turn: how often those have changed.
@@ -41,6 +41,7 @@ class Known:
         self.seen = seen
         self.plans: dict = {}
         self.trials: dict = {}
+        self.undecided: dict = {}
         self.standing: dict = {}
         self.turn = 0
         self.planning = threading.RLock()

@@ -18,6 +18,7 @@ from .ops.checks import refuse
 from .prediction import make_moments, summarise
 
 STRATEGIES = ("auto", "folded", "loop")
+_TRIALS = 16  # that could not tell, two in a prediction: then one more will not
 _LOOP = Plan("loop", {}, 0, (), {}, set())
 
 
@@ -147,18 +148,20 @@ class Stream:
         if rows == 0:
             return _LOOP
         try:
-            plan = self.folding.plan(inputs, self._trial_pays)
+            plan = self.folding.plan(inputs, lambda plan: self._trial_pays(plan, inputs))
         except Exception as error:
             if is_out_of_memory(error):
                 raise out_of_memory(self.forward.op, rows, error) from error
             raise
         return self._checked(plan)
 
-    def _trial_pays(self, plan: Plan) -> bool:
-        """Whether more than one replica would go into a chunk; the trial costs as much as forty rows."""
+    def _trial_pays(self, plan: Plan, inputs) -> bool:
+        """Whether it may tell, and more than one replica would go into a chunk; it costs as much as forty rows."""
         _, count, strategy, chunk, *_ = self.replicas
-        folded = plan._replace(way="folded")
-        return strategy == "folded" or chunk_of(folded, chunk, count, self.device) > 1
+        if strategy == "folded":
+            return True
+        together = chunk_of(plan._replace(way="folded"), chunk, count, self.device)
+        return together > 1 and self.folding.undecided(inputs) < _TRIALS
 
     def _give_up(self, plan: Plan, inputs, error: Exception) -> Plan:
         return self._checked(self.folding.give_up(plan, inputs, error))

@@ -25,7 +25,7 @@ from coupled import (
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import chunks, known
+from bnuq_ext import known
 from bnuq_ext.folding import Folding
 from bnuq_ext.forward import Forward
 from bnuq_ext.probe import probe_draws, probe_inputs
@@ -146,24 +146,6 @@ def test_a_known_model_is_run_once_a_chunk():
     assert count_passes(lambda: samples(model, ROWS[:8])) == [8] * 4
     assert count_passes(lambda: samples(model, ROWS[:8], strategy="loop")) == [8] * 6
     assert count_passes(lambda: samples(model, ROWS[:8], num_samples=1)) == [8]
-
-
-def test_where_one_replica_fills_a_chunk_there_is_no_trial(monkeypatch):
-    monkeypatch.setattr(chunks, "CPU_BYTES", 16 * D * 4)
-    model = prepared(Counting, ROWS)
-    expected = samples(copy.deepcopy(model), ROWS[:16], strategy="loop")
-    assert (
-        count_passes(lambda: samples(model, ROWS[:16])) == [16] * 7
-    )  # the first finds out the size
-    assert count_passes(lambda: samples(model, ROWS[:16])) == [16] * 6
-    assert way(model) == ""
-    for options in ({"chunk": 3}, {"strategy": "folded"}, {}):
-        torch.testing.assert_close(samples(model, ROWS[:16], **options), expected)
-        assert way(model) == "folded"
-    coupled = prepared(Graph, ROWS)
-    samples(coupled, ROWS[:6])
-    with pytest.raises(ValueError, match="does not fold"):
-        samples(coupled, ROWS[:6], strategy="folded")
 
 
 def test_a_lambda_written_anew_is_known():
