@@ -129,11 +129,11 @@ class BayesLinear(Replicated, nn.Module):
         """See `Replicated`: a replica has one weight matrix, but fresh noise in each row."""
         return self.estimator == "exact"
 
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, Proxy):
-            return node_of(self, x)
+    def forward(self, input: Tensor) -> Tensor:  # the name in torch.nn.Linear
+        if isinstance(input, Proxy):
+            return node_of(self, input)
         active = current_pass()
-        return self.plain_forward(x) if active is None else active.visit(self, x)
+        return self.plain_forward(input) if active is None else active.visit(self, input)
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """One sample of the weights in train(), their means in eval()."""

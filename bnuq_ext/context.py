@@ -52,7 +52,7 @@ def replicas(
             that is not stochastic and would take the replicas together.
     """
     op = "replicas"
-    if hasattr(model, "_orig_mod"):
+    if "_orig_mod" in getattr(model, "_modules", ()):
         refuse(op, "model", "not be compiled", type(model).__name__, TypeError)
     _, modules = check_model(op, model)
     num_samples = check_integer(op, "num_samples", num_samples, 1)

@@ -25,14 +25,14 @@ class Stochastic(Replicated):
     bank_name = None  # the layer's key in the bank
     frozen = False  # whether train() leaves the layer in eval; see `freeze`
 
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, Proxy):
-            return node_of(self, x)
+    def forward(self, input: Tensor) -> Tensor:  # torch's name, by which it may be given
+        if isinstance(input, Proxy):
+            return node_of(self, input)
         active = current_pass()
         if active is None:
-            return self.plain_forward(x)
-        self.check_input(x)
-        return active.visit(self, x)
+            return self.plain_forward(input)
+        self.check_input(input)
+        return active.visit(self, input)
 
     def train(self, mode: bool = True):
         super().train(mode)

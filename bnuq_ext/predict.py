@@ -153,7 +153,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
-        elif hasattr(model, "_orig_mod"):
+        elif "_orig_mod" in model._modules:  # not hasattr: a wrapper may hand on what it wraps has
             model = model._orig_mod
         else:
             return model

@@ -285,3 +285,11 @@ def test_revert_refuses_what_is_parametrised():
         bnuq.revert(model)
     nn.utils.parametrize.remove_parametrizations(model[1], "weight")
     assert type(bnuq.revert(model)[1]) is nn.BatchNorm1d
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_input_may_be_given_by_name(training):
+    """As torch's layers call it."""
+    norm, linear, x = nn.BatchNorm1d(3).train(training), nn.Linear(3, 2), torch.randn(4, 3)
+    assert_same(bnuq.convert(norm)(input=x), norm(input=x))
+    assert_same(bnuq.to_bayesian(linear).eval()(input=x), linear(input=x))

@@ -82,3 +82,31 @@ def test_weights_in_parts_are_refused(alone, name, sharded):
     for op in ("kl_divergence", "posterior_summary"):
         with pytest.raises(ValueError, match=f"^{op}: layer '1' must {requirement}, got {got}$"):
             getattr(bnuq, op)(net)
+
+
+class Doubled(nn.Module):
+    """Hands on what it wraps has, as FullyShardedDataParallel does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+def test_a_wrapper_around_a_compiled_model_is_not_taken_for_it():
+    model = make_model()
+    options = dict(likelihood="gaussian", num_samples=3, seed=1, keep_samples=True)
+    expected = 2 * bnuq.predict(model, X, **options).samples
+    wrapped = Doubled(torch.compile(model, backend="eager"))
+    torch.testing.assert_close(bnuq.predict(wrapped, X, **options).samples, expected)
+    with bnuq.replicas(wrapped, 3, seed=1):
+        torch.testing.assert_close(wrapped(X), expected.flatten(0, 1))
+    torch.compiler.reset()  # so many passes use up the recompilations of nn.Sequential
