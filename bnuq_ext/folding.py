@@ -43,7 +43,7 @@ from .probe import (
     probe_inputs,
     tolerance_of,
 )
-from .reads import Reads
+from .reads import Reads, uncompiled
 from .replicas import DoesNotFold, ReplicaPass, Undecided
 from .restore import evaluating, preserved_rng
 from .samplers import Draw
@@ -128,7 +128,7 @@ class Folding:
 
     def give_up(self, plan: Plan, inputs, reason: Exception) -> Plan:
         """The next way that passes its trial, after a failure at the actual size."""
-        with self.known.planning:
+        with self.known.planning, uncompiled():
             following = self._next(plan, inputs, str(reason))
             if is_out_of_memory(reason):
                 following = following._replace(steady=False)
@@ -215,7 +215,7 @@ class Folding:
 
     def _make(self, inputs, wanted: Callable[[Plan], bool]) -> Plan:
         state = State(self.modules)
-        with preserved_rng():
+        with uncompiled(), preserved_rng():
             try:
                 output, record, reads = self._record(inputs)
                 plan = Plan("", record.rows, record.largest, tuple(output.shape), {}, set())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,24 @@ _ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # these reach no disp
 
 # torch keeps "in a dispatch mode" in globals: threads that leave out of order would leave it set.
 ONE_MODE = threading.RLock()
+
+
+@contextmanager
+def uncompiled():
+    """What torch.compile has compiled runs as it was written: it can be watched, and trials do not use up the few
+    times that it is compiled again for what differs among passes."""
+    with ONE_MODE, _eager_stance():
+        yield
+
+
+def _eager_stance():
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return nullcontext()
+    try:
+        return dynamo.set_stance("force_eager")
+    except RuntimeError:  # called by compiled code
+        return nullcontext()
 
 
 class Reads:
@@ -51,14 +71,15 @@ class Reads:
         self._modes = (_Arrays(self), _Scalars(self))
 
     def __enter__(self) -> None:
-        ONE_MODE.acquire()
+        self._eager = uncompiled()
+        self._eager.__enter__()
         for mode in self._modes:
             mode.__enter__()
 
     def __exit__(self, *error) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(*error)
-        ONE_MODE.release()
+        self._eager.__exit__(None, None, None)
 
     def look(self, args) -> None:
         self.found |= not self._constant(args)

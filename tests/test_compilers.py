@@ -6,6 +6,7 @@ from zoo import Residual, assert_same, network, quietly, step
 
 import bnuq_ext as bnuq
 from bnuq_ext.nn import Stochastic, named_stochastic_layers
+from bnuq_ext.reads import uncompiled
 from bnuq_ext.replicas import Pass, running
 
 
@@ -111,3 +112,38 @@ def test_flags_of_a_compiled_model_are_put_back(training):
     for run in runs:
         run()
         assert all(module.training == training for module in compiled.modules())
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_trials_do_not_compile(fullgraph):
+    """torch compiles a function eight times, and then never again; fullgraph asks for no watching."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model, x = network("residual")
+    model = bnuq.convert(model).eval()
+    bnuq.collect(model, list(torch.randn(4, 8, 3, 5, 6)), 4, progress=False)
+    options = dict(likelihood="gaussian", num_samples=3, seed=1, keep_samples=True)
+    expected = bnuq.predict(model, x, **options).samples
+    model.stem = torch.compile(model.stem, backend=backend, fullgraph=fullgraph)
+    for _ in range(2):
+        actual = bnuq.predict(model, x, strategy="folded", **options).samples
+        torch.testing.assert_close(actual, expected)
+    with bnuq.replicas(model, 3, seed=1):
+        torch.testing.assert_close(model(x), expected.flatten(0, 1))
+    assert 1 <= len(graphs) <= 3
+
+
+def test_uncompiled_within_compiled_code():
+    """There torch refuses to change how it compiles."""
+
+    def inside(x):
+        torch._dynamo.graph_break()
+        with uncompiled():
+            return x + 1
+
+    assert_same(torch.compile(inside, backend="eager")(torch.ones(3)), torch.full((3,), 2.0))

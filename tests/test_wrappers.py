@@ -109,4 +109,3 @@ def test_a_wrapper_around_a_compiled_model_is_not_taken_for_it():
     torch.testing.assert_close(bnuq.predict(wrapped, X, **options).samples, expected)
     with bnuq.replicas(wrapped, 3, seed=1):
         torch.testing.assert_close(wrapped(X), expected.flatten(0, 1))
-    torch.compiler.reset()  # so many passes use up the recompilations of nn.Sequential
