@@ -1,4 +1,4 @@
-"""Every CUDA kernel once on small, awkward shapes: what compute-sanitizer runs.
+"""Every form of every CUDA kernel on small, awkward shapes: what compute-sanitizer runs.
 
 Inputs are made on the CPU and copied, so that hardly a kernel but ours runs under the tool. Another
 device than "cuda" may be named, to try the script itself.
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bnuq_ext import ops  # noqa: E402
 
 T, N, C, B = 3, 2, 5, 4
-SHAPES = [(C,), (C, 7, 7), (C, 4, 4), (C, 1, 1)]
+SHAPES = [(N, C), (3, C), (N, C, 7, 7), (N, C, 4, 4), (N, C, 1, 1), (N, C, 16, 16)]
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -29,12 +29,11 @@ def laid_out(x, channels_last):
 
 
 def batch_norm_cases():
-    for shape, dtype, shared in itertools.product(SHAPES, DTYPES, (True, False)):
+    for (rows, *shape), dtype, shared in itertools.product(SHAPES, DTYPES, (True, False)):
         for channels_last in (False, True) if len(shape) == 3 else (False,):
-            rows = N if shared else T * N
+            size = (rows if shared else T * rows, *shape)
             x, residual = (
-                laid_out(made(rows, *shape, dtype=dtype), channels_last).requires_grad_()
-                for _ in range(2)
+                laid_out(made(*size, dtype=dtype), channels_last).requires_grad_() for _ in range(2)
             )
             yield x, residual, {"shared": shared, "activation": "relu"}
 
@@ -57,9 +56,9 @@ def run_batch_norm():
 
 
 def run_predictive():
-    for dtype, shape in itertools.product(
-        DTYPES, [(T, N, 10), (T, N, 3, 5, 5), (T, 1, 1), (40, 3, 130)]
-    ):
+    shapes = [(T, N, 10), (T, N, 3, 5, 5), (T, 1, 1), (40, 3, 130)]
+    shapes += [(T, 1, 33, 2), (T, N, 300), (T, 1, 4100)]  # columns of a block, a block, a wide one
+    for dtype, shape in itertools.product(DTYPES, shapes):
         logits = made(*shape, dtype=dtype).requires_grad_()
         sum(part.sum() for part in ops.predictive_statistics(logits)).backward()
         acc = torch.float64 if dtype == torch.float64 else torch.float32
@@ -70,15 +69,15 @@ def run_predictive():
 
 def run_bayes():
     seed = torch.tensor([7, 3]).to(DEVICE)
-    for dtype, (rows, outputs, inputs) in itertools.product(
-        DTYPES, [(1, 1, 1), (9, 17, 33), (33, 40, 20), (600, 16, 24)]
-    ):
-        for leading in ((), (T,)):
+    sizes = [(1, 1, 1), (9, 17, 33), (20, 7, 16), (33, 40, 20), (65, 3, 5), (600, 16, 24)]
+    for dtype, num_samples, (rows, outputs, inputs) in itertools.product(DTYPES, (1, 3, 4), sizes):
+        for leading in ((), (num_samples,)):
             x = made(*leading, rows, inputs, dtype=dtype).requires_grad_()
             acc = torch.float64 if dtype == torch.float64 else torch.float32
             weights = [made(outputs, inputs, dtype=acc).requires_grad_() for _ in range(2)]
             biases = [made(outputs, dtype=acc).requires_grad_() for _ in range(2)]
-            y = ops.bayes_linear(x, *weights, *biases, seed=seed, stream=1, num_samples=T)
+            noise = {"seed": seed, "stream": 1, "num_samples": num_samples}
+            y = ops.bayes_linear(x, *weights, *biases, **noise)
             y.backward(torch.ones(y.shape).to(y))
     for dtype in (torch.float32, torch.float64):
         mu, rho = (made(17, 33, dtype=dtype).requires_grad_() for _ in range(2))

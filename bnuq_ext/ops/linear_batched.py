@@ -34,7 +34,7 @@ def forward(xs: Tensor, mu: Tensor, sigma: Tensor, bias: Tensor | None, noise: N
     """(T, N, O) of xs (T or 1, N, I), bias (T, O); in the precision of xs."""
     y = xs.new_empty((noise.num_samples, xs.shape[1], mu.shape[0]))
     for replicas, room in chunks(noise.num_samples, mu, mu.numel()):
-        weight = room.view(-1, *mu.shape)
+        weight = room.view(len(room), *mu.shape)
         _ops.sample_weights_(weight, mu, sigma, noise.seed, noise.stream, replicas.start)
         x, weight = rows_of(xs, replicas), weight.transpose(1, 2)
         if bias is None:
@@ -58,7 +58,7 @@ def backward(
     grad_mu, grad_sigma = (torch.zeros_like(mu) if need_weight else None for _ in range(2))
     zero, one = torch.zeros_like(mu), torch.ones_like(mu)
     for replicas, room in chunks(noise.num_samples, mu, mu.numel()):
-        eps = room.view(-1, *mu.shape)
+        eps = room.view(len(room), *mu.shape)
         _ops.sample_weights_(eps, zero, one, noise.seed, noise.stream, replicas.start)
         grad = grad_y[replicas]
         if need_weight:
@@ -91,7 +91,7 @@ def add_noise_product_(
         num_outputs, padded_inputs: O, and I padded to 16.
     """
     for replicas, room in chunks(noise.num_samples, v, num_outputs * padded_inputs):
-        weight = room.view(-1, num_outputs, padded_inputs)
+        weight = room.view(len(room), num_outputs, padded_inputs)
         _ops.sample_noise_(weight, sigma, noise.seed, noise.stream, replicas.start)
         rows = rows_of(v, replicas)
         if forward:

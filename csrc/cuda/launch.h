@@ -1,9 +1,6 @@
 // What a launcher needs of torch: the current stream, the check after a launch, dtypes. Included
 // before the kernels, whose BNUQ_LAUNCH then checks every launch.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
@@ -13,6 +10,7 @@
 #include <optional>
 
 #define BNUQ_LAUNCH_CHECK() STD_CUDA_KERNEL_LAUNCH_CHECK()
+#include "device.cuh"
 
 namespace bnuq {
 

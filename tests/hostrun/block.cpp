@@ -4,6 +4,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -24,7 +25,8 @@ namespace {
 
 // Limits of compute capability 9.0.
 constexpr unsigned kMaxThreads = 1024, kMaxBlockZ = 64, kMaxGridX = 0x7fffffff, kMaxGridYZ = 65535;
-constexpr size_t kMaxShared = 227 << 10, kMaxStaticShared = 48 << 10;
+// More than this a kernel has to ask for (cudaFuncSetAttribute), and none of csrc/cuda does.
+constexpr size_t kMaxShared = 48 << 10;
 constexpr size_t kRedZone = 64;
 
 enum class State { kReady, kBlockBarrier, kWarpCollective, kDone };
@@ -85,7 +87,7 @@ char* take_shared(size_t bytes, size_t alignment) {
   const size_t start = (block.shared_used + kRedZone + alignment - 1) / alignment * alignment;
   const size_t total = block.static_bytes + block.dynamic_bytes;
   if (total > kMaxShared || start + bytes > sizeof(shared_memory))
-    fail("a block has at most 227 KB of shared memory, got " + std::to_string(total) + " bytes");
+    fail("shared memory must not exceed 49152 bytes, got " + std::to_string(total));
   block.shared_used = start + bytes;
   ASAN_UNPOISON_MEMORY_REGION(shared_memory + start, bytes);
   return shared_memory + start;
@@ -224,7 +226,7 @@ void check_launch(dim3 g, dim3 b, size_t dynamic_bytes) {
   if (g.x > kMaxGridX || g.y > kMaxGridYZ || g.z > kMaxGridYZ)
     refuse("grid must lie within (2147483647, 65535, 65535), got " + text(g));
   if (dynamic_bytes > kMaxShared)
-    refuse("shared memory must not exceed 232448 bytes, got " + std::to_string(dynamic_bytes));
+    refuse("shared memory must not exceed 49152 bytes, got " + std::to_string(dynamic_bytes));
 }
 
 struct Busy {
@@ -237,7 +239,12 @@ struct Busy {
 
 }  // namespace
 
-void launch(dim3 grid, dim3 threads, size_t dynamic_bytes, const std::function<void()>& body) {
+void launch(
+    Origin origin, dim3 grid, dim3 threads, size_t dynamic_bytes,
+    const std::function<void()>& body) {
+  static std::recursive_mutex mutex;  // a kernel that launches one is noticed by Busy
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  if (on_launch) on_launch(origin);
   check_launch(grid, threads, dynamic_bytes);
   const Busy busy;
   block.size = threads.x * threads.y * threads.z;
@@ -293,10 +300,6 @@ void* static_shared(const void* key, size_t bytes, size_t alignment) {
   for (const SharedArray& a : block.arrays)
     if (a.key == key) return a.data;
   block.static_bytes += bytes;
-  if (block.static_bytes > kMaxStaticShared)
-    fail(
-        "static shared memory must not exceed 49152 bytes, got " +
-        std::to_string(block.static_bytes));
   block.arrays.push_back({key, take_shared(bytes, alignment)});
   return block.arrays.back().data;
 }

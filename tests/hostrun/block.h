@@ -26,8 +26,19 @@ struct Site {
 // handed in, alive until the lane goes on; null for a lane outside the mask.
 using Combine = void (*)(void* const* operands);
 
+// What is launched, and where.
+struct Origin {
+  const void* kernel;
+  void* stream;
+};
+
 // Runs the body for every thread of the grid. Refuses what a GPU of compute capability 9.0 refuses.
-void launch(dim3 grid, dim3 block, size_t dynamic_bytes, const std::function<void()>& body);
+// Kernels of several threads of the process run one after another.
+void launch(
+    Origin origin, dim3 grid, dim3 block, size_t dynamic_bytes, const std::function<void()>& body);
+
+// Called at the start of every launch, where it is set.
+inline void (*on_launch)(Origin origin) = nullptr;
 
 // 0 runs blocks, warps and lanes in ascending order; any other seed shuffles all three.
 void set_order(uint64_t seed);

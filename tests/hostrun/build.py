@@ -13,20 +13,39 @@ from pathlib import Path
 
 HERE = Path(__file__).parent.resolve()
 BUILD = HERE / "build"
-STEMS = ["philox", "batch_norm", "batch_norm_backward", "predictive", "linear", "probes"]
 FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -DBNUQ_HOSTRUN"
 SANITIZE = "-fsanitize=address,undefined"
+# As setup.py compiles the .cu files; torch's headers are found without importing it.
+TORCH = "-x c++ -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020a000000000000 -isystem $torch/include"
 KINDS = {  # of objects: what they are compiled with
     "plain": "",
     "ucontext": "-DHOSTRUN_UCONTEXT",
     "sanitized": f"-O0 {SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1",
+    "torch": f"-O2 {TORCH}",
+    # Bounds alone: the rest is seen where the kernels run without torch.
+    "torch_sanitized": f"-O0 -fsanitize=address -fno-omit-frame-pointer -g1 {TORCH}",
 }
+STEMS = ["philox", "batch_norm", "batch_norm_backward", "predictive", "linear", "probes"]
+KERNELS = [f"{stem}.cpp" for stem in STEMS]
+MACHINE = ["block.cpp", "fiber.cpp"]
+CSRC = HERE.parent.parent / "csrc"
+OPS = ["torch_library.cpp", CSRC / "ops.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
 VARIANTS = {  # of the module: its objects
-    "plain": {"plain": ["module", "block", "fiber", *STEMS]},
+    "plain": {"plain": ["module.cpp", *MACHINE, *KERNELS]},
     # With the portable form of the fiber switch.
-    "ucontext": {"plain": ["module", *STEMS], "ucontext": ["block", "fiber"]},
-    "sanitized": {"plain": ["module"], "sanitized": ["block", "fiber", *STEMS]},
+    "ucontext": {"plain": ["module.cpp", *KERNELS], "ucontext": MACHINE},
+    "sanitized": {"plain": ["module.cpp"], "sanitized": [*MACHINE, *KERNELS]},
+    # Libraries for torch.ops.load_library.
+    "torch": {"torch": [*MACHINE, *OPS]},
+    "torch_sanitized": {"torch_sanitized": [*MACHINE, *OPS]},
 }
+WRAPPED = [  # functions of torch that torch_library.cpp stands in for
+    "aoti_torch_library_init_impl",
+    "aoti_torch_device_type_cuda",
+    "aoti_torch_create_device_guard",
+    "aoti_torch_delete_device_guard",
+    "aoti_torch_get_current_cuda_stream",
+]
 
 
 def missing():
@@ -48,32 +67,45 @@ def ninja():
     return [shutil.which("ninja")] if shutil.which("ninja") else []
 
 
+def torch_folder():
+    return Path(importlib.util.find_spec("torch").origin).parent
+
+
+def link_flags(variant):
+    flags = [SANITIZE] if variant.endswith("sanitized") else []
+    if variant.startswith("torch"):
+        flags += [f"-Wl,--wrap={name}" for name in WRAPPED]
+        flags += ["-L$torch/lib", "-ltorch_cpu", "-lc10"]
+    return " ".join(flags)
+
+
 def build_ninja():
     """The text of build.ninja: every source once for each kind of object, every variant linked."""
     import pybind11
 
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
+        f"torch = {torch_folder()}",
         f"includes = -I{HERE} -isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}",
         f"flags = {FLAGS}",
         "rule compile",
-        "  command = $cxx $flags $extra $includes -MMD -MF $out.d -c $in -o $out",
+        "  command = $cxx $flags $includes $extra -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        "  command = $cxx -shared $extra $in -o $out",
+        "  command = $cxx -shared $in $extra -o $out",
     ]
     built = set()
     for variant, kinds in VARIANTS.items():
-        objects = [(kind, stem) for kind, stems in kinds.items() for stem in stems]
-        for kind, stem in objects:
-            if (kind, stem) not in built:
-                lines += [f"build {kind}/{stem}.o: compile {HERE / stem}.cpp"]
+        objects = [(kind, HERE / name) for kind, names in kinds.items() for name in names]
+        for kind, source in objects:
+            if (kind, source) not in built:
+                lines += [f"build {kind}/{source.stem}.o: compile {source}"]
                 lines += [f"  extra = {KINDS[kind]}"]
         built.update(objects)
-        inputs = " ".join(f"{kind}/{stem}.o" for kind, stem in objects)
+        inputs = " ".join(f"{kind}/{source.stem}.o" for kind, source in objects)
         lines += [f"build hostrun_{variant}.so: link {inputs}"]
-        lines += [f"  extra = {SANITIZE if variant == 'sanitized' else ''}"]
+        lines += [f"  extra = {link_flags(variant)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,104 @@
+"""A plugin of pytest's: bnuq_ext with the library of csrc/cuda, emulated, in the place of the CPU's.
+
+    PYTHONPATH=tests python -m pytest -p hostrun.on_cpu tests
+
+Tensors on the CPU then go through everything that those of a GPU go through: the ops' checks, allocations
+and launches in csrc/cuda/*.cu, and the Python that is registered for CUDA. HOSTRUN_ORDER seeds the order of
+the threads; 0 keeps them in order.
+"""
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from hostrun import build
+
+# What has no answer here, by a part of its node id.
+LEFT_OUT = {
+    "test_cuda_": "compiles for a GPU",
+    "test_hostrun_": "is the emulation",
+    "test_import.py": "is about the libraries that are built",
+    "test_bank.py::test_on_a_device": "compares devices by their names",
+    "test_statistics_kl.py::test_devices": "compares devices by their names",
+    "test_more_than_2_to_the_31_elements": "takes minutes",
+    "test_bayes.py::test_replicas_have_the_noise": "noise to 24 bits; it has 11 here",
+    # There the sums of parts of the replicas are some megabytes at the most, and no less for few.
+    "test_holds_no_more_for_more_replicas": "a bound of the CPU's",
+}
+
+
+class Device(str):
+    """The CPU for torch; a GPU for a test that asks what it may expect."""
+
+    type = "cuda"
+
+
+def install():
+    """Loads the library, then bnuq_ext over it. Without any kernel for the CPU, none is called unseen."""
+    path = build.build(os.environ.get("HOSTRUN_VARIANT", "torch"))
+    torch.ops.load_library(path)
+    sys.modules["bnuq_ext._library"] = types.SimpleNamespace(HAS_CUDA=False)
+    register = torch.library.Library.impl
+
+    def impl(library, name, function, key="", **options):
+        key = "CPU" if library.ns == "bnuq" and key == "CUDA" else key
+        return register(library, name, function, key, **options)
+
+    torch.library.Library.impl = impl
+    from bnuq_ext.ops import linear_batched
+
+    torch.library.Library.impl = register
+    # torch has products of 16-bit matrices with float32 results on CUDA only.
+    linear_batched.float_product = lambda a, b: torch.bmm(a.float(), b.float())
+    return ctypes.CDLL(path)
+
+
+LIBRARY = install()
+LIBRARY.hostrun_launches.restype = ctypes.c_char_p
+LIBRARY.hostrun_set_order.argtypes = [ctypes.c_uint64]
+LIBRARY.hostrun_set_order(int(os.environ.get("HOSTRUN_ORDER", "1")))
+
+
+def kernels():
+    """{kernel: number of launches}, of every instance that is in the library."""
+    listed = subprocess.check_output(["nm", "--demangle", LIBRARY._name], text=True).splitlines()
+    lines = LIBRARY.hostrun_launches().decode().splitlines()
+    counts = {int(place): int(count) for place, count in (line.split() for line in lines)}
+    found = {}
+    for line in listed:
+        match = re.match(r"(\w+) \w void bnuq::(\w+_kernel<.*?>)\([^{\[]*$", line)
+        if match:
+            found[match[2].replace("bnuq::", "")] = counts.get(int(match[1], 16), 0)
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    value = yield
+    if fixturedef.argname != "device":
+        return value
+    _, key, error = fixturedef.cached_result
+    fixturedef.cached_result = (Device(value.type), key, error)
+    return fixturedef.cached_result[0]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for part, reason in LEFT_OUT.items():
+            if part in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter):
+    counts = kernels()
+    launched = sum(count > 0 for count in counts.values())
+    terminalreporter.write_line(f"{launched} of {len(counts)} forms of the kernels were launched")
+    if "HOSTRUN_REPORT" in os.environ:
+        Path(os.environ["HOSTRUN_REPORT"]).write_text(json.dumps(counts))

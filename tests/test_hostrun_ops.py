@@ -1,0 +1,95 @@
+"""The ops of csrc/cuda from Python down to the kernels: the tests of the ops, once more, on the emulated library.
+
+Each run is a process of its own, where that library stands in the place of the CPU's: see hostrun/on_cpu.py.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hostrun import build
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
+
+ROOT = Path(__file__).parent.parent
+FILES = [
+    "batch_norm", "batch_norm_errors", "batch_norm_grad", "batch_norm_layout", "batch_norm_library",
+    "predictive", "philox", "linear", "linear_batched", "kl", "bayes_forward", "bayes", "oracle",
+]  # fmt: skip
+# Left to the run of everything: what takes more than a second and launches what others launch.
+SLOW = [
+    "gradcheck", "784-270-20", "100-129-131-20", "beyond_the_caches", "inductor", "dynamic_rows"
+]  # fmt: skip
+SLOW_ON_A_GPU = [
+    "784", "1024", "400-400", "bit_equal", "more_replicas", "peak", "weight_matrix"
+]  # fmt: skip
+UNREACHED = {
+    # One replica is always shared, unless it is one of many for more than 64 rows.
+    *(
+        f"bayes_forward_kernel<{half}, {rows}, 1, false>"
+        for half in ("__half", "__nv_bfloat16")
+        for rows in (1, 4, 8)
+    ),
+    "sample_weights_kernel<float>",  # float32 goes through 16-bit operands
+}
+
+
+def run(*arguments, **variables):
+    """Garbage in every fresh allocation, threads in a shuffled order; a GPU, if there is one, unseen."""
+    places = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = os.environ | {"PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env |= {"MALLOC_PERTURB_": "128"} | variables
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def run_tests(report, files, slow, *plugins):
+    """(how many tests passed, the kernels that were launched, the kernels that were not)."""
+    plugins = [word for name in ("hostrun.on_cpu", *plugins) for word in ("-p", name)]
+    plugins += ["-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist"]
+    paths = [ROOT / "tests" / f"test_{name}.py" for name in files]
+    options = ["-o", "addopts=", "-k", f"not ({' or '.join(slow)})"]
+    output = run("-m", "pytest", *plugins, *paths, *options, HOSTRUN_REPORT=str(report))
+    counts = json.loads(report.read_text())
+    launched = {kernel.split("<")[0] for kernel, count in counts.items() if count}
+    absent = {kernel.split("<")[0] for kernel in counts} - launched
+    return int(re.search(r"(\d+) passed", output)[1]), launched, absent
+
+
+def test_the_ops_pass_their_tests(tmp_path):
+    passed, _, absent = run_tests(tmp_path / "report.json", FILES, SLOW)
+    assert passed >= 1400
+    # Very many classes, and more than 512 rows of a Bayesian layer: see the other two.
+    wide = {"wide_statistics_kernel", "wide_statistics_grad_kernel"}
+    assert absent == {*wide, "sample_noise_kernel"}
+
+
+def test_the_tests_for_a_gpu_pass_as_far_as_the_cpu_has_an_answer(tmp_path):
+    report, files = tmp_path / "report.json", ["gpu", "gpu_bayes"]
+    passed, launched, _ = run_tests(report, files, SLOW_ON_A_GPU, "hostrun.rehearsal")
+    assert passed >= 40
+    assert {"sample_noise_kernel", "bayes_grad_rho_kernel", "statistics_kernel"} <= launched
+
+
+SANITIZED_CASE = """
+import json, runpy, sys
+from hostrun import on_cpu
+sys.argv = ["sanitize_case.py", "cpu"]
+runpy.run_path("benchmarks/sanitize_case.py", run_name="__main__")
+print(json.dumps(on_cpu.kernels()))
+"""
+
+
+def test_every_form_of_a_kernel_stays_within_what_the_ops_allocate():
+    """By AddressSanitizer, over the case that compute-sanitizer is given on a GPU."""
+    build.build("torch_sanitized")  # not under the sanitizer
+    env = build.sanitizer_environment() | {"HOSTRUN_VARIANT": "torch_sanitized"}
+    launches = json.loads(run("-c", SANITIZED_CASE, **env).splitlines()[-1])
+    assert len(launches) > 150
+    assert {kernel for kernel, count in launches.items() if not count} == UNREACHED
