@@ -6,12 +6,13 @@ import copy
 import warnings
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from .adapters import find_adapter
 from .batch_norm_like import EXCLUDED, Survey, describe, survey
+from .inputs import tensors
 from .nn import STOCHASTIC_CLASSES, Stochastic, check_model, named_stochastic_layers, original_class
 from .ops.checks import refuse
 
@@ -103,10 +104,10 @@ def copied(model: nn.Module, memo: dict) -> nn.Module:
         if isinstance(b, nn.UninitializedBuffer)
     }
     memo |= {
-        id(value): value.detach().clone()
+        id(t): t.detach().clone()
         for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
+        for t in tensors(vars(module))
+        if not t.is_leaf
     }
     made = copy.deepcopy(model, memo)
     # Some classes copy themselves into train() (torchvision's feature extractors do).

@@ -260,14 +260,14 @@ def test_filter_rejects(filter_fn, error, text):
         bnuq.convert(Residual(), filter_fn=filter_fn)
 
 
-@pytest.mark.parametrize("prepare", ["pruned", "kept"])
+@pytest.mark.parametrize("prepare", ["pruned", "kept", "listed"])
 def test_copies_what_torch_cannot_copy(prepare):
     """A weight that torch has pruned and an output that was kept hold a graph."""
     model, x = network("mlp")
     if prepare == "pruned":
         prune.l1_unstructured(model[0], "weight", 0.5)
     else:
-        model.kept = model(x)
+        model.kept = model(x) if prepare == "kept" else {"outputs": [model(x)]}
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(model)
     converted = bnuq.convert(model)
