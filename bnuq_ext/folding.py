@@ -268,8 +268,7 @@ class Folding:
         return plan._replace(way="loop", shared={}, reason=reason, lasting=lasting)
 
     def _trial(self, inputs, way: str) -> tuple[Proof | str, bool]:
-        """What two replicas of three rows that go this way have shown, or why they do not; and whether
-        that holds for every input of this trailing shape."""
+        """What two replicas of three rows have shown, or why not; whether for all inputs of the trailing shape."""
         place = (way, self.place(inputs, 1))
         if place in self.known.trials:
             return self.known.trials[place], True
@@ -282,7 +281,8 @@ class Folding:
         except DoesNotFold as error:
             found = str(error)
         except Exception as error:
-            found, lasting = f"{type(error).__name__}: {error}", not is_out_of_memory(error)
+            found = f"{type(error).__name__} in a trial on {ROWS} rows: {error}"
+            lasting = not is_out_of_memory(error)
         self._remember(self.known.trials, place, found, lasting)
         return found, lasting
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from coupled import BatchAttention, D
+from coupled import BatchAttention, D, Norms
 from predicting import DATA, X, equal, make_flexible, make_model, network, predict
 from torch import nn
 
@@ -117,6 +117,20 @@ def test_a_coupled_model_is_refused_with_how_far_it_is_off():
         r"by 0\.\d+ of the largest value where 0.0001 may be rounding$"
     )
     with pytest.raises(ValueError, match=message):
+        bnuq.predict(model, batches[0], **options)
+
+
+class Edges(Norms):
+    def forward(self, nodes, edges):
+        return self.head(self.second(self.first(nodes)[edges]))
+
+
+def test_an_error_of_the_trial_is_told_as_such():
+    model, edges = bnuq.convert(Edges()), torch.tensor([0, 5, 3, 2])
+    batches = [(torch.randn(6, D), edges) for _ in range(4)]
+    bnuq.collect(model, batches, 4, input_fn=lambda b: b, progress=False)
+    options = dict(likelihood="gaussian", num_samples=4, seed=0, strategy="folded")
+    with pytest.raises(ValueError, match="does not fold: IndexError in a trial on 3 rows: index 5"):
         bnuq.predict(model, batches[0], **options)
 
 
