@@ -30,24 +30,13 @@ from .fingerprint import State, fingerprint
 from .forward import Forward
 from .inputs import num_rows
 from .known import know
-from .moved import Moved
-from .probe import (
-    ROWS,
-    check_apart,
-    check_equal,
-    check_gradients,
-    check_informative,
-    check_replica,
-    expand,
-    probe_draws,
-    probe_inputs,
-    tolerance_of,
-)
+from .probe import ROWS, check_equal, check_replica, expand, probe_draws, tolerance_of
 from .reads import Reads, uncompiled
 from .replicas import DoesNotFold, ReplicaPass, Undecided
 from .restore import evaluating, preserved_rng
 from .samplers import Draw
 from .signature import identity, signature
+from .trial import Proof, Trial
 
 WAYS = ("folded", "expanded", "loop")
 CHANGES = "its forward changes the model's state"
@@ -81,13 +70,6 @@ class Plan(NamedTuple):
     lasting: bool = True
     steady: bool = True
     repeatable: bool | None = None
-
-
-class Proof(NamedTuple):
-    """What a trial has shown: which calls share their input, and whether with moved parameters too."""
-
-    shared: dict[str, bool]
-    steady: bool
 
 
 class Folding:
@@ -161,7 +143,7 @@ class Folding:
     def hold(self, plan: Plan, inputs, outputs: Tensor, alone: Tensor) -> None:
         """Takes a plan as proven in this state, if `alone` is the replica of the outputs (T, N, ...) that it
         should be."""
-        tolerance = self._tolerance(alone, inputs)
+        tolerance = tolerance_of(alone, inputs, self.modules)
         check_replica(outputs, self.chosen(len(outputs)), alone, tolerance)
         self._remember(self.known.plans, self.place(inputs), plan, True)
 
@@ -274,7 +256,9 @@ class Folding:
             return self.known.trials[place], True
         lasting = True
         try:
-            found = self._prove(inputs, way)
+            found = Trial(self.forward, self.modules, self.first_replica, self.flags, way).prove(
+                inputs
+            )
         except Undecided as error:
             found, lasting = str(error), False
             self._remember(self.known.undecided, place[1], self.undecided(inputs) + 1, True)
@@ -285,63 +269,6 @@ class Folding:
             lasting = not is_out_of_memory(error)
         self._remember(self.known.trials, place, found, lasting)
         return found, lasting
-
-    def _prove(self, inputs, way: str) -> Proof:
-        probe = probe_inputs(inputs)
-        reads = Reads(self.modules, probe, ROWS)
-        rows, shared, folded = self._try(probe, way, reads)
-        reads.check(rows)
-        self._try_harder(probe, way, rows, None if reads.rounds else folded)
-        return Proof(shared, self.flags is not None and self._try_moved(probe, way))
-
-    def _try_harder(self, probe, way: str, rows: dict[str, int], folded: Tensor | None) -> None:
-        """The same with infinities, unless they would become indices, and with gradients if they will be taken."""
-        *alone, both = probe_draws(self.forward.draw(self.first_replica, 1))
-        arguments = probe if way == "folded" else expand(probe, 2)
-
-        def run(draw: Draw) -> Tensor:
-            return self.forward.run(arguments, draw, rows)[0]
-
-        if folded is not None:
-            check_apart(run, both, folded, self._tolerance(folded, probe))
-        if self.flags is not None:
-            with torch.enable_grad():
-                folded = run(both)
-                loop = torch.cat([self.forward.run(probe, draw)[0] for draw in alone])
-                parameters = [
-                    p for m in self.modules for p in m.parameters(False) if p.requires_grad
-                ]
-                check_gradients(parameters, folded, loop, self._tolerance(loop, probe))
-
-    def _try_moved(self, probe, way: str) -> bool:
-        """Whether the trial could be made with other parameters; it must not fail."""
-        try:
-            moved = Moved(self.modules)
-            self._try(probe, way, moved)
-        except Exception as error:
-            if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
-                raise
-            return False
-        return moved.complete
-
-    def _try(self, probe, way: str, mode) -> tuple[dict[str, int], dict[str, bool], Tensor]:
-        *alone, both = probe_draws(self.forward.draw(self.first_replica, 1))
-        with mode:
-            runs = [self.forward.run(probe, draw) for draw in alone]
-        loop, rows = torch.cat([output for output, _ in runs]), runs[0][1].rows
-        tolerance = self._tolerance(loop, probe)
-        check_informative(torch.stack([output for output, _ in runs]), tolerance)
-        arguments = probe if way == "folded" else expand(probe, 2)
-        with mode:
-            folded, seen = self.forward.run(arguments, both, rows)
-        check_equal(folded, loop, tolerance)
-        return rows, seen.shared, folded
-
-    def _tolerance(self, output: Tensor, inputs) -> float:
-        parameters = {
-            p.dtype for m in self.modules for p in m._parameters.values() if p is not None
-        }
-        return tolerance_of(output, inputs, parameters)
 
     def run(self, plan: Plan, inputs, first_replica: int, num_samples: int) -> Tensor:
         """The outputs (T, N, ...) of T replicas, T = 1 for the loop."""
@@ -372,7 +299,7 @@ class Folding:
         for replica in (0, len(output) - 1):
             with self.known.planning, preserved_rng():
                 alone, _ = self.forward.run(inputs, self.forward.draw(first_replica + replica, 1))
-            check_equal(output[replica], alone, self._tolerance(output, inputs))
+            check_equal(output[replica], alone, tolerance_of(output, inputs, self.modules))
         plan.checked.add(len(output))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import combinations, product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .inputs import map_tensors, num_rows, tensors
 from .replicas import DoesNotFold, Undecided
@@ -191,9 +191,10 @@ def check_replica(outputs: Tensor, replica: int, alone: Tensor, tolerance: float
         raise Undecided("the replicas are nearly the same")
 
 
-def tolerance_of(output: Tensor, inputs, model_dtypes: set[torch.dtype]) -> float:
+def tolerance_of(output: Tensor, inputs, modules: list[nn.Module]) -> float:
     """How far the folded output may be from the loop's: rounding of the coarsest arithmetic involved."""
-    dtypes = {t.dtype for t in tensors(inputs) if t.is_floating_point()} | model_dtypes
+    dtypes = {t.dtype for t in tensors(inputs) if t.is_floating_point()}
+    dtypes |= {p.dtype for m in modules for p in m._parameters.values() if p is not None}
     dtypes.add(output.dtype)
     device = output.device.type
     if torch.is_autocast_enabled(device):

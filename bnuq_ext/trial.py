@@ -1,0 +1,107 @@
+"""The trial of a way through a model: two replicas of three rows, together and one after the other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .forward import Forward
+from .moved import Moved
+from .probe import (
+    ROWS,
+    check_apart,
+    check_equal,
+    check_gradients,
+    check_informative,
+    expand,
+    probe_draws,
+    probe_inputs,
+    tolerance_of,
+)
+from .reads import Reads
+from .replicas import DoesNotFold, Undecided
+from .samplers import Draw
+
+
+class Proof(NamedTuple):
+    """What a trial has shown: which calls share their input, and whether with moved parameters too."""
+
+    shared: dict[str, bool]
+    steady: bool
+
+
+class Trial(NamedTuple):
+    """How to try a way through a model.
+
+    Attributes:
+        forward: how to run the model.
+        modules: all modules of the model.
+        first_replica: from whose statistics those of the trial are made.
+        flags: training flags of the modules, if gradients will be taken.
+        way: "folded", or "expanded" for inputs with their rows T times over.
+    """
+
+    forward: Forward
+    modules: list[nn.Module]
+    first_replica: int
+    flags: tuple[bool, ...] | None
+    way: str
+
+    def prove(self, inputs) -> Proof:
+        """What the trial on three rows of an input shows; raises DoesNotFold or Undecided."""
+        probe = probe_inputs(inputs)
+        reads = Reads(self.modules, probe, ROWS)
+        rows, shared, folded = self._compare(probe, reads)
+        reads.check(rows)
+        self._compare_harder(probe, rows, None if reads.rounds else folded)
+        return Proof(shared, self.flags is not None and self._compare_moved(probe))
+
+    def _compare(self, probe, mode) -> tuple[dict[str, int], dict[str, bool], Tensor]:
+        *alone, both = self._draws()
+        with mode:
+            runs = [self.forward.run(probe, draw) for draw in alone]
+        loop, rows = torch.cat([output for output, _ in runs]), runs[0][1].rows
+        tolerance = tolerance_of(loop, probe, self.modules)
+        check_informative(torch.stack([output for output, _ in runs]), tolerance)
+        with mode:
+            folded, seen = self.forward.run(self._arguments(probe), both, rows)
+        check_equal(folded, loop, tolerance)
+        return rows, seen.shared, folded
+
+    def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor | None) -> None:
+        """The same with infinities, unless they would become indices, and with gradients if they will be taken."""
+        *alone, both = self._draws()
+        arguments = self._arguments(probe)
+
+        def run(draw: Draw) -> Tensor:
+            return self.forward.run(arguments, draw, rows)[0]
+
+        if folded is not None:
+            check_apart(run, both, folded, tolerance_of(folded, probe, self.modules))
+        if self.flags is not None:
+            with torch.enable_grad():
+                loop = torch.cat([self.forward.run(probe, draw)[0] for draw in alone])
+                parameters = [
+                    p for m in self.modules for p in m.parameters(False) if p.requires_grad
+                ]
+                tolerance = tolerance_of(loop, probe, self.modules)
+                check_gradients(parameters, run(both), loop, tolerance)
+
+    def _compare_moved(self, probe) -> bool:
+        """Whether the trial could be made with other parameters; it must not fail."""
+        try:
+            moved = Moved(self.modules)
+            self._compare(probe, moved)
+        except Exception as error:
+            if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
+                raise
+            return False
+        return moved.complete
+
+    def _draws(self) -> list[Draw]:
+        return probe_draws(self.forward.draw(self.first_replica, 1))
+
+    def _arguments(self, probe):
+        return probe if self.way == "folded" else expand(probe, 2)
