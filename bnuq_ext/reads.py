@@ -15,10 +15,15 @@ from .inputs import tensors
 from .replicas import DoesNotFold
 
 _aten = torch.ops.aten
-# bool(t), t.item() and what else ends there, and those that read below the dispatcher.
-_SCALARS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default}
 _MASKS = {torch.bool, torch.uint8}
 _ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # these reach no dispatcher
+# Nor what these read of tensors in a list.
+_LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
+# Whatever was there, or what a kernel that is started beside the dispatcher will write.
+_UNWRITTEN = {
+    *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted),
+    *(_aten.new_empty, _aten.new_empty_strided),
+}
 
 # torch keeps "in a dispatch mode" in globals: threads that leave out of order would leave it set.
 ONE_MODE = threading.RLock()
@@ -33,11 +38,11 @@ def uncompiled():
 
 
 def _eager_stance():
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
+    set_stance = getattr(sys.modules.get("torch._dynamo"), "set_stance", None)
+    if set_stance is None:  # not imported, or on the way in another thread
         return nullcontext()
     try:
-        return dynamo.set_stance("force_eager")
+        return set_stance("force_eager")
     except RuntimeError:  # called by compiled code
         return nullcontext()
 
@@ -68,18 +73,25 @@ class Reads:
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
         self.found = self.selects = self.rounds = False
-        self._modes = (_Arrays(self), _Scalars(self))
 
     def __enter__(self) -> None:
-        self._eager = uncompiled()
-        self._eager.__enter__()
-        for mode in self._modes:
-            mode.__enter__()
+        self._watching = self._watched()
+        self._watching.__enter__()
 
     def __exit__(self, *error) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*error)
-        self._eager.__exit__(None, None, None)
+        self._watching.__exit__(*error)
+
+    @contextmanager
+    def _watched(self):
+        gradients = torch.is_grad_enabled()
+        with (
+            uncompiled(),
+            torch.inference_mode(False),  # inside it, operations show only as a whole
+            torch.set_grad_enabled(gradients),
+            _Arrays(self),
+            _Scalars(self),
+        ):
+            yield
 
     def look(self, args) -> None:
         self.found |= not self._constant(args)
@@ -102,16 +114,24 @@ class Reads:
 
     def follow(self, func, args: tuple, kwargs: dict, result) -> None:
         """What an operation makes of constants, or of no tensor, is one; what it writes another tensor's values into
-        is none, and what it draws neither."""
-        given, made = list(tensors((args, kwargs))), {_storage(t): t for t in tensors(result)}
-        fresh = func is _aten.lift_fresh.default  # torch.tensor([1, 2])
-        if torch.Tag.nondeterministic_seeded not in func.tags and (fresh or self._constant(given)):
-            self.kept |= made
-            self.constants |= made.keys() - {None}
-        else:
-            for storage in (*made, *map(_storage, _written(func, args, kwargs))):
-                self.constants.discard(storage)
-                self.kept.pop(storage, None)
+        is none, and what it draws or leaves unwritten neither."""
+        given = (args, kwargs)
+        if func is _aten.lift_fresh.default and result.dim() == 0:
+            given = ()  # a number; a list may have been one of tensors
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if drawn or func.overloadpacket in _UNWRITTEN or not self.keep(given, result):
+            for tensor in (*tensors(result), *_written(func, args, kwargs)):
+                self.constants.discard(_storage(tensor))
+                self.kept.pop(_storage(tensor), None)
+
+    def keep(self, given, result) -> bool:
+        """Takes what is made of constants as constant; whether it is made of these alone."""
+        if not self._constant(given):
+            return False
+        made = {_storage(t): t for t in tensors(result)}
+        self.kept |= made
+        self.constants |= made.keys() - {None}
+        return True
 
     def _constant(self, args) -> bool:
         return all(_storage(t) in self.constants for t in tensors(args))
@@ -145,7 +165,7 @@ class _Scalars(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _SCALARS:
+        if torch.Tag.data_dependent_output in func.tags:  # bool(t), t.item(), torch.equal
             self.reads.look(args)
         result = func(*args, **kwargs)
         self.reads.look_at_operation(func, args, kwargs, result)
@@ -159,6 +179,10 @@ class _Arrays(TorchFunctionMode):
         self.reads = reads
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func in _ARRAYS:
             self.reads.look(args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
+        if func in _LISTS:
+            self.reads.keep((args, kwargs), result)
+        return result

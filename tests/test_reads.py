@@ -1,7 +1,9 @@
 """A forward that looks at values of its rows goes one replica after another, whatever the trial's rows show."""
 
 import copy
+import gc
 import warnings
+import weakref
 from functools import partial
 
 import numpy as np
@@ -58,6 +60,18 @@ def test_values_of_the_rows(meets):
         samples(copy.deepcopy(model), x[:N], strategy="folded")
 
 
+@pytest.mark.parametrize("meets", READS.values(), ids=READS)
+def test_values_of_the_rows_in_inference_mode(meets):
+    """There bool() and item() would reach a dispatch mode as they are."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(48, D)
+        model = prepared(partial(Sign, meets), x)
+        with torch.inference_mode():
+            samples(model, x[:N])
+        assert way(model) == "loop"
+
+
 class OfMany(Norms):
     """Looks at its values only where there are more rows than in the trial, or than in one replica."""
 
@@ -106,7 +120,8 @@ def test_rows_that_go_to_experts(select):
     for seed in range(10):
         torch.manual_seed(seed)
         x = torch.randn(48, D)
-        with warnings.catch_warnings(action="ignore"):  # of batches with a single row for an expert
+        with warnings.catch_warnings():  # of batches with a single row for an expert
+            warnings.simplefilter("ignore")
             model = prepared(partial(Experts, select), x)
         for i in range(0, 48, 4):
             rows = x[i : i + 4]
@@ -151,7 +166,8 @@ def test_scripted_branches():
     class Scripted(Norms):
         def __init__(self):
             super().__init__()
-            with warnings.catch_warnings(action="ignore"):  # of newer torch: deprecated
+            with warnings.catch_warnings():  # of newer torch: deprecated
+                warnings.simplefilter("ignore")
                 self.branch = torch.jit.script(Branch())
 
         def forward(self, x):
@@ -211,7 +227,9 @@ class OfNothing(Norms):
     def forward(self, x):
         h = self.second(self.first(x))
         shape = torch.tensor([h.shape[1], 1])
-        if torch.ones(len(h), dtype=torch.bool).all() and int(shape.prod()) == D:
+        mask = torch.ones(len(h), dtype=torch.bool)
+        mask[0] = False
+        if mask[1:].all() and not mask[0] and int(shape.prod()) == D:
             return self.head(h)
         return -self.head(h)
 
@@ -225,11 +243,25 @@ def test_tensors_made_of_no_others_may_be_read():
     assert way(model) == "folded"
 
 
+def through_data(made, value):
+    made.data.copy_(value)
+    return made
+
+
 MAKES = {
     "added": lambda h: torch.zeros(()).add_(h.sum()),
     "put": lambda h: torch.zeros(2).index_put_((torch.tensor([0]),), h.sum()).max(),
     "of a view": lambda h: torch.zeros(2)[:1].copy_(h.sum()),
     "out": lambda h: torch.sum(h, (0, 1), out=torch.empty(())),
+    "through data": lambda h: through_data(torch.zeros(()), h.sum()),
+    "where": lambda h: torch.where(h > 0, torch.ones(()), torch.zeros(())).sum(),
+    "a list": lambda h: torch.tensor([h[0, 0], 1.0]).max(),
+    "a list, by name": lambda h: torch.as_tensor(data=[[h[0, 0]], [1.0]]).max(),
+    "a list, as another": lambda h: torch.ones(()).new_tensor([h[0, 0]]),
+    "a list, to an array": lambda h: torch.asarray((h[0, 0], 1.0)).max(),
+    "a list, in the old way": lambda h: torch.Tensor([h[0, 0]]),
+    "what was there": lambda h: torch.empty(2).sum(),
+    "what was there, like a constant": lambda h: torch.empty_like(torch.ones(2)).sum(),
     "at random": lambda h: torch.rand(()),
     "at random, in place": lambda h: torch.zeros(()).normal_(),
     "at random, of a constant": lambda h: torch.bernoulli(torch.full((), 0.5)),
@@ -244,6 +276,23 @@ def test_nothing_is_constant_that_has_values_of_rows_or_of_a_generator(make):
         make(h).item()
     with pytest.raises(DoesNotFold, match="^its forward reads values of its rows"):
         reads.check({})
+
+
+def test_what_was_kept_goes_with_it_at_once():
+    """No cycle holds it until the next collection of garbage."""
+    reads, made = Reads([], torch.ones(3), 3), []
+    with reads:
+        made.append(torch.zeros(2))
+    freed = weakref.ref(made[0])
+    gc.collect()
+    gc.disable()
+    try:
+        made.clear()
+        assert freed() is not None
+        del reads
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_what_a_list_operation_writes_into_is_no_constant():
