@@ -256,9 +256,8 @@ class Folding:
             return self.known.trials[place], True
         lasting = True
         try:
-            found = Trial(self.forward, self.modules, self.first_replica, self.flags, way).prove(
-                inputs
-            )
+            trial = Trial(self.forward, self.modules, self.first_replica, self.flags, way)
+            found = trial.prove(inputs)
         except Undecided as error:
             found, lasting = str(error), False
             self._remember(self.known.undecided, place[1], self.undecided(inputs) + 1, True)

@@ -37,9 +37,8 @@ def _held_in_eval(modules: list[nn.Module]):
                 module.training = False
         yield
     finally:
-        for module in reversed(
-            entered
-        ):  # torch.compile's wrapper has no flag of its own: it sets that of the next
+        # torch.compile's wrapper has no flag of its own: it sets that of the next.
+        for module in reversed(entered):
             with _EVAL_LOCK:
                 users, training = _EVAL_USERS.pop(id(module), (1, module.training))
                 if users > 1:

@@ -61,6 +61,7 @@ class Stream:
         self.forward, self.replicas = forward, replicas
         self.likelihood, self.device = likelihood, device
         self.most = replicas.count  # in a chunk; less once memory did not suffice
+        self.shape: list[int] = []  # of a replica's output for the current input
         self.folding = Folding(forward, modules, replicas.first)
         if device.type == "cpu":
             keep_freed_pages()

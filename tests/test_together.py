@@ -101,7 +101,8 @@ def test_a_scripted_part():
     model, (x, y) = Net(middle=nn.Linear(9, 9, dtype=torch.float64)), data()
     options = dict(num_samples=T, batch_weight=0.1, seed=0)
     expected = bnuq.elbo_loss(model, x, y, **options).loss
-    with warnings.catch_warnings(action="ignore"):  # of newer torch: deprecated
+    with warnings.catch_warnings():  # of newer torch: deprecated
+        warnings.simplefilter("ignore")
         model.middle = torch.jit.script(model.middle)
     torch.testing.assert_close(bnuq.elbo_loss(model, x, y, **options).loss, expected)
 
