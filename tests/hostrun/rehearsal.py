@@ -25,8 +25,9 @@ class OnCpu(TorchFunctionMode):
 
 
 def here(value):
-    is_cuda = (isinstance(value, torch.device) and value.type == "cuda") or value == "cuda"
-    return CPU if is_cuda else value
+    if isinstance(value, torch.device):
+        return CPU if value.type == "cuda" else value
+    return CPU if isinstance(value, str) and value == "cuda" else value
 
 
 class Stream:
