@@ -50,9 +50,8 @@ def oracle(model, tables, x):
     return torch.stack(outputs)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*script_method:DeprecationWarning"
-)  # torch 2.10 imports its own
+# Of torch 2.10's own import.
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 @pytest.mark.parametrize("name", YARDSTICKS)
 @torch.no_grad()
 def test_yardsticks_agree_with_an_eval_pass_a_replica(network, name):
