@@ -25,6 +25,7 @@ STAGES = ["test", "sanitize", "bench"]
 STAGE_SECONDS = 480  # of nine minutes: what goes before, and the report, take some
 SCRATCH = ROOT / ".gpu-build"
 SANITIZERS = ["memcheck", "racecheck", "initcheck", "synccheck"]
+SANITIZED = ["philox", "batch_norm", "predictive", "bayes"]  # each by itself: it may take minutes
 NOTHING_COLLECTED = 5  # pytest's exit status
 FOUND_ERRORS = 86  # the exit status that compute-sanitizer is told to use
 REFUSALS = ["Device not supported", "not supported on this", "Failed to initialize", "error 999"]
@@ -180,7 +181,10 @@ def sanitize_steps(env):
     for name in SANITIZERS:
         sanitizer = [tool, "--tool", name, "--error-exitcode", str(FOUND_ERRORS)]
         steps.append(Step(f"{name}: planted error", [*sanitizer, probe, name], judge_planted, 60))
-        steps.append(Step(name, [*sanitizer, *case], judge_sanitizer, 360, uncached, alone=False))
+        for family in SANITIZED:
+            command = [*sanitizer, *case, "cuda", family]
+            label = f"{name}: {family}"
+            steps.append(Step(label, command, judge_sanitizer, 360, uncached, alone=False))
     return steps
 
 

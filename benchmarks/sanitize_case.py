@@ -1,5 +1,7 @@
 """Every form of every CUDA kernel on small, awkward shapes: what compute-sanitizer runs.
 
+    python benchmarks/sanitize_case.py [DEVICE [FAMILY ...]]
+
 Inputs are made on the CPU and copied, so that hardly a kernel but ours runs under the tool. Another
 device than "cuda" may be named, to try the script itself.
 """
@@ -85,15 +87,25 @@ def run_bayes():
         ops.mixture_kl(mu, rho, seed, 1, T).backward()
 
 
-def main():
-    torch.manual_seed(0)
+def run_philox():
     seed = torch.tensor([7, 3]).to(DEVICE)
     for shape in [(2, 33), (2, 17, 19), (1, 1, 1)]:
         ops.philox_normal(seed, 1, shape)
     ops.snapshot_indices(seed, 5, 12)
-    run_batch_norm()
-    run_predictive()
-    run_bayes()
+
+
+FAMILIES = {
+    "philox": run_philox,
+    "batch_norm": run_batch_norm,
+    "predictive": run_predictive,
+    "bayes": run_bayes,
+}
+
+
+def main():
+    torch.manual_seed(0)
+    for name in sys.argv[2:] or FAMILIES:
+        FAMILIES[name]()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     print("every kernel ran")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -129,10 +130,12 @@ def test_steps_of_each_stage():
     assert all(s.env == {"OMP_NUM_THREADS": "2", "TORCH_CUDA_ARCH_LIST": "9.0"} for s in tests)
     sanitize = gpu.steps_of("sanitize", ENV)
     assert [s.name for s in sanitize[1:]] == [
-        name for tool in gpu.SANITIZERS for name in (f"{tool}: planted error", tool)
+        f"{tool}: {part}" for tool in gpu.SANITIZERS for part in ("planted error", *gpu.SANITIZED)
     ]
     assert "sm_90" in sanitize[0].command
-    assert all(s.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for s in sanitize[2::2])
+    cases = [s for s in sanitize if s.command[-1] in gpu.SANITIZED]
+    assert len(cases) == len(gpu.SANITIZERS) * len(gpu.SANITIZED)
+    assert all(s.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for s in cases)
     assert all(s.limit < gpu.STAGE_SECONDS < 540 for s in tests + sanitize)
 
 
@@ -231,7 +234,7 @@ def test_a_conftest_that_does_not_start(tmp_path):
 
 FAKE_TOOL = """#!/bin/sh
 case "$*" in
-  *sanitize_case.py) echo "========= ERROR SUMMARY: 0 errors" ;;
+  *sanitize_case.py*) echo "========= ERROR SUMMARY: 0 errors" ;;
   *synccheck) echo "========= Error: Device not supported"; exit 1 ;;
   *) echo "========= ERROR SUMMARY: 1 error"; exit 86 ;;
 esac
@@ -249,7 +252,7 @@ def test_sanitize_stage_with_a_made_up_tool(tmp_path, monkeypatch):
     verdicts = {name: step["status"] for name, step in result["steps"].items()}
     expected = dict.fromkeys(verdicts, "passed") | {"synccheck: planted error": "refused"}
     assert verdicts == expected
-    assert result["steps"]["memcheck"]["summary"] == "ERROR SUMMARY: 0 errors"
+    assert result["steps"]["memcheck: bayes"]["summary"] == "ERROR SUMMARY: 0 errors"
 
 
 def test_a_refused_tool_is_not_a_failure(tmp_path):
@@ -319,7 +322,10 @@ def test_the_script_starts_by_itself(tmp_path):
     assert done.returncode == 0 and "--rehearse" in done.stdout
 
 
-def test_the_sanitized_case_runs():
+def test_the_sanitized_case_runs(monkeypatch):
     script = gpu.ROOT / "benchmarks" / "sanitize_case.py"
     done = run([sys.executable, script, "cpu"], 120)
     assert done.status == "passed" and done.output == "every kernel ran\n"
+    monkeypatch.setattr(sys, "argv", [str(script), "cpu"])
+    assert list(runpy.run_path(str(script))["FAMILIES"]) == gpu.SANITIZED
+    assert run([sys.executable, script, "cpu", "no family"], 120).status == "failed"
