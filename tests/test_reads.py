@@ -185,6 +185,10 @@ class Conditional(Norms):
         return self.head(torch.cond(h.sum() > 8, lambda h: h * 1, lambda h: -h, (h,)))
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.13."),
+    reason="torch 2.13 never traces torch.cond again that it has met under a dispatch mode",
+)
 def test_an_operator_that_cannot_be_watched():
     x = torch.randn(48, D)
     model = prepared(Conditional, x)
