@@ -7,14 +7,13 @@ from numbers import Real
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 from torch.nn import functional
 
 from .ops import bayes_linear, new_seed, philox_normal
 from .ops.checks import check_integer, refuse
 from .ops.linear_parts import spread
 from .priors import GaussianPrior, check_prior
-from .replicas import Replicated, current_pass, node_of
+from .replicas import Replicated
 from .samplers import Draw
 
 ESTIMATORS = ("exact", "local")
@@ -128,12 +127,6 @@ class BayesLinear(Replicated, nn.Module):
     def one_draw(self) -> bool:
         """See `Replicated`: a replica has one weight matrix, but fresh noise in each row."""
         return self.estimator == "exact"
-
-    def forward(self, input: Tensor) -> Tensor:  # the name in torch.nn.Linear
-        if isinstance(input, Proxy):
-            return node_of(self, input)
-        active = current_pass()
-        return self.plain_forward(input) if active is None else active.visit(self, input)
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """One sample of the weights in train(), their means in eval()."""

@@ -2,11 +2,10 @@
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from .ops.batch_norm import batch_norm_fitted, batch_norm_snapshots
 from .ops.checks import acc_dtype, refuse
-from .replicas import Replicated, current_pass, node_of
+from .replicas import Replicated
 from .samplers import Draw, Fitted
 
 
@@ -25,23 +24,10 @@ class Stochastic(Replicated):
     bank_name = None  # the layer's key in the bank
     frozen = False  # whether train() leaves the layer in eval; see `freeze`
 
-    def forward(self, input: Tensor) -> Tensor:  # torch's name, by which it may be given
-        if isinstance(input, Proxy):
-            return node_of(self, input)
-        active = current_pass()
-        if active is None:
-            return self.plain_forward(input)
-        self.check_input(input)
-        return active.visit(self, input)
-
     def train(self, mode: bool = True):
         super().train(mode)
         self.training = self.training and not self.frozen
         return self
-
-    def plain_forward(self, x: Tensor) -> Tensor:
-        """What the original class does."""
-        return super().forward(x)
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""

@@ -64,10 +64,22 @@ class Replicated:
     needs_bank = False  # whether a draw must have statistics for each of its calls
     one_draw = False  # whether all calls in a forward have the noise of the first
 
+    def forward(self, input: Tensor) -> Tensor:  # torch's name, by which it may be given
+        if isinstance(input, Proxy):  # torch.fx: one node, as for torch's layers
+            tracer = input.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        active = current_pass()
+        if active is None:
+            return self.plain_forward(input)
+        self.check_input(input)
+        return active.visit(self, input)
 
-def node_of(layer: nn.Module, x: Proxy) -> Proxy:
-    """One node of a torch.fx graph for a layer, as for torch's own: it goes on being sampled."""
-    return x.tracer.create_proxy("call_module", x.tracer.path_of_module(layer), (x,), {})
+    def plain_forward(self, x: Tensor) -> Tensor:
+        """What the class that this one extends does."""
+        return super().forward(x)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raises, inside a pass, for an x that the original class refuses; here for none."""
 
 
 class Pass:

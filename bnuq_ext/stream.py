@@ -158,10 +158,10 @@ class Stream:
 
     def _trial_pays(self, plan: Plan, inputs) -> bool:
         """Whether it may tell, and more than one replica would go into a chunk; it costs as much as forty rows."""
-        _, count, strategy, chunk, *_ = self.replicas
-        if strategy == "folded":
+        wanted = self.replicas
+        if wanted.strategy == "folded":
             return True
-        together = chunk_of(plan._replace(way="folded"), chunk, count, self.device)
+        together = chunk_of(plan._replace(way="folded"), wanted.chunk, wanted.count, self.device)
         return together > 1 and self.folding.undecided(inputs) < _TRIALS
 
     def _give_up(self, plan: Plan, inputs, error: Exception) -> Plan:

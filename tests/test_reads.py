@@ -45,13 +45,18 @@ READS = {
 }
 
 
+def signs(meets, count):
+    """Networks that branch on `meets`, each with its data."""
+    for seed in range(count):
+        torch.manual_seed(seed)
+        x = torch.randn(48, D)
+        yield prepared(partial(Sign, meets), x), x
+
+
 @pytest.mark.parametrize("meets", READS.values(), ids=READS)
 def test_values_of_the_rows(meets):
     """Each is right in all of ten networks; without the look at reads several of ten are wrong."""
-    for seed in range(10):
-        torch.manual_seed(seed)
-        x = torch.randn(48, D)
-        model = prepared(partial(Sign, meets), x)
+    for model, x in signs(meets, 10):
         torch.testing.assert_close(
             samples(model, x[:N]), samples(copy.deepcopy(model), x[:N], strategy="loop")
         )
@@ -63,10 +68,7 @@ def test_values_of_the_rows(meets):
 @pytest.mark.parametrize("meets", READS.values(), ids=READS)
 def test_values_of_the_rows_in_inference_mode(meets):
     """There bool() and item() would reach a dispatch mode as they are."""
-    for seed in range(3):
-        torch.manual_seed(seed)
-        x = torch.randn(48, D)
-        model = prepared(partial(Sign, meets), x)
+    for model, x in signs(meets, 3):
         with torch.inference_mode():
             samples(model, x[:N])
         assert way(model) == "loop"
