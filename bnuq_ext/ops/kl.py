@@ -58,7 +58,6 @@ class _GaussianSum(torch.autograd.Function):
         return torch.ops.bnuq.gaussian_kl_sum(tensors[::2], tensors[1::2], stds)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         tensors = ctx.saved_tensors
         args = grad, tensors[::2], tensors[1::2], ctx.stds
@@ -203,4 +202,5 @@ torch.library.register_autograd(
 )
 torch.library.register_autograd("bnuq::mixture_kl", _backward_mixture, setup_context=_setup_mixture)
 refuse_second_derivatives("gaussian_kl")
+refuse_second_derivatives("gaussian_kl_sum")
 refuse_second_derivatives("mixture_kl")
