@@ -1,7 +1,6 @@
 """`collect`: the statistics of mini-batches, layer by layer, into a bank."""
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -18,6 +17,7 @@ from .inputs import call, model_device, model_input, move, num_rows, tensors
 from .ops.checks import check_integer, refuse
 from .replicas import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
+from .warn import warn
 
 
 def collect(
@@ -64,7 +64,7 @@ def collect(
     _check_arguments(model, num_batches, input_fn, on_nonfinite)
     source = find_source("collect", data, batch_size)
     if source.in_order:
-        warnings.warn(_IN_ORDER, stacklevel=2)
+        warn(_IN_ORDER)
     bank, remarks = gather(
         "collect",
         model,
@@ -76,7 +76,7 @@ def collect(
         on_nonfinite=on_nonfinite,
     )
     for remark in remarks:
-        warnings.warn(remark, stacklevel=2)
+        warn(remark)
     attach(model, bank)
     return bank
 

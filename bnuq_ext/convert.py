@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 
 from torch import nn
@@ -15,6 +14,7 @@ from .batch_norm_like import EXCLUDED, Survey, describe, survey
 from .inputs import tensors
 from .nn import STOCHASTIC_CLASSES, Stochastic, check_model, named_stochastic_layers, original_class
 from .ops.checks import refuse
+from .warn import warn
 
 _ORIGINAL = "_bnuq_original"  # attribute of a layer that took the place of another object
 
@@ -128,7 +128,7 @@ def _check_found(model: nn.Module, found: Survey, chosen: list[str], strict: boo
             refuse("convert", "filter_fn", "choose a layer", "none")
         refuse("convert", "model", "contain a batch-norm layer", f"none{_hint(model, left)}")
     if left:
-        warnings.warn(f"convert: not converted: {left}", stacklevel=3)
+        warn(f"convert: not converted: {left}")
 
 
 def _hint(model: nn.Module, left: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
@@ -17,6 +16,7 @@ from .inputs import map_tensors, tensors
 from .nn import named_stochastic_layers
 from .ops.checks import refuse
 from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
+from .warn import warn
 
 _LOCK = threading.Lock()
 _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
@@ -96,10 +96,9 @@ class Known:
         with count_uncovered(model) as counter:
             yield counter
         if counter.uncovered:
-            warnings.warn(
+            warn(
                 f"{op}: {counter.uncovered} batch-norm calls of the forward belong to no stochastic layer "
-                "and are the same in all replicas; see bnuq_ext.doctor",
-                stacklevel=2,
+                "and are the same in all replicas; see bnuq_ext.doctor"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -33,6 +32,7 @@ from .samplers import (
     make_sampler,
 )
 from .stream import Replicas, Stream, check_strategy, split_batch
+from .warn import warn
 
 
 def predict(
@@ -213,5 +213,5 @@ def _batch_sampler(model: nn.Module, loader, num_batches: int, device: torch.dev
     if len(bank) < num_batches:
         refuse("predict", "loader", f"have {num_batches} batches of use", len(bank))
     for remark in remarks:
-        warnings.warn(remark, stacklevel=3)
+        warn(remark)
     return make_sampler("predict", "batch", bank, None, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import closing, nullcontext
 
 import torch
@@ -16,6 +15,7 @@ from .ops.checks import refuse
 from .replicas import running
 from .restore import preserved_rng
 from .samplers import Draw
+from .warn import warn
 
 
 class JoiningForward:
@@ -110,8 +110,5 @@ def take_batches(op: str, loader, first: int, count: int, device: torch.device) 
     if len(kept) < count:
         refuse(op, "loader", f"have {first + count} batches of 2 rows or more", found)
     if found < seen:
-        text = (
-            f"{op}: {seen - found} of {seen} batches were left out: they have fewer than two rows"
-        )
-        warnings.warn(text, stacklevel=3)
+        warn(f"{op}: {seen - found} of {seen} batches were left out: they have fewer than two rows")
     return kept

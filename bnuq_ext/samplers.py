@@ -6,7 +6,6 @@ statistics depend neither on the chunk that it is drawn in nor on the device.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -17,6 +16,7 @@ from .moments import Rescaling, fit
 from .ops import new_seed, philox_normal, snapshot_indices
 from .ops.checks import check_integer, refuse
 from .ops.philox import new_key
+from .warn import warn
 
 if TYPE_CHECKING:
     from .bank import Bank
@@ -256,8 +256,7 @@ def warn_of_rescaling(op: str, bank: Bank, batch_size: int | None) -> None:
     """Warns of a batch size far from the bank's; at every call, however long the sampler is known."""
     M0 = bank.batch_size
     if batch_size is not None and not M0 / 2 <= batch_size <= 16 * M0:
-        warnings.warn(
+        warn(
             f"{op}: batch_size {batch_size} is outside [M0/2, 16 M0] of a bank with M0 = {M0}, where "
-            "rescaled statistics were found to be accurate; collect a bank with such batches",
-            stacklevel=4,
+            "rescaled statistics were found to be accurate; collect a bank with such batches"
         )
