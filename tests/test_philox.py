@@ -252,6 +252,21 @@ SEED = torch.tensor([1, 0])
             f"philox_normal: tag must be one of {', '.join(TAGS)}, got noise",
         ),
         (
+            lambda: ops.new_seed(1.5),
+            TypeError,
+            "new_seed: seed must be an integer, got 1.5",
+        ),
+        (
+            lambda: ops.new_seed(2**63),
+            ValueError,
+            "new_seed: seed must lie in [-2^63, 2^63), got 9223372036854775808",
+        ),
+        (
+            lambda: ops.new_seed(0, -1),
+            ValueError,
+            "new_seed: first_replica must lie in [0, 2^63), got -1",
+        ),
+        (
             lambda: ops.snapshot_indices(SEED, 0, 3),
             ValueError,
             "snapshot_indices: num_snapshots must lie in [1, 2^31), got 0",

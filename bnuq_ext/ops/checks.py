@@ -77,10 +77,15 @@ def check_positive(op: str, name: str, value) -> None:
 
 
 def check_stream(op: str, stream: int) -> None:
-    if not hasattr(stream, "__index__"):
-        refuse(op, "stream", "be an integer", repr(stream), TypeError)
-    if not 0 <= stream < 2**32:
-        refuse(op, "stream", "lie in [0, 2^32)", stream)
+    check_within(op, "stream", stream, 0, 2**32, "[0, 2^32)")
+
+
+def check_within(op: str, name: str, value, low: int, end: int, interval: str) -> None:
+    """Of an integer in [low, end), which `interval` writes out; torch.compile can follow it."""
+    if not hasattr(value, "__index__"):
+        refuse(op, name, "be an integer", repr(value), TypeError)
+    if not low <= value < end:
+        refuse(op, name, f"lie in {interval}", value)
 
 
 def check_num_samples(op: str, num_samples) -> None:

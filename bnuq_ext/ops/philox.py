@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import _library  # noqa: F401
-from .checks import check_seed, check_stream, refuse
+from .checks import check_seed, check_stream, check_within, refuse
 
 TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "joint": 5, "local": 6}
 
@@ -13,18 +13,23 @@ def new_seed(seed: int | Tensor | None = None, first_replica: int = 0, device="c
     """The seed tensor of an op: (key, number of the first replica).
 
     Args:
-        seed: the key, any 64-bit integer; None draws it from torch's generator of `device`; or what
-            `new_key(device)` drew, (1,).
+        seed: the key, an integer in [-2^63, 2^63); None draws it from torch's generator of `device`; or
+            (1,) int64, as `new_key(device)` draws it.
         first_replica: number of the first replica; at least 0.
         device: where the op runs.
 
     Returns:
         (2,) int64 on `device`.
+
+    Raises:
+        ValueError, TypeError: seed or first_replica out of range, or no integer.
     """
+    check_within("new_seed", "first_replica", first_replica, 0, 2**63, "[0, 2^63)")
     key = new_key(device) if seed is None else seed
     if isinstance(key, Tensor):
         # Filled on the device: a copy to it would wait, and a CUDA graph takes none.
         return torch.cat([key, key.new_full((1,), first_replica)])
+    check_within("new_seed", "seed", key, -(2**63), 2**63, "[-2^63, 2^63)")
     return torch.tensor([key, first_replica], dtype=torch.int64, device=device)
 
 
@@ -49,6 +54,11 @@ def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -
 
     Returns:
         float32 of `shape`, on the device of `seed`.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, value or dtype.
+
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
     """
     shape = tuple(shape)
     check_seed("philox_normal", seed)
@@ -76,6 +86,11 @@ def snapshot_indices(seed: Tensor, num_snapshots: int, num_samples: int) -> Tens
 
     Returns:
         (T,) int64, on the device of `seed`.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, value or dtype.
+
+    Source: Hoang, Morris and Rogaway, An Enciphering Scheme Based on a Card Shuffle (2012).
     """
     check_seed("snapshot_indices", seed)
     if not 1 <= num_snapshots < 2**31:
