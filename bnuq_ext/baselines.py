@@ -13,11 +13,12 @@ from .bayes import bayes_layers
 from .chunks import check_chunk
 from .dropout import Dropping
 from .forward import Forward, check_output_fn
+from .inputs import device_of
 from .known import know
-from .nn import check_model as check_module
+from .nn import check_model
 from .ops import new_seed, snapshot_indices
 from .ops.checks import check_integer, refuse
-from .predict import check_model, check_x, device_of, layers_by_bank, unwrapped
+from .predict import check_x, layers_by_bank, take_model, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
 from .replicas import Pass, running
 from .restore import evaluating
@@ -254,7 +255,7 @@ class _Task:
     def forward(self, model: nn.Module, sampler, batch_size, seed) -> Forward:
         """How to run the model with a sampler, or without one."""
         op = self.op
-        check_module(op, model)
+        check_model(op, model)
         model = unwrapped(model)
         modules = list(model.modules())
         device = device_of(modules)
@@ -266,7 +267,7 @@ class _Task:
             key = draw_key(seed, device)
             return PlainForward(model, {}, None, key, self.output_fn, known, op)
         check_sampler(op, sampler, batch_size)
-        check_model(op, model)
+        take_model(op, model)
         if sampler == "batch":
             refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
         drawn = known.sampler(op, model, sampler, batch_size, device)
@@ -298,7 +299,7 @@ def _checked_members(op: str, models) -> list[nn.Module]:
     if not models:
         refuse(op, "models", "hold at least 1 member", "none")
     for model in models:
-        check_module(op, model)
+        check_model(op, model)
     return models
 
 

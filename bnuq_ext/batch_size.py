@@ -17,7 +17,7 @@ from tqdm import tqdm
 from .bank import Bank, attach, stochastic_layers
 from .batches import as_dataset, fetcher, find_source
 from .collect import gather
-from .inputs import model_device, move
+from .inputs import device_of, move
 from .metrics import mutual_information
 from .metrics.arguments import as_rows_of, take_labels
 from .ops.checks import check_integer, refuse
@@ -144,7 +144,7 @@ def fit_batch_size(
         _size("validation", validation)
     num_rows = _checked_rows(data, num_rows)
     check_key(OP, seed)
-    device = model_device(model)
+    device = device_of(model.modules())
     key = draw_key(seed, torch.device("cpu"))
     judge = _Judge(model, device, likelihood, noise_var, key, rows_at_a_time)
     with preserved_rng(), without_gradients(), _bank_put_back(layers):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
 from .ops.checks import check_integer, refuse
 from .ops.linear_parts import spread
@@ -271,8 +272,7 @@ def check_whole(op: str, layers: dict[str, BayesLinear]) -> None:
 
 def require_bayes_layers(op: str, model) -> dict[str, BayesLinear]:
     """The Bayesian layers of what must be a model with some; raises in the name of `op`."""
-    if not isinstance(model, nn.Module):
-        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
+    check_model(op, model)
     layers = bayes_layers(model)
     if not layers:
         refuse(op, "model", "contain a BayesLinear", "none")

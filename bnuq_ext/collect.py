@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ._version import __version__
 from .bank import Bank, attach, stochastic_layers
 from .batches import Source, find_source
-from .inputs import call, model_device, model_input, move, num_rows, tensors
+from .inputs import call, device_of, model_input, move, num_rows, tensors
 from .ops.checks import check_integer, refuse
 from .replicas import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
@@ -47,7 +47,7 @@ def collect(
         num_batches: B, batches to go through; at least 1.
         batch_size: M, rows drawn for a batch from a data set, without replacement within a batch, one batch
             independent of the next; from 2 to the size of the data set.
-        device: where the inputs go; by default that of the model's first parameter.
+        device: where the inputs go; by default that of the model's first parameter or buffer.
         input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword arguments.
         progress: show a bar on stderr when that is a terminal.
         on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the input or the statistics.
@@ -87,7 +87,7 @@ def gather(
     source: Source,
     num_batches: int,
     *,
-    device: torch.device | None,
+    device: torch.device,
     input_fn: Callable | None = None,
     progress: bool = False,
     on_nonfinite: str = "raise",
@@ -261,9 +261,9 @@ def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> N
         refuse("collect", "on_nonfinite", "be 'raise' or 'skip'", repr(on_nonfinite))
 
 
-def _checked_device(model: nn.Module, device) -> torch.device | None:
+def _checked_device(model: nn.Module, device) -> torch.device:
     if device is None:
-        return model_device(model)
+        return device_of(model.modules())
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):

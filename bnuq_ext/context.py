@@ -12,11 +12,11 @@ from .bayes import bayes_layers
 from .fingerprint import OURS
 from .folding import Plan, proven_plan
 from .forward import Forward
-from .inputs import num_rows, tensors
+from .inputs import device_of, num_rows, tensors
 from .known import know
 from .nn import Stochastic
 from .ops.checks import check_integer, refuse
-from .predict import check_model, device_of, layers_by_bank
+from .predict import layers_by_bank, take_model
 from .probe import expand
 from .replicas import DoesNotFold, Pass, ReplicaPass, current_pass, running
 from .samplers import check_key, check_sampler, draw_key
@@ -54,7 +54,7 @@ def replicas(
     op = "replicas"
     if "_orig_mod" in getattr(model, "_modules", ()):
         refuse(op, "model", "not be compiled", type(model).__name__, TypeError)
-    _, modules = check_model(op, model)
+    _, modules = take_model(op, model)
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     first_replica = check_integer(op, "first_replica", first_replica, 0)
     check_sampler(op, sampler, batch_size)

@@ -1,6 +1,6 @@
 """What a model is given: a tensor, a tuple of arguments or a dict of keyword arguments."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +87,8 @@ def map_tensors(inputs, fn: Callable[[Tensor], Tensor]):
     return inputs
 
 
-def move(inputs, device: torch.device | None):
-    """The input with its tensors on `device`; None leaves them where they are."""
-    if device is None:
-        return inputs
+def move(inputs, device: torch.device):
+    """The input with its tensors on `device`."""
     return map_tensors(inputs, lambda t: t.to(device, non_blocking=True))
 
 
@@ -103,9 +101,10 @@ def call(model: nn.Module, inputs):
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def model_device(model: nn.Module) -> torch.device | None:
-    """Device of the model's first parameter or buffer; None when it has neither."""
-    for group in (model.parameters(), model.buffers()):
-        for tensor in group:
-            return tensor.device
-    return None
+def device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """Device of a model's first parameter or buffer; the CPU without any."""
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                return tensor.device
+    return torch.device("cpu")

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from .bank import Bank, stochastic_layers
 from .batches import as_dataset, fetcher, find_source
 from .collect import gather
-from .inputs import call, model_device, move
+from .inputs import call, device_of, move
 from .ops.checks import acc_dtype, check_floating, check_integer, refuse
 from .replicas import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
@@ -144,8 +144,7 @@ def statistics_normality(
     num_batches = check_integer(OP, "num_batches", num_batches, 8)
     rows_at_a_time = check_integer(OP, "rows_at_a_time", rows_at_a_time, 1)
     check_key(OP, seed)
-    cpu = torch.device("cpu")
-    key, device = draw_key(seed, cpu), model_device(model) or cpu
+    key, device = draw_key(seed, torch.device("cpu")), device_of(model.modules())
     with preserved_rng():
         torch.manual_seed(key)
         bank, _ = gather(OP, model, source, num_batches, device=device, progress=progress)

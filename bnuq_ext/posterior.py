@@ -12,6 +12,7 @@ from .adapters import qualified_name
 from .batch_norm_like import describe
 from .bayes import BayesLinear, check_initial, check_whole, require_bayes_layers
 from .convert import copied
+from .nn import check_model
 from .ops.checks import check_number, refuse
 from .ops.linear_parts import spread
 from .priors import GaussianPrior, check_prior
@@ -45,8 +46,7 @@ def to_bayesian(
             is made of others (spectral norm, weight norm, pruning by torch).
     """
     op = "to_bayesian"
-    if not isinstance(model, nn.Module):
-        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
+    check_model(op, model)
     if filter_fn is not None and not callable(filter_fn):
         refuse(op, "filter_fn", "be callable", type(filter_fn).__name__, TypeError)
     check_initial(op, "rho_init", rho_init)

@@ -14,9 +14,9 @@ from .chunks import check_chunk
 from .collect import gather
 from .fingerprint import modules_of
 from .forward import Forward, check_output_fn
-from .inputs import num_rows, tensors
+from .inputs import device_of, num_rows, tensors
 from .known import know
-from .nn import Stochastic, named_stochastic_layers
+from .nn import Stochastic, check_model, named_stochastic_layers
 from .ops.checks import check_integer, refuse
 from .prediction import Prediction, check_likelihood, check_noise_shape
 from .query import JoiningForward, take_batches
@@ -95,7 +95,7 @@ def predict(
             `collect`; a model that does not fold, with "folded".
         torch.OutOfMemoryError: not even one replica fits.
     """
-    model, modules = check_model("predict", model)
+    model, modules = take_model("predict", model)
     check_likelihood("predict", likelihood, noise_var)
     num_samples = check_integer("predict", "num_samples", num_samples, 1)
     first_replica = check_integer("predict", "first_replica", first_replica, 0)
@@ -136,10 +136,9 @@ def predict(
         )
 
 
-def check_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
+def take_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
     """The model, `unwrapped`, and all its modules, some of them stochastic."""
-    if not isinstance(model, nn.Module):
-        refuse(op, "model", "be a torch.nn.Module", type(model).__name__, TypeError)
+    check_model(op, model)
     model = unwrapped(model)
     modules = modules_of(model)
     if not any([isinstance(module, Replicated) for module in modules]):
@@ -162,15 +161,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def layers_by_bank(modules: list[nn.Module]) -> dict[str, nn.Module]:
     """The stochastic batch-norm layers by the names that their bank has."""
     return {m.bank_name: m for m in modules if isinstance(m, Stochastic)}
-
-
-def device_of(modules: list[nn.Module]) -> torch.device:
-    """Device of the first parameter or buffer; the CPU without any."""
-    for module in modules:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                return tensor.device
-    return torch.device("cpu")
 
 
 def _check_options(sampler, seed, loader, strategy, output_fn) -> None:

@@ -16,13 +16,12 @@ from .bayes import BayesLinear, check_whole, require_bayes_layers
 from .chunks import keep_freed_pages
 from .fingerprint import HOOKS
 from .forward import Forward
-from .inputs import num_rows
+from .inputs import device_of, num_rows
 from .known import know, run_once
 from .ops import new_seed
 from .ops.checks import acc_dtype, check_integer, check_number, check_tensor, refuse
 from .ops.kl import gaussian_kl_sum
 from .ops.philox import new_key
-from .predict import device_of
 from .replicas import ReplicaPass, current_pass
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
