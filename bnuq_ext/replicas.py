@@ -87,6 +87,10 @@ class Pass:
 
     Args:
         layers: the stochastic layers of the model and their names, `named_stochastic_layers(model)`.
+
+    Attributes:
+        streams: of each layer's first call; 65,536 calls later comes the next layer's.
+        calls: of each layer so far.
     """
 
     def __init__(self, layers: dict[str, nn.Module]):
@@ -104,10 +108,6 @@ class Pass:
         key = name if call == 0 else f"{name}#{call}"
         stream = self.streams[name] + (0 if layer.one_draw else call)
         return self.normalise(layer, x, key, stream)
-
-    def stream_of(self, name: str) -> int:
-        """The stream of a layer's first call; 65,536 calls later comes the next layer's."""
-        return self.streams[name]
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         raise NotImplementedError

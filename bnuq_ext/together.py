@@ -9,15 +9,13 @@ from .fingerprint import State
 from .folding import CHANGES, Folding, Plan, flags_of, proven_plan
 from .forward import Forward
 from .probe import expand
-from .replicas import DoesNotFold, ReplicaPass, Undecided
+from .replicas import DoesNotFold, Undecided
 from .restore import preserved_rng, random_states
 from .samplers import Draw
 
 
-def run_together(
-    forward: Forward, modules: list[nn.Module], inputs, draw: Draw
-) -> tuple[Tensor, ReplicaPass] | None:
-    """The outputs (T*N, ...) of a draw's replicas and their pass; None where they go one after another.
+def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
+    """The outputs (T*N, ...) of a draw's replicas; None where they go one after another.
 
     A plan is proven in full for new shapes, modules, hooks, flags. When only values of parameters have
     changed since, one replica is run alone, with the flags as they are and without gradients, and must be the
@@ -29,7 +27,7 @@ def run_together(
         return None
     try:
         arguments = inputs if plan.way == "folded" else expand(inputs, T)
-        output, active = forward.run(arguments, draw, plan.rows, plan.shared)
+        output, _ = forward.run(arguments, draw, plan.rows, plan.shared)
         if len(output) != T * plan.shape[0]:
             raise DoesNotFold(f"{T} replicas have {len(output)} rows, one has {plan.shape[0]}")
         if alone is not None:
@@ -42,7 +40,7 @@ def run_together(
     except DoesNotFold as error:
         folding.refute(plan, inputs, str(error))
         return None
-    return output, active
+    return output
 
 
 def _decide(folding: Folding, inputs, num_samples: int) -> tuple[Plan, Tensor | None]:

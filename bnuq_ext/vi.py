@@ -22,7 +22,8 @@ from .ops import new_seed
 from .ops.checks import acc_dtype, check_integer, check_number, check_tensor, refuse
 from .ops.kl import gaussian_kl_sum
 from .ops.philox import new_key
-from .replicas import ReplicaPass, current_pass
+from .prediction import check_likelihood
+from .replicas import Pass, current_pass
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
 from .together import run_together
@@ -31,7 +32,6 @@ SCHEMES = ("uniform", "geometric")
 # Layers that treat every row of an input with two dimensions or more by itself, by their definition.
 _BY_ROW = {BayesLinear, nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU,
            nn.SiLU, nn.ELU, nn.Softplus}  # fmt: skip
-LIKELIHOODS = ("categorical", "gaussian")
 REDUCTIONS = ("mean", "sum")
 
 
@@ -88,11 +88,11 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
     check_key(op, seed)
     active = current_pass()
     if active is not None and all(id(layer) in active.names for layer in layers.values()):
-        streams = {n: active.stream_of(active.names[id(m)]) for n, m in layers.items()}
+        streams = {n: active.streams[active.names[id(m)]] for n, m in layers.items()}
         return _divergence(layers, active.draw, streams)
     device = next(iter(layers.values())).weight_mu.device
     draw = Draw(num_samples, new_seed(seed, 0, device), None, {})
-    return _divergence(layers, draw, {name: k << 16 for k, name in enumerate(layers)})
+    return _divergence(layers, draw, Pass(layers).streams)
 
 
 def _divergence(layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, int]) -> Tensor:
@@ -185,36 +185,30 @@ def elbo_loss(
         key = new_key(device) if seed is None else seed
         known = know(model, modules) if num_samples > 1 else run_once()
         forward = Forward(model, layers, WeightSampler(device), key, None, known, op)
-        outputs, draw, streams = _outputs(forward, modules, x, num_samples)
+        draw = forward.draw(0, num_samples)
+        outputs = _outputs(forward, modules, x, draw)
         scale = max(rows, 1) if reduction == "mean" else 1
         nll = _nll(outputs, y, likelihood, noise_std) / (num_samples * scale)
-        kl = _divergence(layers, draw, streams)
+        kl = _divergence(layers, draw, Pass(layers).streams)
         return Elbo(nll + (weight / scale) * kl, nll, kl)
 
 
-def _outputs(forward: Forward, modules: list[nn.Module], x, num_samples: int):
-    """Outputs (T, N, ...), the draw, and the layers' streams."""
-    draw = forward.draw(0, num_samples)
-    found = _together(forward, modules, x, draw)
-    if found is None:
-        runs = [forward.run(x, forward.draw(t, 1)) for t in range(num_samples)]
-        (output, active), *others = runs
-        outputs = torch.stack([output, *(o for o, _ in others)]) if others else output[None]
-    else:
-        output, active = found
-        outputs = output.unflatten(0, (num_samples, -1))
-    return outputs, draw, {name: active.stream_of(name) for name in forward.layers}
+def _outputs(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor:
+    """(T, N, ...), of all samples at once where that is the same."""
+    output = _together(forward, modules, x, draw)
+    if output is not None:
+        return output.unflatten(0, (draw.num_samples, -1))
+    outputs = [forward.run(x, forward.draw(t, 1))[0] for t in range(draw.num_samples)]
+    return torch.stack(outputs) if len(outputs) > 1 else outputs[0][None]
 
 
-def _together(
-    forward: Forward, modules: list[nn.Module], x, draw: Draw
-) -> tuple[Tensor, ReplicaPass] | None:
+def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor | None:
     """The outputs (T*N, ...) of samples that go through the model together; None for one after another."""
     coupled = any(module.training and averages_rows(module) for module in modules)
     if draw.num_samples == 1 or coupled or num_rows(forward.op, x) == 0:
         return None
     if _goes_by_row(forward.model, modules, x):
-        return forward.run(x, draw, dict.fromkeys(forward.layers, len(x)))
+        return forward.run(x, draw, dict.fromkeys(forward.layers, len(x)))[0]
     if draw.num_samples == 2:  # the sample that is run alone would cost what going together saves
         return None
     return run_together(forward, modules, x, draw)
@@ -267,8 +261,7 @@ def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | Non
 
 
 def _check_loss(likelihood: str, noise_std: float, reduction: str) -> None:
-    if likelihood not in LIKELIHOODS:
-        refuse("elbo_loss", "likelihood", f"be one of {', '.join(LIKELIHOODS)}", repr(likelihood))
+    check_likelihood("elbo_loss", likelihood, None)
     if reduction not in REDUCTIONS:
         refuse("elbo_loss", "reduction", f"be one of {', '.join(REDUCTIONS)}", repr(reduction))
     _check_factor("noise_std", noise_std)

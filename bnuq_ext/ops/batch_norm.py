@@ -69,19 +69,23 @@ def batch_norm_bank(
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
+
+    Source: Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks (2018), Algorithm 1.
     """
     op = "batch_norm_bank"
     num_samples = check_bank(op, x, mean, var, seed, snapshot, num_samples)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
     refuse_forward_mode(op, x, mean, var, weight, bias, residual)
     negative_slope = slope_of(op, activation, slope)
+    acc = acc_dtype(x.dtype)
+    mean, var, weight, bias = (prepare(t, acc) for t in (mean, var, weight, bias))
+    seed, snapshot = prepare(seed, torch.int64), prepare(snapshot, torch.int64)
     args = (x, mean, var, seed, snapshot, num_samples, weight, bias, residual)
-    args = _prepared(*args) + (eps, negative_slope, shared)
+    args += (eps, negative_slope, shared)
     if out is None:
         return _call(torch.ops.bnuq.batch_norm_bank.default, *args)
-    check_out(
-        op, out, x, num_samples, residual, shared, wants_grad(*args[:3], weight, bias, residual)
-    )
+    needs_grad = wants_grad(x, mean, var, weight, bias, residual)
+    check_out(op, out, x, num_samples, residual, shared, needs_grad)
     torch.ops.bnuq.batch_norm_bank_out.default(out, *args)
     return out
 
@@ -100,21 +104,6 @@ def batch_norm_snapshots(
     T, weight, bias = snapshot.shape[0], prepare(weight, acc), prepare(bias, acc)
     args = (x, mean, var, None, snapshot, T, weight, bias, None, eps, 1.0, shared)
     return _call(torch.ops.bnuq.batch_norm_bank.default, *args)
-
-
-def _prepared(x, mean, var, seed, snapshot, num_samples, weight, bias, residual) -> tuple:
-    acc = acc_dtype(x.dtype)
-    return (
-        x,
-        prepare(mean, acc),
-        prepare(var, acc),
-        prepare(seed, torch.int64),
-        prepare(snapshot, torch.int64),
-        num_samples,
-        prepare(weight, acc),
-        prepare(bias, acc),
-        residual,
-    )
 
 
 def batch_norm_fitted(
@@ -153,20 +142,32 @@ def batch_norm_fitted(
 
     The others, the result and the errors are those of `batch_norm_bank`. Gradients with respect to
     x, params, weight, bias and residual.
+
+    Source: Atanov et al., Uncertainty Estimation via Stochastic Batch Normalization (2019), for "lognormal"; Teye
+    et al. (2018) for "normal".
     """
     op = "batch_norm_fitted"
     check_fitted(op, x, params, seed, stream, num_samples, family, FAMILIES)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
     refuse_forward_mode(op, x, params, weight, bias, residual)
     negative_slope = slope_of(op, activation, slope)
-    seed, acc = seed.contiguous(), acc_dtype(x.dtype)
-    params, weight, bias = prepare(params, acc), prepare(weight, acc), prepare(bias, acc)
-    args = (x, params, seed, stream, FAMILIES[family], num_samples, weight, bias, residual)
+    acc = acc_dtype(x.dtype)
+    params, weight, bias = (prepare(t, acc) for t in (params, weight, bias))
+    args = (
+        x,
+        params,
+        seed.contiguous(),
+        stream,
+        FAMILIES[family],
+        num_samples,
+        weight,
+        bias,
+        residual,
+    )
     args += (eps, negative_slope, shared)
     if out is None:
         return _call(torch.ops.bnuq.batch_norm_fitted.default, *args)
-    check_out(
-        op, out, x, num_samples, residual, shared, wants_grad(x, params, weight, bias, residual)
-    )
+    needs_grad = wants_grad(x, params, weight, bias, residual)
+    check_out(op, out, x, num_samples, residual, shared, needs_grad)
     torch.ops.bnuq.batch_norm_fitted_out.default(out, *args)
     return out
