@@ -35,6 +35,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, include_path
 
 TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # the stable ABI of torch 2.10
 CSRC = Path("csrc")
+SITE = Path(torch.__file__).parent.parent  # where torch's CUDA packages lie too
 HEADERS = sorted(str(p) for p in [*CSRC.glob("**/*.h"), *CSRC.glob("**/*.cuh")])
 
 
@@ -57,17 +58,17 @@ def decide_cuda(cuda_home):
         sys.exit(f"bnuq_ext: BNUQ_CUDA must be auto, 0 or 1, got {want}")
     if want == "1" and cuda_home is None:
         sys.exit("bnuq_ext: BNUQ_CUDA=1 but no nvcc was found; set CUDA_HOME")
-    if want == "auto" and cuda_home is not None and torch.version.cuda is not None:
-        toolkit, built = nvcc_version(cuda_home), torch.version.cuda
-        if toolkit.split(".")[0] != built.split(".")[0]:
-            # Libraries of two CUDA majors do not load into one process.
-            print(
-                f"bnuq_ext: nvcc is {toolkit} and torch has CUDA {built}: no CUDA", file=sys.stderr
-            )
-            return False
-    return want == "1" or (
-        want == "auto" and torch.version.cuda is not None and cuda_home is not None
-    )
+    if want != "auto":
+        return want == "1"
+    built = torch.version.cuda
+    if cuda_home is None or built is None:
+        return False
+    toolkit = nvcc_version(cuda_home)
+    # Libraries of two CUDA majors do not load into one process.
+    fits = toolkit.split(".")[0] == built.split(".")[0]
+    if not fits:
+        print(f"bnuq_ext: nvcc is {toolkit} and torch has CUDA {built}: no CUDA", file=sys.stderr)
+    return fits
 
 
 CUDA_HOME = find_cuda_home()
@@ -91,15 +92,14 @@ def gencode():
 
 def cuda_include_paths():
     """The toolkit's headers; what it lacks, torch's own CUDA packages carry."""
-    site = Path(torch.__file__).parent.parent
-    return [CUDA_HOME / "include", *sorted(site.glob("nvidia/cu*/include"))]
+    return [CUDA_HOME / "include", *sorted(SITE.glob("nvidia/cu*/include"))]
 
 
-def link_library(stem):
-    """The toolkit's lib<stem>.so, or the one in torch's CUDA packages."""
-    site = Path(torch.__file__).parent.parent
-    folders = [CUDA_HOME / "lib64", CUDA_HOME / "lib", *site.glob("nvidia/*/lib")]
-    return next((str(f) for folder in folders for f in sorted(folder.glob(f"lib{stem}.so*"))), None)
+def find_cudart():
+    """The toolkit's libcudart.so, or the one in torch's CUDA packages."""
+    folders = [CUDA_HOME / "lib64", CUDA_HOME / "lib", *SITE.glob("nvidia/*/lib")]
+    found = (str(f) for folder in folders for f in sorted(folder.glob("libcudart.so*")))
+    return next(found, "-lcudart")
 
 
 class Build(BuildExtension):
@@ -133,21 +133,15 @@ class Build(BuildExtension):
 
 def extensions():
     # -fno-math-errno -fno-trapping-math: without them the normals run twelve times slower.
-    flags = [
-        "-O3",
-        "-g0",
-        "-fvisibility=hidden",
-        "-fopenmp-simd",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-    ]
-    common = {"py_limited_api": True, "depends": HEADERS, "extra_compile_args": [*flags, TARGET]}
+    flags = ["-O3", "-g0", "-fvisibility=hidden", "-fopenmp-simd", TARGET]
+    flags += ["-fno-math-errno", "-fno-trapping-math"]
+    common = {"py_limited_api": True, "depends": HEADERS, "extra_compile_args": flags}
     cpu = [str(p) for p in [CSRC / "ops.cpp", *sorted((CSRC / "cpu").glob("*.cpp"))]]
     exts = [CppExtension("bnuq_ext._cpu", cpu, **common)]
     if USE_CUDA:
         # Nothing is used from libtorch.so itself, so the linker would drop it, and with it the way
         # to libtorch_cuda.so.
-        link = ["-Wl,--no-as-needed", "-ltorch", link_library("cudart") or "-lcudart"]
+        link = ["-Wl,--no-as-needed", "-ltorch", find_cudart()]
         cuda = CppExtension(
             "bnuq_ext._cuda", ["csrc/cuda/module.cpp"], extra_link_args=link, **common
         )

@@ -14,9 +14,8 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " bool shared) -> Tensor");
   m.def(
       "batch_norm_bank_out(Tensor(a!) out, Tensor x, Tensor mean, Tensor var, Tensor? seed,"
-      " Tensor? snapshot, int num_samples, Tensor? weight, Tensor? bias, Tensor? residual, float "
-      "eps,"
-      " float slope, bool shared) -> ()");
+      " Tensor? snapshot, int num_samples, Tensor? weight, Tensor? bias, Tensor? residual,"
+      " float eps, float slope, bool shared) -> ()");
   m.def(
       "batch_norm_bank_backward(Tensor grad_y, Tensor? x, Tensor? y, Tensor mean, Tensor var,"
       " Tensor? seed, Tensor? snapshot, int num_samples, Tensor? weight, float eps, float slope,"
@@ -48,9 +47,8 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " Tensor logits, int count) -> ()");
 
   m.def(
-      "bayes_linear(Tensor x, Tensor mu, Tensor rho, Tensor? bias_mu, Tensor? bias_rho, Tensor "
-      "seed,"
-      " int stream, int num_samples) -> Tensor");
+      "bayes_linear(Tensor x, Tensor mu, Tensor rho, Tensor? bias_mu, Tensor? bias_rho,"
+      " Tensor seed, int stream, int num_samples) -> Tensor");
   m.def(
       "bayes_linear_backward(Tensor grad_y, Tensor x, Tensor mu, Tensor rho, Tensor? bias_rho,"
       " Tensor seed, int stream, int num_samples, bool need_x, bool need_weight, bool need_bias)"
@@ -60,9 +58,8 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
   // The pieces of bayes_linear on CUDA: products with sigma * eps, whose weights stay in registers.
   // The first two are there on the CPU too.
   m.def(
-      "sample_weights_(Tensor(a!) weight, Tensor mu, Tensor sigma, Tensor seed, int stream, int "
-      "first)"
-      " -> ()");
+      "sample_weights_(Tensor(a!) weight, Tensor mu, Tensor sigma, Tensor seed, int stream,"
+      " int first) -> ()");
   m.def("sample_bias(Tensor mu, Tensor rho, Tensor seed, int stream, int num_samples) -> Tensor");
   m.def("half_operand(Tensor v, bool bfloat16) -> (Tensor operand, Tensor scale)");
   m.def("pack_sigma(Tensor rho, bool bfloat16) -> (Tensor sigma, Tensor scale)");
@@ -79,8 +76,8 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
 
   m.def("gaussian_kl(Tensor mu, Tensor rho, float prior_std) -> Tensor");
   m.def(
-      "gaussian_kl_backward(Tensor grad, Tensor mu, Tensor rho, float prior_std) -> (Tensor, "
-      "Tensor)");
+      "gaussian_kl_backward(Tensor grad, Tensor mu, Tensor rho, float prior_std)"
+      " -> (Tensor, Tensor)");
   m.def("gaussian_kl_sum(Tensor[] mu, Tensor[] rho, float[] prior_std) -> Tensor");
   m.def(
       "gaussian_kl_sum_backward(Tensor grad, Tensor[] mu, Tensor[] rho, float[] prior_std)"

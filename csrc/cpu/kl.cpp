@@ -57,8 +57,7 @@ double value_of(const Tensor& scalar) {
                                                     : *static_cast<const float*>(data);
 }
 
-// ---- the Gaussian prior
-// --------------------------------------------------------------------------
+// ---- the Gaussian prior -------------------------------------------------------------------------
 
 template <typename acc_t>
 BNUQ_CLONES double gaussian_slice(
@@ -168,8 +167,7 @@ std::vector<Tensor> gaussian_kl_sum_backward_cpu(
   return grads;
 }
 
-// ---- the scale mixture: at the very weights of the forward
-// ------------------------------------------
+// ---- the scale mixture: at the very weights of the forward --------------------------------------
 
 template <typename acc_t>
 BNUQ_CLONES double mixture_row(
