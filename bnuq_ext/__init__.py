@@ -1,4 +1,4 @@
-"""bnuq_ext: fast predictive distributions from batch normalisation."""
+"""bnuq_ext: fast predictive distributions from batch normalisation and from Gaussian weights."""
 
 from . import ops as ops
 from ._version import __version__ as __version__

@@ -294,8 +294,8 @@ def attach(model: nn.Module, bank: Bank) -> None:
         bank: has the statistics of exactly these layers, with their numbers of channels.
 
     Raises:
-        ValueError: the layers' names or channels differ, or the bank's tensors were changed into what
-            no bank holds; the model is then left as it was.
+        TypeError: bank is no Bank. ValueError: the layers' names or channels differ, or the bank's tensors
+            were changed into what no bank holds. The model is then left as it was.
     """
     if not isinstance(bank, Bank):
         refuse("attach", "bank", "be a Bank", type(bank).__name__, TypeError)

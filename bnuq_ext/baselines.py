@@ -47,6 +47,9 @@ def plug_in(
         model: any nn.Module, converted or not; a bank is not used. Of a `BayesLinear` the mean weights.
         x, likelihood, noise_var, output_fn, keep_samples, progress: see `predict`.
 
+    Returns:
+        a Prediction with `num_samples` 1 and `variance` 0.
+
     Raises:
         ValueError, TypeError: an argument is refused.
     """
@@ -82,6 +85,9 @@ def mc_dropout(
         sampler: None (running statistics), or any of `predict`'s but "batch".
         x, likelihood, num_samples, seed, noise_var, first_replica, batch_size, output_fn, keep_samples,
             progress: see `predict`.
+
+    Returns:
+        a Prediction over the passes.
 
     Raises:
         ValueError, TypeError: an argument is refused; a model without dropout.

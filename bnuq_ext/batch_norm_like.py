@@ -71,7 +71,7 @@ def survey(model: nn.Module) -> Survey:
 
 
 def averages_rows(module: nn.Module) -> bool:
-    """Whether a module takes statistics over the rows in train(): torch's batch norm, or what keeps such statistics."""
+    """Whether a module takes statistics over the rows in train(): torch's batch norm, or what keeps them."""
     if isinstance(module, _BatchNorm):
         return True
     buffers = module._buffers  # of a ScriptModule: no dict

@@ -53,6 +53,9 @@ class BayesLinear(Replicated, nn.Module):
         estimator: "exact" or "local".
         device, dtype: of the parameters; float32 or float64.
 
+    Raises:
+        ValueError, TypeError: an argument is out of range or of another type.
+
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015); Kingma et al., Variational Dropout
     and the Local Reparameterization Trick (2015).
     """

@@ -69,6 +69,9 @@ def doctor(model: nn.Module, x) -> Report:
         model: converted or not; left as it was found.
         x: its input: a tensor, a tuple of arguments or a dict of keyword arguments.
 
+    Returns:
+        a Report, which `print` shows in words.
+
     Raises:
         TypeError: for a model or an x of another type.
     """

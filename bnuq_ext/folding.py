@@ -12,9 +12,9 @@ One replica after another is the definition of the answer. Folding must prove it
 Anything else, any exception too, leads to the next way; the last is the loop.
 
 All this holds for the parameters as they are. Where gradients will be taken the trial compares these too, and
-must hold with the parameters moved, since a coupling of rows behind a gate at zero shows in no output, but in the gate's
-gradient. A plan that does stands when training changes the values of parameters, and nothing else: there one
-replica run alone must agree with the folded ones, else all is found out again.
+must hold with the parameters moved, since a coupling of rows behind a gate at zero shows in no output, but in
+the gate's gradient. Such a plan stands when training changes the values of parameters, and nothing else: there
+one replica run alone must agree with the folded ones, else all is found out again.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Folding:
         self.flags, self.known = flags, forward.known
 
     def plan(self, inputs, wanted: Callable[[Plan], bool] = lambda plan: True) -> Plan:
-        """The plan for an input, made at the first sight of its signature; without a trial while that is not wanted."""
+        """The plan for an input, made at the first sight of its signature; no trial while `wanted` says no."""
         place = self.place(inputs)
         plan = self.known.plans.get(place)
         if plan is None or (not plan.way and wanted(plan)):

@@ -6,16 +6,16 @@ from .bank import stochastic_layers
 
 
 def freeze(model: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
-    """Sets two switches of all stochastic batch-norm layers, of which train() and eval() turn neither.
+    """Freezes the stochastic batch-norm layers of a model, or lets them go; train() and eval() leave that as it is.
 
-    A layer without gradients is not yet frozen: in train() it normalises with its batch and moves its
-    running statistics, under no_grad too. What `predict`, `replicas` and `collect` normalise with is a
-    switch of its own, and theirs. For fine-tuning with other or smaller batches, freeze both.
+    `requires_grad_(False)` does not freeze batch norm: in train() a layer still normalises with its batch and
+    moves its running statistics, under no_grad too. To fine-tune with other or smaller batches, freeze both.
+    What `predict`, `replicas` and `collect` do is the same, frozen or not.
 
     Args:
         model: converted by `convert`.
-        statistics: True: the running statistics normalise in train() too, and do not move. False: train()
-            is ordinary again, from its next call on.
+        statistics: True: in train() too a layer normalises with its running statistics, which do not move.
+            False: as in torch again, from the next call of train() on.
         affine: True: weight and bias of the layers get no gradient. False: they do.
 
     Raises:

@@ -129,10 +129,16 @@ class PosteriorSummary(NamedTuple):
 def posterior_summary(model: nn.Module) -> PosteriorSummary:
     """Signal-to-noise ratio, magnitude and spread of every weight, pruned or not, on the CPU.
 
-    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 5.1.
+    Args:
+        model: holds `BayesLinear` layers.
+
+    Returns:
+        PosteriorSummary: the weights of all layers, without biases.
 
     Raises:
-        ValueError: the model has no Bayesian layer.
+        TypeError: model is no module. ValueError: it has no Bayesian layer.
+
+    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 5.1.
     """
     layers = require_bayes_layers("posterior_summary", model)
     check_whole("posterior_summary", layers)
@@ -147,10 +153,10 @@ def posterior_summary(model: nn.Module) -> PosteriorSummary:
 
 
 def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
-    """Sets the least of all weights to exactly 0 in every sample, in place; biases stay.
+    """Sets the lowest-ranked weights to exactly 0 in every sample, in place; biases stay.
 
-    The threshold is the quantile over the weights of all Bayesian layers together. Means and spreads are kept,
-    so that another call, with fraction 0 for instance, starts from all weights again.
+    The weights of all Bayesian layers are ranked together. Their means and spreads are kept, so that another
+    call, with fraction 0 for instance, starts from all weights again.
 
     Args:
         model: holds `BayesLinear` layers.

@@ -57,9 +57,9 @@ def predict(
     """The predictive distribution of T replicas of a model, each with drawn batch-norm statistics or weights.
 
     A replica is the model in eval with the statistics of one draw in its stochastic layers, and one sample of
-    the weights in its `BayesLinear` layers, the same for all rows. Draws are a function of (seed, replica) alone: bit-identical for any chunk, strategy and
-    device; outputs agree to rounding. Memory beyond the result does not grow with T. Training flags are
-    restored, gradients are off.
+    the weights in its `BayesLinear` layers, the same for all rows. Draws are a function of (seed, replica)
+    alone: bit-identical for any chunk, strategy and device; outputs agree to rounding. Memory beyond the
+    result does not grow with T. Training flags are restored, gradients are off.
 
     Args:
         model: converted by `convert`, with a bank from `collect` or `attach`; or with `BayesLinear` layers,
@@ -78,7 +78,8 @@ def predict(
         noise_var: variance of gaussian observation noise, of mean's shape or one that broadcasts to it.
         first_replica: global number of the first replica: 10 replicas from 10 on are the second half of 20.
         loader: batches for sampler "batch".
-        batch_size: M that "joint", "lognormal" and "normal" rescale the bank to; see `Rescaling`.
+        batch_size: M that "joint", "lognormal" and "normal" rescale the bank to; see
+            `bnuq_ext.moments.Rescaling`.
         query: whether with sampler "batch" a query's own row counts in the statistics. "out": they are the
             batch's. "in": each query by itself takes the place of the last row of the batch, and the statistics
             are those of the M rows together, in deeper layers too: exact, as in a training step, and slow,
@@ -89,6 +90,9 @@ def predict(
         output_fn: takes the tensor out of the model's output where that is none.
         keep_samples: keep the raw outputs of all replicas.
         progress: show a bar over replicas.
+
+    Returns:
+        a Prediction: mean and variance over the replicas, for "categorical" the entropies too.
 
     Raises:
         ValueError, TypeError: an argument is refused; no bank; layers called more or less often than in

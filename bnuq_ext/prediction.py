@@ -67,6 +67,9 @@ class Prediction:
             samples: (T, N, K, *) logits, softmax over dim 2, or (T, N, ...) means; T at least 1.
             likelihood: "categorical" or "gaussian".
             noise_var: see `predict`.
+
+        Raises:
+            ValueError, TypeError: an argument has the wrong shape, value or dtype.
         """
         op = "Prediction.from_samples"
         check_likelihood(op, likelihood, noise_var)

@@ -16,6 +16,9 @@ class GaussianPrior:
 
     Args:
         std: standard deviation; positive, finite.
+
+    Raises:
+        ValueError, TypeError: std is out of range, or no number.
     """
 
     std: float = 1.0
@@ -32,12 +35,15 @@ class GaussianPrior:
 class ScaleMixturePrior:
     """pi N(0, std1^2) + (1 - pi) N(0, std2^2) over every weight; its divergence is a Monte Carlo mean.
 
-    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), equation 7.
-
     Args:
         pi: weight of the broader component, in [0, 1].
         std1: standard deviation of the broader component; positive, finite.
         std2: that of the narrower; positive, at most `std1`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or no number.
+
+    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), equation 7.
     """
 
     pi: float = 0.5

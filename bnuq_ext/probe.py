@@ -133,9 +133,9 @@ def check_equal(folded: Tensor, loop: Tensor, tolerance: float) -> None:
 def check_apart(
     run: Callable[[Draw], Tensor], draw: Draw, folded: Tensor, tolerance: float
 ) -> None:
-    """Raises DoesNotFold if one of two replicas reaches the rows of the other; `folded` is what `run` gives for them.
+    """Raises DoesNotFold if one of two replicas reaches the rows of the other.
 
-    Infinities that its stochastic calls give do, through a gate at zero, a clip or a threshold too, which
+    `folded` is what `run` gives for them. Infinities that its stochastic calls give do, through a gate at zero, a clip or a threshold too, which
     the trial's own values may leave shut.
     """
     expected = folded.chunk(2)

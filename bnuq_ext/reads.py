@@ -137,7 +137,7 @@ class Reads:
         return all(_storage(t) in self.constants for t in tensors(args))
 
     def check(self, calls: dict[str, int]) -> None:
-        """Raises DoesNotFold if values decide about more than themselves; `calls` are the rows of stochastic calls."""
+        """Raises DoesNotFold if values decide about more than themselves; `calls`: rows of stochastic calls."""
         if self.found:
             raise DoesNotFold("its forward reads values of its rows, to branch or to compute apart")
         if self.selects and any(rows % self.num_rows for rows in calls.values()):

@@ -77,7 +77,7 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
         seed: key of the noise; None draws it from torch's generator; inside `replicas` its key.
 
     Returns:
-        (), differentiable.
+        () in nats, differentiable.
 
     Raises:
         ValueError, TypeError: no Bayesian layer, or an argument out of range.
@@ -159,6 +159,9 @@ def elbo_loss(
         noise_std: standard deviation of gaussian noise; positive.
         reduction: "mean" or "sum" over the rows.
         seed: key of the weights' noise; None draws it from torch's generator.
+
+    Returns:
+        Elbo(loss, nll, kl), in nats.
 
     Raises:
         ValueError, TypeError: no Bayesian layer, neither batch_weight nor dataset_size, or an argument out

@@ -91,7 +91,7 @@ def mixture_kl(
     *,
     pi: float = 0.5,
     std1: float = 1.0,
-    std2: float = 0.0025,
+    std2: float = 0.0024787521766663585,  # e^-6, as of ScaleMixturePrior
 ) -> Tensor:
     """Monte Carlo divergence from a scale mixture, over the very weights of `bayes_linear`.
 

@@ -3,6 +3,8 @@
 Each function draws into `ax` and returns it; where there are several panels, the others take part
 of its place. Nothing here changes a style, shows a window or writes a file. With `ax=None` a new
 figure is made, outside pyplot: `ax.figure.savefig(path)` writes it, a notebook shows `ax.figure`.
+An argument of the wrong shape or value is a ValueError, of another type a TypeError; without
+matplotlib every function raises ModuleNotFoundError.
 """
 
 from .batch_size import against_batch_size as against_batch_size
