@@ -135,8 +135,8 @@ def check_apart(
 ) -> None:
     """Raises DoesNotFold if one of two replicas reaches the rows of the other.
 
-    `folded` is what `run` gives for them. Infinities that its stochastic calls give do, through a gate at zero, a clip or a threshold too, which
-    the trial's own values may leave shut.
+    Infinities that its stochastic calls give do, through a gate at zero, a clip or a threshold too, which
+    the trial's own values may leave shut. `folded` is what `run` gives without them.
     """
     expected = folded.chunk(2)
     for replica, value in product((0, 1), (math.inf, -math.inf)):

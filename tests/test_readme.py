@@ -1,5 +1,6 @@
 """What the README says holds: its code runs, its numbers are those of the recorded run, its names exist."""
 
+import ast
 import copy
 import json
 import re
@@ -110,7 +111,9 @@ def test_recorded_run_has_the_settings_of_the_demo():
 def test_links_and_figures_exist():
     targets = re.findall(r"\]\(([^)]+)\)", TEXT)
     assert "docs/figures/verdict.png" in targets
-    assert [t for t in targets if not (ROOT / t).exists()] == []
+    headings = re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
+    anchors = {"#" + heading.lower().replace(" ", "-") for heading in headings}
+    assert [t for t in targets if t not in anchors and not (ROOT / t).exists()] == []
 
 
 def test_every_op_is_in_the_table():
@@ -132,3 +135,29 @@ def test_commands_and_variables_exist():
     assert [v for v in verbs if not re.search(rf"^{v}:", makefile, re.MULTILINE)] == []
     variables = re.findall(r"^\| `([A-Z_]+)` \|", TEXT, re.MULTILINE)
     assert len(variables) == 4 and [v for v in variables if v not in setup] == []
+
+
+def imports(path):
+    """The modules of this package that a file imports as it is imported."""
+    package = ("bnuq_ext", *path.relative_to(ROOT / "bnuq_ext").parts)
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level]
+            tails = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from (".".join((*base, tail)) for tail in tails)
+
+
+def test_modules_import_from_their_own_row_and_those_above_it():
+    table = TEXT[TEXT.index("| modules |") : TEXT.index("## Sources")].splitlines()[2:]
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table if line]
+    row_of = {name: i for i, names in enumerate(rows) for name in names}
+    below = {"ops", "_library", "_version"}
+    apart = {"__init__", "__main__", "reference", "reference_bayes"}
+    found = {path.stem for path in (ROOT / "bnuq_ext").glob("*.py")}
+    found |= {path.parent.name for path in (ROOT / "bnuq_ext").glob("*/__init__.py")}
+    assert found - below - apart == set(row_of)
+    for path in (ROOT / "bnuq_ext").rglob("*.py"):
+        own = path.relative_to(ROOT / "bnuq_ext").parts[0].removesuffix(".py")
+        if own in row_of:
+            used = {name.split(".")[1] for name in imports(path)} & row_of.keys()
+            assert [name for name in used if row_of[name] > row_of[own]] == [], path
