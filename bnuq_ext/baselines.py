@@ -22,7 +22,7 @@ from .predict import check_x, layers_by_bank, take_model, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
 from .replicas import Pass, running
 from .restore import evaluating
-from .samplers import BankSampler, check_key, check_sampler, draw_key
+from .samplers import check_key, check_sampler, draw_key, snapshots_of
 from .stream import Replicas, Stream, check_strategy
 
 _SEEDS = 2**31 - 1
@@ -97,9 +97,7 @@ def mc_dropout(
     forward = task.forward(model, sampler, batch_size, seed)
     stream = task.stream(DroppingForward(forward), first_replica, num_samples)
     pred = task.run([model], stream)
-    if isinstance(forward.sampler, BankSampler):
-        draw = forward.sampler.draw(forward.key, first_replica, num_samples)
-        pred.snapshots = draw.snapshot.clone()
+    pred.snapshots = snapshots_of(forward.sampler, forward.key, first_replica, num_samples)
     return pred
 
 

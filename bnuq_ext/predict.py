@@ -23,13 +23,13 @@ from .query import JoiningForward, take_batches
 from .replicas import Replicated
 from .restore import evaluating, unmoved_by_errors
 from .samplers import (
-    BankSampler,
     Sampler,
     WeightSampler,
     check_key,
     check_sampler,
     draw_key,
     make_sampler,
+    snapshots_of,
 )
 from .stream import Replicas, Stream, check_strategy, split_batch
 from .warn import warn
@@ -132,12 +132,8 @@ def predict(
             stream = Stream(forward, modules, replicas, likelihood, device)
             result = stream.run(x) if single else stream.run_all(x)
         check_noise_shape("predict", noise_var, result["mean"])
-        snapshots = None
-        if isinstance(drawn, BankSampler):
-            snapshots = drawn.draw(key, first_replica, num_samples).snapshot.clone()
-        return Prediction(
-            likelihood, num_samples, noise_var=noise_var, snapshots=snapshots, **result
-        )
+        result["snapshots"] = snapshots_of(drawn, key, first_replica, num_samples)
+        return Prediction(likelihood, num_samples, noise_var=noise_var, **result)
 
 
 def take_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:

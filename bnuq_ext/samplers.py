@@ -7,6 +7,7 @@ statistics depend neither on the chunk that it is drawn in nor on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -135,14 +136,7 @@ class JointSampler:
     def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
         first, last = first_replica // _BLOCK, (first_replica + num_samples - 1) // _BLOCK
         blocks = [self._block(key, block) for block in range(first, last + 1)]
-        tables = {
-            name: blocks[0][name]
-            if len(blocks) == 1
-            else Statistics(
-                *(torch.cat(part) for part in zip(*(b[name] for b in blocks), strict=True))
-            )
-            for name in self.parts
-        }
+        tables = blocks[0] if len(blocks) == 1 else {n: _joined(blocks, n) for n in self.parts}
         snapshot = torch.arange(num_samples, device=self.device) + (first_replica - first * _BLOCK)
         return Draw(num_samples, new_seed(key, first_replica, self.device), snapshot, tables)
 
@@ -155,6 +149,10 @@ class JointSampler:
             tables = {name: _joint_statistics(z, *part) for name, part in self.parts.items()}
             self._last = ((key, block), tables)
         return tables
+
+
+def _joined(blocks: list[dict[str, Statistics]], name: str) -> Statistics:
+    return Statistics(*map(torch.cat, zip(*(block[name] for block in blocks), strict=True)))
 
 
 def _joint_statistics(z, centre, deviations, alive, dtype) -> Statistics:
@@ -173,7 +171,7 @@ class FittedSampler:
     variances with 1/(B-1). A spread enters the logarithm as at least an eighth of its mean.
     """
 
-    def __init__(self, bank: Bank, rescaling: Rescaling, family: str, device: torch.device):
+    def __init__(self, bank: Bank, rescaling: Rescaling, device: torch.device, family: str):
         self.device, self.tables = device, {}
         for key, (mean, var) in bank.on(device).items():
             params = fit(mean, var, rescaling).params(family)
@@ -185,10 +183,8 @@ class FittedSampler:
 
 _PARAMETRIC: dict[str, Callable[[Bank, Rescaling, torch.device], Sampler]] = {
     "joint": JointSampler,
-    "lognormal": lambda bank, rescaling, device: FittedSampler(
-        bank, rescaling, "lognormal", device
-    ),
-    "normal": lambda bank, rescaling, device: FittedSampler(bank, rescaling, "normal", device),
+    "lognormal": partial(FittedSampler, family="lognormal"),
+    "normal": partial(FittedSampler, family="normal"),
 }
 SAMPLERS = ("bank", "batch", *_PARAMETRIC)
 
@@ -250,6 +246,13 @@ def _rescaling(op: str, bank: Bank, batch_size: int | None) -> Rescaling:
     if M0 == N and batch_size != N:
         refuse(op, "bank", "hold batches smaller than the data set to be rescaled", M0)
     return Rescaling.between(M0, batch_size, N, bank.disjoint)
+
+
+def snapshots_of(sampler: Sampler, key: int, first_replica: int, num_samples: int) -> Tensor | None:
+    """(T,) int64, the row of the bank that each replica uses; None for another sampler than "bank"."""
+    if not isinstance(sampler, BankSampler):
+        return None
+    return sampler.draw(key, first_replica, num_samples).snapshot.clone()
 
 
 def warn_of_rescaling(op: str, bank: Bank, batch_size: int | None) -> None:

@@ -4,6 +4,7 @@ import math
 import operator
 from contextlib import nullcontext
 from numbers import Real
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def refuse(op: str, name: str, requirement: str, got, error=ValueError):
+def refuse(op: str, name: str, requirement: str, got, error=ValueError) -> NoReturn:
+    """Raises `error` with the message that every refused argument has."""
     raise error(f"{op}: {name} must {requirement}, got {got}")
 
 
