@@ -62,3 +62,25 @@ def test_a_forward_that_counts_starts_where_the_loop_does(keep):
     for _ in range(2):
         expected = samples(loop, ROWS[:6], strategy="loop")
         torch.testing.assert_close(samples(model, ROWS[:6]), expected)
+
+
+class Tiring(Norms):
+    """Has an effect of its forwards' number after the twelfth only, later than a trial goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes.data.add_(1)  # of which no version tells
+        return self.head(self.second(self.first(x))) * torch.where(self.passes > 12, 2, 1)
+
+
+def test_a_state_whose_change_shows_later_than_in_the_trial():
+    model = prepared(Tiring, ROWS)
+    model.passes.zero_()
+    loop = copy.deepcopy(model)
+    expected = samples(loop, ROWS[:6], strategy="loop", num_samples=16)
+    actual = samples(model, ROWS[:6], num_samples=16)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert model.passes == loop.passes == 16

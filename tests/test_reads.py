@@ -75,23 +75,30 @@ def test_values_of_the_rows_in_inference_mode(meets):
 
 
 class OfMany(Norms):
-    """Looks at its values only where there are more rows than in the trial, or than in one replica."""
+    """Looks at the values of pieces only where there are more rows than in the trial, than in one replica, or
+    just as many as in one."""
 
-    def __init__(self, least):
+    def __init__(self, counts, piece, limit):
         super().__init__()
-        self.least = least
+        self.counts, self.piece, self.limit = counts, piece, limit
 
     def forward(self, x):
         h = self.second(self.first(x) - 0.5)
-        return -self.head(h) if len(h) >= self.least and h.sum() > 8 else self.head(h)
+        if len(h) in self.counts:
+            h = torch.cat(
+                [-p if p.sum() > self.limit else p for p in h.split(self.piece or len(h))]
+            )
+        return self.head(h)
 
 
-@pytest.mark.parametrize("least", [4, 2 * N])
-def test_values_of_rows_that_are_read_in_larger_batches(least):
+@pytest.mark.parametrize("counts", [range(4, 99), range(2 * N, 99), [N]])
+@pytest.mark.parametrize("piece, limit", [(None, 8), (1, 10)])
+def test_values_of_rows_that_are_read_in_some_batches(counts, piece, limit):
+    """Single rows that are seldom large may lie in neither the first replica nor the last."""
     for seed in range(10):
         torch.manual_seed(seed)
         x = torch.randn(48, D)
-        model = prepared(partial(OfMany, least), x)
+        model = prepared(partial(OfMany, counts, piece, limit), x)
         for rows in (x[:N], x[-N:]):
             torch.testing.assert_close(
                 samples(model, rows), samples(copy.deepcopy(model), rows, strategy="loop")
