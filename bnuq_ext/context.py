@@ -18,7 +18,7 @@ from .nn import Stochastic
 from .ops.checks import check_integer, refuse
 from .predict import layers_by_bank, take_model
 from .probe import expand
-from .replicas import DoesNotFold, Pass, ReplicaPass, current_pass, running
+from .replicas import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass, running
 from .samplers import check_key, check_sampler, draw_key
 
 
@@ -93,9 +93,10 @@ class _Session(Pass):
     def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
         if id(layer) not in self.names:
             return layer.plain_forward(x)
-        if self.active is None:
+        active = self.active or replayed_pass()
+        if active is None:
             refuse("replicas", "model", "be called itself", "a call of one of its parts")
-        return _or_refuse(self.active.visit, layer, x)
+        return _or_refuse(active.visit, layer, x)
 
     def begin(self, inputs: dict) -> dict:
         """Prepares a call of the model; its inputs, expanded if need be."""

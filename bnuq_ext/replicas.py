@@ -30,9 +30,14 @@ def current_pass() -> Pass | None:
     if not _DYNAMO_READS_CONTEXT and torch.compiler.is_compiling() and not _RUNNING:
         return None
     active = _CURRENT.get()
-    if active is None and not torch.compiler.is_compiling() and _REPLAYED:
-        return _REPLAYED.get(torch._C._current_graph_task_id())
-    return active
+    return replayed_pass() if active is None else active
+
+
+def replayed_pass() -> Replay | None:
+    """The forward that the backward in this thread computes again, or None."""
+    if torch.compiler.is_compiling() or not _REPLAYED:
+        return None
+    return _REPLAYED.get(torch._C._current_graph_task_id())
 
 
 class running:  # noqa: N801 - a context manager; written out, for a generator costs more than a small layer

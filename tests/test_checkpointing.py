@@ -93,6 +93,29 @@ def test_a_plain_call_draws_the_same_again(reentrant):
         torch.testing.assert_close(a, b)
 
 
+class TwoHeads(Block):
+    def forward(self, x):
+        return self.first(x), super().forward(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_backward_from_one_of_several_outputs(reentrant, inside):
+    """In the body of `replicas` or after it."""
+    found = []
+    for again in (False, True):
+        model = TwoHeads(again, reentrant, nn.Tanh())
+        with bnuq.replicas(model, 3, seed=6):
+            loss = model(data()[0])[1].square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 class Twice(nn.Module):
     def __init__(self, estimator):
         super().__init__()

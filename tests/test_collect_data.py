@@ -106,6 +106,13 @@ def test_the_last_batch_of_a_pass_keeps_its_count():
     assert sorted(bank.count["1"].tolist()) == [10] + [11] * 10 and bank.batch_size == 11
 
 
+def test_the_size_that_most_batches_have_is_that_of_the_bank():
+    batches = [ROWS[:5], ROWS[5:13], *ROWS[13:28].split(3), ROWS[28:30]]
+    bank = bnuq.collect(make_model(), batches, 9)
+    assert bank.count["1"].tolist() == [5, 8, 3, 3, 3, 3, 3, 2]
+    assert (bank.batch_size, bank.dataset_size) == (3, 30)
+
+
 class Rows(torch_data.Sampler):
     def __iter__(self):
         return iter(range(0, N, 2))

@@ -24,7 +24,12 @@ class Stream(torch_data.IterableDataset):
 def test_warns_of_a_loader_that_does_not_shuffle():
     text = "collect: the loader does not shuffle, and batches in the order of the data"
     in_order = torch_data.BatchSampler(torch_data.SequentialSampler(range(N)), 8, False)
-    for data in (loader(shuffle=False), torch_data.DataLoader(Numbered(), batch_sampler=in_order)):
+    part = torch_data.DistributedSampler(range(N), num_replicas=1, rank=0, shuffle=False)
+    for data in (
+        loader(shuffle=False),
+        loader(shuffle=False, sampler=part),
+        torch_data.DataLoader(Numbered(), batch_sampler=in_order),
+    ):
         with pytest.warns(UserWarning, match=text) as caught:
             bank = bnuq.collect(make_model(), data, 10)
         assert len(caught) == 1 and caught[0].filename == __file__
@@ -128,6 +133,28 @@ def test_statistics_that_are_not_finite():
     with pytest.warns(UserWarning, match="collect: 1 of 15 batches were left out: NaN or infinity"):
         bank = bnuq.collect(model, data, 15, on_nonfinite="skip")
     assert len(bank) == 14 and bank.mean["1"].isfinite().all() and bank.var["1"].isfinite().all()
+
+
+def test_a_variance_alone_that_is_not_finite():
+    """Its square overflows, the mean does not."""
+    data = chunks()
+    data[5] = data[5] * 1e25
+    model = make_model()
+    error = "collect: batch 5 must be finite, got NaN or infinity in the statistics of layer '1'"
+    with pytest.raises(ValueError, match=error):
+        bnuq.collect(model, data, 15)
+    with pytest.warns(UserWarning, match="collect: 1 of 15 batches were left out: NaN or infinity"):
+        bank = bnuq.collect(model, data, 15, on_nonfinite="skip")
+    assert bank.equal(expected_bank(data[:5] + data[6:]))
+
+
+def test_a_batch_without_rows_does_not_reach_the_model():
+    """Whose forward may not take it."""
+    model, data = make_model(), chunks()
+    model.register_forward_pre_hook(lambda module, args: (args[0].view(len(args[0]), -1),))
+    with pytest.warns(UserWarning, match="collect: 1 of 16 batches were left out: they have fewer"):
+        bank = bnuq.collect(model, [*data[:3], ROWS[:0], *data[3:]], 16)
+    assert bank.equal(expected_bank(data))
 
 
 def test_nothing_that_could_be_used():

@@ -158,6 +158,14 @@ def test_a_lambda_written_anew_is_known():
     assert passes == [8]
 
 
+def test_another_output_fn_is_proved_by_itself():
+    model = prepared(Gated, ROWS)
+    samples(model, ROWS[:6], output_fn=lambda out: out * 2)
+    options = {"output_fn": lambda out: out - out.mean(0)}
+    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop", **options)
+    torch.testing.assert_close(samples(model, ROWS[:6], **options), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -71,6 +71,18 @@ def test_layers_left_out_have_running_statistics():
     torch.testing.assert_close(pred.samples, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_loader_and_its_generators_are_as_before(model):
+    """Its order and its workers' seeds come from them."""
+    own = torch.Generator().manual_seed(1)
+    loader = torch.utils.data.DataLoader(DATA[200:], batch_size=8, shuffle=True, generator=own)
+    before = torch.get_rng_state(), own.get_state()
+    first, second = (
+        predict(model, X[:2], keep_samples=True, **{**OPTIONS, "loader": loader}) for _ in range(2)
+    )
+    assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(own.get_state(), before[1])
+    assert torch.equal(first.samples, second.samples)
+
+
 def test_replicas_have_global_numbers_and_a_loader_of_queries_the_same_batches(model):
     whole = predict(model, keep_samples=True, **{**OPTIONS, "num_samples": 5})
     options = {**OPTIONS, "num_samples": 3, "first_replica": 2}

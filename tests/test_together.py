@@ -91,6 +91,22 @@ def test_what_couples_later_is_found_in_the_very_step(cls, drop, monkeypatch):
     assert found == [["folded"]] * 3 + [["loop"]] * 3
 
 
+class LateNeighbours(LateGate):
+    """Rows of a sample meet those of the next one; the last sample has none."""
+
+    def forward(self, h):
+        return h + self.weight() * nn.functional.pad(h, (0, 0, 0, N))[N:]
+
+
+def test_the_sample_that_is_run_alone_is_not_always_the_last(monkeypatch):
+    monkeypatch.setattr("bnuq_ext.moved._away_from_zero", lambda p: p.detach() * 1.01)
+    model = Net(middle=LateNeighbours())
+    assert ways_after(model, 0) == {"folded"}
+    with torch.no_grad():
+        model.middle.gate += 0.1
+    assert ways_after(model, 1) == {"loop"}
+
+
 def test_a_branch_on_values_goes_one_after_another():
     for seed in range(5):
         model = Net(mix=lambda h: h if h.sum() > 0 else -h)
