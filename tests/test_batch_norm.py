@@ -17,6 +17,7 @@ LAYOUTS = [
     ((2, 4, 3, 3, 3), False),
     ((2, 4, 3, 3, 3), True),
     ((1, 2, 130, 140), False),  # a plane longer than the kernels' blocks
+    ((7000, 3), False),  # rows longer than a block, which ends in the middle of one
 ]
 
 

@@ -5,6 +5,7 @@ import torch
 from batch_norm_cases import make
 
 from bnuq_ext import ops
+from bnuq_ext.ops.batch_norm import batch_norm_snapshots
 
 T = 2
 BANK = make("bank", (2, 3, 4, 4), T, dtype=torch.float32)
@@ -202,6 +203,40 @@ def test_out_must_not_overlap(name):
     changes = {"x": memory[:4], "residual": None, "out": memory, "shared": True}
     message = "out must be x itself or not overlap it, got overlapping memory"
     check(lambda: bank(**changes), "batch_norm_bank", ValueError, message)
+
+
+@pytest.mark.parametrize("op", ["bank", "fitted"])
+@pytest.mark.parametrize("name", ["x", "mean", "var", "params", "weight", "bias", "residual"])
+def test_out_takes_no_gradient(op, name):
+    """Whichever tensor asks for it: what is written into `out` has no history."""
+    call, tensors = (bank, BANK) if op == "bank" else (fitted, FITTED)
+    if name not in tensors:
+        return
+    changes = {name: tensors[name].clone().requires_grad_(), "out": torch.empty(4, 3, 4, 4)}
+    message = "out must be None where gradients are needed, got a tensor"
+    check(lambda: call(**changes), f"batch_norm_{op}", ValueError, message)
+    with torch.no_grad():
+        call(**changes)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: it imports what it has deprecated
+@pytest.mark.parametrize("op", ["bank", "fitted", "snapshots"])
+@pytest.mark.parametrize("name", ["x", "mean", "var", "params", "weight", "bias", "residual"])
+def test_each_tangent_is_refused(op, name):
+    """Torch would hand back 0 for the derivative."""
+    tensors = FITTED if op == "fitted" else BANK
+    if name not in tensors or (op == "snapshots" and name in ("mean", "var", "residual")):
+        return
+
+    def snapshots(**changes):
+        given = {k: v for k, v in {**BANK, **changes}.items() if k != "residual"}
+        return batch_norm_snapshots(**given, snapshot=torch.tensor([0, 1]), eps=0.0, shared=False)
+
+    call = {"bank": bank, "fitted": fitted, "snapshots": snapshots}[op]
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors[name], tensors[name])
+        with pytest.raises(NotImplementedError, match="forward-mode derivatives are not available"):
+            call(**{name: dual})
 
 
 def test_valid_arguments_pass():

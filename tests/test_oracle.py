@@ -114,6 +114,19 @@ def test_a_replica_is_the_original_with_the_snapshot_in_its_buffers(name, strate
     torch.testing.assert_close(pred.variance.double(), p.var(0, correction=0), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_network_of_16_bits_keeps_its_statistics_in_float32(dtype):
+    original, model, x = make("mlp")
+    options = dict(likelihood="gaussian", num_samples=T, seed=1, keep_samples=True)
+    samples = bnuq.predict(model.to(dtype), x.to(dtype), **options)
+    bank = model[1].bank
+    for sample, snapshot in zip(samples.samples, samples.snapshots, strict=True):
+        with torch.no_grad():
+            expected = with_snapshot(original, bank, snapshot)(x)
+        off = (sample.float() - expected).abs().max() / expected.abs().max()
+        assert sample.dtype == dtype and off < 16 * torch.finfo(dtype).eps
+
+
 def test_replicas_equal_vmap_over_stacked_statistics():
     original, model, x = make("depthwise")
     pred = bnuq.predict(

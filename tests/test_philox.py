@@ -104,6 +104,22 @@ def test_weights_match_reference(shape, device):
     assert_normals(z, expected)
 
 
+@pytest.mark.parametrize("tile_o, o, tile, calls", [(0, 0, 0, 8), (3, 5, 16, 64), (2**31, 7, 2**26 - 16, 64)])  # fmt: skip
+def test_words_of_weights_without_avx512(tile_o, o, tile, calls, philox_driver):
+    """The loop of other processors: rows o and o + 8 of a band, half a tile after the other."""
+    key, replica = -7, 2**40 + 3
+    actual = torch.tensor(philox_driver("tiles", key, 2, replica, tile_o, o, tile, calls))
+    lanes = torch.arange(calls)
+    index = (tile_o << 32) + 32 * (tile + lanes // 4) + 4 * o + lanes % 4
+    words = torch.from_numpy(
+        reference.words(key, 2, "weight", replica, index.numpy()).astype("int64")
+    )
+    left, right = words[:, :2].view(-1, 4, 2), words[:, 2:].view(-1, 4, 2)
+    for row in (0, 1):
+        expected = torch.stack([left[:, :, row], right[:, :, row]], 1).flatten()
+        assert torch.equal(actual.view(2, -1)[row], expected)
+
+
 @pytest.mark.parametrize("num_snapshots", [1, 2, 3, 15, 16, 17, 1000, 65537, 2**31 - 1])
 @pytest.mark.parametrize("key, first", [(0, 0), (-5, 2**33 + 1)])
 def test_snapshots_match_reference(num_snapshots, key, first, device):

@@ -2,6 +2,7 @@
 //
 //   philox_driver words key stream tag replica index     the four words
 //   philox_driver philox k0 k1 c0 c1 c2 c3               the bare block function
+//   philox_driver tiles key stream replica tile_o o tile calls   words of a weight's rows o, o + 8
 //   philox_driver normals threads                        moments and tails over all words
 //
 // Bit 0 of a word is not used, so the 2^31 odd words are all there are.
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "cpu/simd.h"
+#include "cpu/weight_noise.h"
 #include "philox.h"
 
 using namespace bnuq;
@@ -87,6 +89,16 @@ void all_normals(int threads) {
       t.largest);
 }
 
+// What a processor without AVX-512 runs.
+void portable_tiles(const std::vector<uint64_t>& a) {
+  std::vector<uint32_t> words(4 * a[6]);
+  const Key sub = subkey(int64_t(a[0]), uint32_t(a[1]), kTagWeight);
+  const uint64_t first = weight_index(int64_t(a[3]), int64_t(a[5]), int(a[4]) * 4);
+  weight_words_portable(words.data(), words.data() + 2 * a[6], sub, first, a[2], int64_t(a[6]));
+  for (size_t i = 0; i < words.size(); ++i) std::printf("%s%u", i ? ", " : "[", words[i]);
+  std::printf("]\n");
+}
+
 uint64_t number(const char* text) {
   return text[0] == '-' ? uint64_t(std::strtoll(text, nullptr, 0))
                         : std::strtoull(text, nullptr, 0);
@@ -100,6 +112,10 @@ int main(int argc, char** argv) {
   }
   std::vector<uint64_t> a;
   for (int i = 2; i < argc; ++i) a.push_back(number(argv[i]));
+  if (argc == 9 && !std::strcmp(argv[1], "tiles")) {
+    portable_tiles(a);
+    return 0;
+  }
   if (argc == 7 && !std::strcmp(argv[1], "words"))
     w = philox_at(subkey(int64_t(a[0]), uint32_t(a[1]), uint32_t(a[2])), a[4], a[3]);
   else if (argc == 8 && !std::strcmp(argv[1], "philox"))
