@@ -68,8 +68,8 @@ def predict(
             loader, any other iterable of batches: an input, or a tuple (input, targets), or a dict with
             one under "input" or "x" and "target" or "y". A loader's batches are moved to the model's device
             and all get the same draws.
-        likelihood: "categorical": outputs are logits (N, K, *), softmax over dim 1. "gaussian": outputs
-            (N, ...) are means.
+        likelihood: "categorical": outputs are logits (N, K, *), softmax over dim 1; K at least 2. "gaussian":
+            outputs (N, ...) are means.
         num_samples: T, at least 1.
         sampler: "bank" (stored snapshots), "joint" (a Gaussian with the bank's covariance over all
             layers), "lognormal", "normal" (independent statistics), "batch" (fresh batches of `loader`:

@@ -64,7 +64,7 @@ class Prediction:
         """The prediction of replicas from anywhere: an ensemble, dropout, a loop of one's own.
 
         Args:
-            samples: (T, N, K, *) logits, softmax over dim 2, or (T, N, ...) means; T at least 1.
+            samples: (T, N, K, *) logits, softmax over dim 2, or (T, N, ...) means; T at least 1, K at least 2.
             likelihood: "categorical" or "gaussian".
             noise_var: see `predict`.
 
@@ -136,6 +136,9 @@ def _check_logits(op: str, logits: Tensor) -> None:
     if logits.dim() < 3:
         got = list(logits.shape[1:])
         refuse(op, "the output", "be logits (N, K, *) for a categorical likelihood", got)
+    if logits.shape[2] == 1:  # whose softmax is 1, whatever the network says
+        requirement = "have at least 2 classes (of one logit z, output_fn can make [0, z])"
+        refuse(op, "the output", requirement, list(logits.shape[1:]))
 
 
 class CategoricalMoments:

@@ -60,6 +60,7 @@ def flexible():
         ({"output_fn": lambda o: [o]}, TypeError, "output_fn's result must be a tensor, got list"),
         ({"output_fn": lambda o: o.argmax(1)}, TypeError, "output_fn's result must be a floating-point tensor"),
         ({"output_fn": lambda o: o[:, 0]}, ValueError, r"the output must be logits \(N, K, \*\) .* got \[9\]"),
+        ({"output_fn": lambda o: o[:, :1]}, ValueError, r"the output must have at least 2 classes .* got \[9, 1\]"),
         ({"output_fn": lambda o: o.mean(), "likelihood": "gaussian"}, ValueError, r"the output must have rows"),
     ],
 )  # fmt: skip

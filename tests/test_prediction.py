@@ -78,6 +78,12 @@ def test_from_samples_is_predict(model):
         ),
         (torch.zeros(4, 3), "categorical", ValueError, r"the output must be logits \(N, K, \*\)"),
         (
+            torch.zeros(4, 3, 1),
+            "categorical",
+            ValueError,
+            r"the output must have at least 2 classes .* got \[3, 1\]",
+        ),
+        (
             torch.zeros(4, 3),
             "poisson",
             ValueError,
