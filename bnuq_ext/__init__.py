@@ -1,6 +1,9 @@
 """bnuq_ext: fast predictive distributions from batch normalisation and from Gaussian weights."""
 
+from . import data as data
+from . import metrics as metrics
 from . import ops as ops
+from . import plots as plots
 from ._version import __version__ as __version__
 from .adapters import register_adapter as register_adapter
 from .bank import Bank as Bank

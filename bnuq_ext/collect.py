@@ -36,14 +36,16 @@ def collect(
     Each batch goes through the model with batch statistics in the stochastic layers, the deeper ones
     behind the ones before as in a training step, and everything else in eval. Parameters, running
     statistics, training flags, gradients, hooks and random generators are left as found, whatever happens;
-    the bank is attached to the model at the end only.
+    the bank is attached to the model at the end only. It is that of the parameters as they are: collect
+    again when they have been trained further.
 
     Args:
         model: converted by `convert`.
         data: a DataLoader or any iterable of batches (a tensor, a tuple whose first entry is one, or a dict
             with one under "input" or "x"); with `batch_size` a map-style data set. A loader that shuffles
             is gone through again when it has too few batches; anything else that ends early gives
-            a smaller bank. Random draws follow torch's generator: the same state, the same bank.
+            a smaller bank. A smaller last batch is a snapshot too (drop_last=True leaves it out). Random
+            draws follow torch's generator: the same state, the same bank.
         num_batches: B, batches to go through; at least 1.
         batch_size: M, rows drawn for a batch from a data set, without replacement within a batch, one batch
             independent of the next; from 2 to the size of the data set.

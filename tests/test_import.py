@@ -37,6 +37,7 @@ def test_import_is_silent_and_starts_no_cuda(copy):
         "import bnuq_ext, torch\n"
         "assert not torch.cuda.is_initialized()\n"
         "bnuq_ext.ops.philox_normal(bnuq_ext.ops.new_seed(0), 0, (1, 2))\n"
+        "bnuq_ext.metrics.nll, bnuq_ext.plots.verdict, bnuq_ext.data.digits\n"
     )
     result = run(code, copy, "-W", "error")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
