@@ -75,19 +75,19 @@ class Stochastic(Replicated):
 
 
 class StochasticBatchNorm1d(Stochastic, nn.BatchNorm1d):
-    """`torch.nn.BatchNorm1d` whose statistics are sampled inside `predict`."""
+    """`torch.nn.BatchNorm1d`, made like it, whose statistics `predict` and `replicas` sample."""
 
 
 class StochasticBatchNorm2d(Stochastic, nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d` whose statistics are sampled inside `predict`."""
+    """`torch.nn.BatchNorm2d`, made like it, whose statistics `predict` and `replicas` sample."""
 
 
 class StochasticBatchNorm3d(Stochastic, nn.BatchNorm3d):
-    """`torch.nn.BatchNorm3d` whose statistics are sampled inside `predict`."""
+    """`torch.nn.BatchNorm3d`, made like it, whose statistics `predict` and `replicas` sample."""
 
 
 class StochasticSyncBatchNorm(Stochastic, nn.SyncBatchNorm):
-    """`torch.nn.SyncBatchNorm` whose statistics are sampled inside `predict`."""
+    """`torch.nn.SyncBatchNorm`, made like it, whose statistics `predict` and `replicas` sample."""
 
 
 STOCHASTIC_CLASSES = {
