@@ -49,7 +49,35 @@ def test_bbb(capsys, tmp_path):
     assert "gaussian" in printed.err and f"{tmp_path / 'weights.png'}" in printed.out
     assert cli.main([*arguments, "--json"]) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["runs"].keys() == {"gaussian"} and printed.err == ""
+    found = json.loads(printed.out)
+    assert found["runs"].keys() == {"gaussian"} and printed.err == ""
+    expected = {"hidden": 8, "epochs": 1, "seed": 4, "scaling": "126", "scheme": "uniform"}
+    assert found["settings"].items() >= (expected | {"num_samples": 1}).items()
+
+
+def test_bbb_and_reproduce_hand_on_their_arguments(monkeypatch):
+    seen = []
+
+    def stop(*arguments, **options):
+        seen.append((arguments, options))
+        raise ValueError
+
+    monkeypatch.setattr("bnuq_ext.protocols.runner.reproduce", stop)
+    monkeypatch.setattr("bnuq_ext.experiments.bbb.run", stop)
+    cli.main("reproduce toy --full --data-root d --jobs 3 --output o --json".split())
+    cli.main("reproduce uci --jobs 1".split())
+    cli.main("bbb --epochs 7 --data-root d --output o".split())
+    assert seen[:2] == [
+        (("toy", "o"), {"data_root": "d", "jobs": 3, "full": True, "progress": False}),
+        (
+            ("uci", "reproduce-output/uci-quick"),
+            {"data_root": None, "jobs": 1, "full": False, "progress": True},
+        ),
+    ]
+    (folder, priors, settings), options = seen[2]
+    assert (folder, priors) == ("o", ["gaussian", "mixture"])
+    assert options == {"data_root": "d", "progress": True}
+    assert (settings.hidden, settings.epochs, settings.num_samples) == (400, 7, 2)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,9 @@ def test_noise_scales_one_draw():
     assert abs(one.mean()) < 5 * 0.1 / 32000**0.5
     assert abs(one.std() - 0.1) < 5 * 0.1 / 64000**0.5
     assert torch.equal(data.add_noise(x, 0.0, seed=0), x)
+    other = (data.add_noise(x, 0.1, seed=1) - x) / 0.1
+    # Another seed's draw is another: five standard errors of a correlation, 1 / sqrt(n).
+    assert abs((10 * one * other).mean()) < 5 / 32000**0.5
 
 
 def test_rejects():

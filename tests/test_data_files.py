@@ -80,6 +80,10 @@ def test_damaged_text_tables(tmp_path, text, message):
     [
         ({"x": X, "y": Y}, "hold the arrays X and y, got ['x', 'y']"),
         ({"X": X, "y": Y[:5]}, "hold X (N, Q) and y (N,), none empty, got [6, 3] and [5]"),
+        (
+            {"X": X, "y": Y.reshape(2, 3)},
+            "hold X (N, Q) and y (N,), none empty, got [6, 3] and [2, 3]",
+        ),
         ({"X": X[:0], "y": Y[:0]}, "hold X (N, Q) and y (N,), none empty, got [0, 3] and [0]"),
         ({"X": X, "y": Y.astype(str)}, "hold numbers, got ['float64', "),
         (

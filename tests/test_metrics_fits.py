@@ -7,6 +7,7 @@ import torch
 from scipy import optimize, stats
 
 from bnuq_ext import metrics
+from bnuq_ext.metrics.calibration import _least
 
 
 def draw(*shape, seed=0):
@@ -92,17 +93,32 @@ def test_constant_variance_of_few_errors():
     assert metrics.fit_constant_variance(MEAN, MEAN, "pll") == 0
 
 
+def test_equal_errors_want_the_best_variance_of_each():
+    mean, y = torch.zeros(7), torch.tensor([2.0, -2.0, 2.0, 2.0, -2.0, -2.0, 2.0])
+    expected = 4 / math.log(2)
+    assert metrics.fit_constant_variance(mean, y) == pytest.approx(expected, rel=1e-12)
+    actual = metrics.fit_noise_variance(mean.expand(3, -1), y)
+    assert actual == pytest.approx(expected, rel=1e-6)
+
+
+def test_constant_variance_far_below_the_mean_squared_error():
+    # Of exp(-e² / (2 v)) with v near the smaller e², what the larger errors add is below 1e-300.
+    error = torch.tensor([1e-4] * 75 + [1.0] * 25, dtype=torch.float64)
+    actual = metrics.fit_constant_variance(torch.zeros(100), error)
+    assert actual == pytest.approx(1e-8 / (2 * math.log(0.75 * 2**0.5)), rel=1e-12, abs=0)
+
+
 @pytest.mark.parametrize("unit", [1e-8, 1e8])
 def test_fits_follow_the_unit(unit):
     samples = MEAN + 0.3 * draw(5, 30, seed=2)
     for score in ("crps", "pll"):
         one = metrics.fit_constant_variance(MEAN, Y, score)
         assert metrics.fit_constant_variance(unit * MEAN, unit * Y, score) == pytest.approx(
-            unit**2 * one, rel=1e-9
+            unit**2 * one, rel=1e-9, abs=0
         )
         one = metrics.fit_noise_variance(samples, Y, score)
         assert metrics.fit_noise_variance(unit * samples, unit * Y, score) == pytest.approx(
-            unit**2 * one, rel=1e-5
+            unit**2 * one, rel=1e-5, abs=0
         )
 
 
@@ -123,6 +139,38 @@ def test_noise_matches_scipy(score, outputs):
     actual = metrics.fit_noise_variance(samples, y, score)
     assert actual == pytest.approx(expected, rel=1e-5)
     assert 0.1 < actual < 1
+
+
+@pytest.mark.parametrize("score", ["crps", "pll"])
+def test_one_exact_hit_is_not_all_of_them(score):
+    samples, y = torch.stack([MEAN - 0.2, MEAN + 0.2]), torch.cat([MEAN[:1], Y[1:]])
+    var, mean = torch.var_mean(samples, 0, correction=0)
+    y[0] = mean[0]
+
+    def loss(log_var):
+        if score == "pll":
+            return -metrics.gaussian_pll(samples, y, math.exp(log_var)).item()
+        return metrics.gaussian_crps(mean, (var + math.exp(log_var)).sqrt(), y).item()
+
+    expected = search(loss, (-10, 5))
+    assert metrics.fit_noise_variance(samples, y, score) == pytest.approx(expected, rel=1e-5)
+
+
+def test_noise_of_a_mixture_may_be_far_above_the_error_of_its_mean():
+    """Replicas at -1 and 1 about targets near 0: a mixture without the spread is no density of these."""
+    samples = torch.tensor([[-1.0], [1.0]]).expand(2, 6).double()
+    y = torch.tensor([0.1, -0.1, 0.05, -0.05, 0.02, 0.1]).double()
+    expected = search(lambda v: -metrics.gaussian_pll(samples, y, math.exp(v)).item(), (-8, 3))
+    assert expected > 50 * y.square().max()
+    assert metrics.fit_noise_variance(samples, y, "pll") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("place", torch.linspace(-5, 5, 21).tolist())
+def test_a_dip_of_a_third_of_a_decade_to_each_side_is_found(place):
+    def loss(x):
+        return 0.01 * abs(x) - max(0.0, 1 - abs(x - place) / 0.75)
+
+    assert _least(loss, -12, 12) == pytest.approx(place, abs=1e-6)
 
 
 def test_noise_of_replicas_that_agree_is_the_constant_variance():
@@ -165,6 +213,13 @@ def test_t_test_matches_scipy(size, shift):
     assert t == pytest.approx(expected.statistic, rel=1e-10)
     assert p == pytest.approx(expected.pvalue, rel=1e-8, abs=1e-300)
     assert metrics.t_test(values.tolist()) == (t, p)
+
+
+@pytest.mark.parametrize("t", [1e5, 1e9])
+def test_t_test_far_out_keeps_its_digits(t):
+    values = stats.zscore(draw(5), ddof=1) + t / 5**0.5
+    expected = 2 * stats.t.sf(metrics.t_test(values)[0], 4)
+    assert metrics.t_test(values)[1] == pytest.approx(expected, rel=1e-10, abs=0)
 
 
 @pytest.mark.parametrize("mean, error, p", [(-56.39, 14.27, 5.94e-4), (5.75, 0.52, 6.71e-11)])

@@ -67,9 +67,10 @@ def test_ensemble_crps_matches_two_packages(replicas):
 
 def test_ensemble_crps_far_from_0_keeps_its_digits():
     _, _, y, samples = problem(replicas=50)
-    near = metrics.ensemble_crps(samples - 4, y - 4, reduction="none")
-    far = metrics.ensemble_crps(samples + 1e6, y + 1e6, reduction="none")
-    torch.testing.assert_close(far, near, rtol=0, atol=1e-8)
+    far, far_y = samples + 1e8, y + 1e8
+    actual = metrics.ensemble_crps(far, far_y, reduction="none")
+    near = metrics.ensemble_crps(far - 1e8, far_y - 1e8, reduction="none")
+    torch.testing.assert_close(actual, near, rtol=0, atol=1e-12)
 
 
 def test_ensemble_crps_of_one_replica_is_the_absolute_error():
@@ -277,6 +278,10 @@ REFUSED = [
     (
         lambda: metrics.gaussian_pll(SAMPLES, MEAN, math.nan),
         "gaussian_pll: noise_var must be finite and positive, got nan",
+    ),
+    (
+        lambda: metrics.gaussian_pll(SAMPLES, MEAN, torch.tensor(math.inf)),
+        "gaussian_pll: noise_var must be finite and positive, got inf",
     ),
     (
         lambda: metrics.gaussian_pll(SAMPLES, MEAN, None),

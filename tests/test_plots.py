@@ -19,10 +19,15 @@ def texts(legend):
 
 
 def test_entropy_cdf():
-    ax = plots.entropy_cdf({"in": [0.3, 0.1], "out": [0.5] * 4}, num_classes=5)
+    styles = {"out": {"color": "red", "linestyle": "--"}}
+    ax = plots.entropy_cdf({"in": [0.3, 0.1], "out": [0.5] * 4}, num_classes=5, styles=styles)
     x, y = ax.lines[0].get_data()
     np.testing.assert_allclose(x, [0, 0.1, 0.3])
     np.testing.assert_allclose(y, [0, 0.5, 1])
+    # Behind each value its own fraction, which counts it.
+    assert [line.get_drawstyle() for line in ax.lines[:2]] == ["steps-post"] * 2
+    assert (ax.lines[1].get_color(), ax.lines[1].get_linestyle()) == ("red", "--")
+    assert ax.lines[0].get_linestyle() == "-"
     assert texts(ax.get_legend()) == ["in", "out"]
     assert ax.get_xlabel() == "predictive entropy [nats]"
     np.testing.assert_allclose(ax.lines[2].get_xdata(), np.log(5))
@@ -41,7 +46,7 @@ def test_against_batch_size():
     np.testing.assert_allclose(mark.get_xdata(), 300)
     assert [label.get_text() for label in ax.get_xticklabels()] == ["4", "16", "300\n= N"]
     assert texts(ax.get_legend()) == ["clean", "noisy", "noisy, plug-in BN"]
-    assert ax.get_ylabel() == "NLL [nats]"
+    assert ax.get_ylabel() == "NLL [nats]" and ax.get_xscale() == "log"
 
 
 def test_against_batch_size_draws_every_curve():
@@ -51,12 +56,17 @@ def test_against_batch_size_draws_every_curve():
 
 
 def test_information_and_nll():
-    left = plots.information_and_nll([4, 8], {"a": [1, 0]}, {"a": [2, 3]}, levels={"a": 2.5})
+    curves = {"a": [1, 0.5]}, {"a": [2, 3]}
+    left = plots.information_and_nll([4, 8], *curves, levels={"a": 2.5}, marks={8: "= N"})
     right = left.figure.axes[1]
     assert right.get_label() == "nll" and left.figure.axes == [left, right]
-    np.testing.assert_allclose(left.lines[0].get_ydata(), [1, 0])
+    np.testing.assert_allclose(left.lines[0].get_ydata(), [1, 0.5])
     np.testing.assert_allclose(right.lines[0].get_ydata(), [2, 3])
-    assert len(left.lines) == 1 and len(right.lines) == 2
+    np.testing.assert_allclose(right.lines[1].get_ydata(), 2.5)
+    assert len(left.lines) == 2 and len(right.lines) == 3 and left.get_ylim()[0] == 0
+    for ax in (left, right):
+        np.testing.assert_allclose(ax.lines[-1].get_xdata(), 8)
+        assert [label.get_text() for label in ax.get_xticklabels()] == ["4", "8\n= N"]
     assert left.get_ylabel() == "mutual information [nats]"
     assert right.get_ylabel() == "negative log-likelihood [nats]"
 
@@ -73,6 +83,8 @@ def test_stacked_probabilities():
     )
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("prediction", "probability")
     assert ax.get_xticks().tolist() == [1, 2]
+    np.testing.assert_allclose([bar.get_center()[0] for bar in upper], [1, 2])
+    assert lower[0].get_facecolor() != upper[0].get_facecolor()
 
 
 def test_ten_classes_have_ten_colours():
@@ -87,11 +99,29 @@ def test_verdict():
     plug_in = axes["plug-in"]
     assert axes["clean"].get_title() == "a 0" and axes["image"].get_title() == "a noisy 0"
     np.testing.assert_array_equal(axes["image"].images[0].get_array(), np.eye(8))
+    np.testing.assert_array_equal(axes["clean"].images[0].get_array(), np.ones((8, 8)))
+    assert {axes[name].images[0].get_cmap().name for name in ("clean", "image")} == {"gray_r"}
+    heights = [[bar.get_height() for bar in bars] for bars in plug_in.containers]
+    np.testing.assert_allclose(heights, [[0.98], [0.01]])
     assert plug_in.get_xlabel() == "“1”, 98%" and plug_in.get_ylabel() == "probability"
     assert right.get_xlabel() == "together: “1”, 56%"
     # The surest of the most frequent verdict first; class 2 is too rare to be drawn.
     assert texts(right.get_legend()) == ["0", "1"] and plug_in.get_legend() is None
     np.testing.assert_allclose([bar.get_height() for bar in right.containers[0]], [0.9, 0.59, 0.19])
+
+
+def test_verdict_groups_the_replicas_and_draws_what_either_side_says():
+    replicas = np.array([[0, 0, 0.6, 0.4], [0, 0, 1, 0], [0, 0, 0.1, 0.9]])
+    replicas = np.vstack([replicas, [0.004, 0.006, 0.69, 0.3]])
+    right = plots.verdict(np.eye(8), [0.95, 0.01, 0.02, 0.02], replicas)
+    # Class 0 is the plug-in's alone; that of class 3, though sure, stands behind all of class 2.
+    assert texts(right.get_legend()) == ["0", "3", "2"]
+    heights = [[bar.get_height() for bar in bars] for bars in right.containers]
+    np.testing.assert_allclose(heights, [[1, 0.69, 0.6, 0.1], [0, 0.3, 0.4, 0.9], [0, 0.004, 0, 0]])
+    axes = {ax.get_label(): ax for ax in right.figure.axes}
+    right.figure.draw_without_rendering()
+    widths = [ax.get_window_extent().width for ax in (axes["plug-in"], axes["image"], right)]
+    assert 2 * widths[0] < widths[1] < widths[2]
 
 
 def test_error_over_epochs():
@@ -111,7 +141,7 @@ def test_error_over_epochs():
 
 
 def test_weight_histograms():
-    weights = {"one": [-0.25, 0.1, 0.15, 0.9], "two": [0.1, 0.1]}
+    weights = {"one": [-0.25, 0.1, 0.15, 0.9], "two": [0.1, 0.1, 0.8, -0.9]}
     lower = plots.weight_histograms(weights, num_bins=3, initial=[0.0, -0.2])
     upper = lower.figure.axes[1]
     assert lower.figure.axes == [lower, upper] and upper.get_label() == "one"
@@ -120,8 +150,11 @@ def test_weight_histograms():
     np.testing.assert_allclose(values, [25, 0, 50])
     np.testing.assert_allclose(edges, [-0.3, -0.1, 0.1, 0.3])
     np.testing.assert_allclose(upper.patches[1].get_data().values, [50, 50, 0])
-    np.testing.assert_allclose(lower.patches[0].get_data().values.sum(), 100)
-    assert [t.get_text() for t in upper.texts] == ["25.0% outside"] and list(lower.texts) == []
+    np.testing.assert_allclose(lower.patches[0].get_data().values, [0, 0, 50])
+    words = [[t.get_text() for t in ax.texts] for ax in (upper, lower)]
+    assert words == [["25.0% outside"], ["50.0% outside"]]
+    inside = plots.weight_histograms({"a": [-0.3, 0.3, 0.0]})
+    assert list(inside.texts) == []
     assert texts(lower.get_legend()) == ["two", "before training"]
     assert lower.get_xlabel() == "mean of a weight"
 
@@ -136,10 +169,11 @@ def test_signal_to_noise():
     np.testing.assert_allclose(values.sum(), 100)
     np.testing.assert_allclose(edges[[0, -1]], [0.1, 10], rtol=1e-2)
     x, y = lower.lines[0].get_data()
-    np.testing.assert_allclose(np.interp(1.0, x, y), 0.5, atol=1e-3)
-    np.testing.assert_allclose(
-        [line.get_xdata()[0] for line in upper.lines], [1, 10**0.5], rtol=1e-6
-    )
+    np.testing.assert_allclose(x, snr)
+    np.testing.assert_allclose(y, np.arange(1, 1002) / 1001)
+    assert lower.lines[0].get_drawstyle() == "steps-post" and upper.get_xscale() == "log"
+    for lines in (upper.lines, lower.lines[1:]):
+        np.testing.assert_allclose([line.get_xdata()[0] for line in lines], [1, 10**0.5], rtol=1e-6)
     assert texts(lower.get_legend()) == ["50% below 1", "75% below 3.16"]
     # Ratios of 0 have no logarithm; they stay in the count.
     zeros = plots.signal_to_noise(np.array([0.0] * 5 + [1.0] * 5)).figure.axes[1].patches[0]
@@ -170,6 +204,7 @@ def test_panels_of_axes_that_stand_in_no_grid():
     plots.signal_to_noise([0.1, 0.2, 0.5], ax=ax)
     upper = figure.axes[1].get_position()
     np.testing.assert_allclose((ax.get_position().p0, upper.p1), [(0.1, 0.2), (0.6, 0.8)])
+    np.testing.assert_allclose((upper.x0, upper.x1), (0.1, 0.6))
     assert upper.y0 > ax.get_position().y1
 
 

@@ -90,6 +90,7 @@ def test_regression_band():
         for place, lower, upper in zip(x[order], low, high, strict=True):
             edge = points[points[:, 0] == place, 1]
             np.testing.assert_allclose([edge.min(), edge.max()], [lower, upper], rtol=1e-5)
+    assert ax.collections[0].get_alpha() < ax.collections[1].get_alpha()
     line, upper, lower, dots = ax.lines
     np.testing.assert_allclose(line.get_data(), [x[order], MEAN[order]])
     for dashed, sign in ((upper, 1), (lower, -1)):
@@ -172,7 +173,7 @@ def test_segmentation_maps():
         IMAGE,
         PROBS,
         SPREAD,
-        truth=[[0, 1, 7], [0, 0, -1]],
+        truth=[[0, 1, 7], [0, 0, -2]],
         class_names=["sky", "road", "car"],
         colors=colors,
         label="entropy [nats]",
@@ -192,6 +193,7 @@ def test_segmentation_maps():
     np.testing.assert_array_equal(faces, palette)
     # Side by side in equal sizes, each under its name, all of them inside.
     edges = np.array([drawn.get_extent()[:2] for drawn in ax.images])
+    assert all(drawn.get_extent()[2:] == [2, 0] for drawn in ax.images)  # the first row is above
     np.testing.assert_allclose(edges[:, 1] - edges[:, 0], 3)
     assert (edges[1:, 0] > edges[:-1, 1]).all()
     np.testing.assert_allclose([text.xy[0] for text in ax.texts], edges.mean(1))
@@ -203,6 +205,8 @@ def test_segmentation_maps_without_truth_names_what_appears():
     ax = plots.segmentation_maps(IMAGE[..., 0], torch.tensor(probs), torch.tensor(SPREAD))
     assert [drawn.get_label() for drawn in ax.images] == ["image", "prediction", "uncertainty"]
     assert texts(ax.get_legend()) == ["0", "2"]
+    least = plots.segmentation_maps(IMAGE, PROBS, SPREAD + 0.5).images[-1]
+    assert least.get_clim() == (0, 0.8)  # none is the end of the scale, whatever the least is
     assert ax.images[-1].colorbar.ax.get_ylabel() == "variance, mean over the classes"
     # Thirteen classes of twelve colours: the first comes again.
     many = np.eye(13)[:, None, :]

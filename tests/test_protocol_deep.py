@@ -94,6 +94,61 @@ def test_the_rate_with_the_least_training_loss_is_shown():
     assert both == alone[1e-2]
     assert both["final_loss"] == pytest.approx(np.mean(both["losses"][-4:]))
     assert both["accuracy"] > 0.3
+    other = deep.compute(deep.Unit("1", unit.arguments | {"run": 1}), TINY, None)
+    assert other["losses"] != both["losses"]
+
+
+def test_accuracy_is_of_the_test_images_in_eval():
+    unit, settings = deep.make_units(TINY, None)[0], replace(TINY, learning_rates=(1e-2,))
+    found = deep.compute(unit, settings, None)
+    split = deep.load(None, 0)
+    torch.manual_seed(0)
+    network = deep.make_network(64, settings, "bn", "tanh", "torch")
+    deep.train(network, split.train, 1e-2, settings)
+    right = network.eval()(split.test.x).argmax(1) == split.test.y
+    assert found["accuracy"] == pytest.approx(right.double().mean().item(), rel=1e-9)
+
+
+def test_a_rate_that_diverges_is_not_shown(monkeypatch):
+    losses = {1e-2: [math.nan] * 3, 1e-3: [3.0] * 3, 1e-5: [2.0] * 3}
+    monkeypatch.setattr(deep, "train", lambda network, part, rate, _: (losses[rate], rate))
+    settings = replace(TINY, learning_rates=tuple(losses))
+    found = deep.compute(deep.make_units(TINY, None)[0], settings, None)
+    assert (found["learning_rate"], found["final_loss"]) == (1e-5, 2.0)
+    assert (found["losses"], found["gradient_ratio"]) == ([2.0] * 3, 1e-5)
+
+
+@pytest.mark.parametrize("activation, gain", [("tanh", 1.0), ("relu", 2.0)])
+def test_kept_variance(activation, gain):
+    """65,536 weights: five standard errors of a variance, sqrt(2 / n)."""
+    linear = nn.Linear(256, 256)
+    torch.manual_seed(0)
+    deep.keep_variance(linear, activation)
+    variance = linear.weight.var().item() * 256
+    assert abs(variance / gain - 1) < 5 * (2 / 65_536) ** 0.5 and not linear.bias.any()
+
+
+def test_gradients_are_those_before_the_first_step():
+    torch.manual_seed(0)
+    network = deep.make_network(64, TINY, "plain", "relu", "kept")
+    part, settings = deep.load(None, 0).train, replace(TINY, steps=2)
+    before = torch.random.get_rng_state()
+    _, ratio = deep.train(network, part, 1e-1, settings)
+    torch.manual_seed(0)
+    network = deep.make_network(64, TINY, "plain", "relu", "kept")
+    torch.random.set_rng_state(before)
+    _, first = deep.train(network, part, 1e-1, replace(settings, steps=1))
+    assert ratio == first
+
+
+def test_cells():
+    runs = [
+        {"final_loss": loss, "accuracy": accuracy, "gradient_ratio": ratio, "learning_rate": rate}
+        for loss, accuracy, ratio, rate in ((1.0, 0.5, 1e2, 1e-4), (2.0, 0.7, 1e4, 1e-3))
+    ]
+    assert deep.row(("plain", "tanh", "kept"), runs) == [
+        "tanh", "variance kept", "without BN", "1.50 ± 0.50", "0.60 ± 0.10", "1e+03", "0.0001, 0.001"
+    ]  # fmt: skip
 
 
 def test_gradient_ratio():
@@ -117,21 +172,21 @@ def test_smoothing():
 
 
 def test_picture(run):
-    curve = {"losses": [2.0, 1.0, 0.5]}
+    keys = [(n, a, i) for a in TINY.activations for i in TINY.inits for n in deep.NORMS]
     found = {
-        (norm, activation, init): [curve]
-        for activation in TINY.activations
-        for init in TINY.inits
-        for norm in deep.NORMS
+        key: [{"losses": [2.0 + k, 1.0 + k, 0.5 + k]}, {"losses": [99.0]}]
+        for k, key in enumerate(keys)
     }
     panels = deep.draw(found, TINY).axes
     assert [ax.get_title() for ax in panels] == ["5 layers, tanh", "5 layers, relu"]
-    for ax in panels:
+    for ax, activation in zip(panels, TINY.activations, strict=True):
         assert ax.get_xlabel() == "step" and panels[0].get_ylabel() == "training loss (nats)"
-        named = [line for line in ax.lines if not line.get_label().startswith("_")]
-        assert len(named) == 5
-        np.testing.assert_allclose(named[0].get_ydata(), [2.0, 1.5, 3.5 / 3])
-        assert named[-1].get_ydata()[0] == math.log(10)
+        named = {line.get_label(): line.get_ydata() for line in ax.lines}
+        assert len(named) == 5 and named["chance, log 10"][0] == math.log(10)
+        for k, (norm, kind, init) in enumerate(keys):
+            if kind == activation:
+                curve = named[f"{deep.NORMS[norm]}, {deep.INITS[init]}"]
+                np.testing.assert_allclose(curve, np.array([2.0, 1.5, 3.5 / 3]) + k)
 
 
 @needs_real_data

@@ -148,7 +148,7 @@ def mutual_information(probs: Tensor, *, reduction: str = "mean") -> Tensor:
         () or (N, *) in nats, float64.
     """
     probs = take_replicas("mutual_information", probs)
-    mean = (probs[0] + (probs - probs[0]).mean(0)).clamp_min(0)
+    mean = probs[0] + (probs - probs[0]).mean(0)
     divergence = (torch.xlogy(probs, probs) - torch.xlogy(probs, mean)).sum(2).mean(0)
     return reduce("mutual_information", divergence, reduction)
 

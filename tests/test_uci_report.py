@@ -1,0 +1,147 @@
+"""The report of `uci` from invented runs, all of whose numbers differ: each stands in its own cell."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from bnuq_ext.protocols import uci, uci_report
+
+SETTINGS = replace(uci.QUICK, num_splits=2, num_seeds=3)
+SCORES = "crps constant_crps best_crps pll constant_pll best_pll".split()
+SCORES += "normalised_crps normalised_pll rmse plain_rmse".split()
+# The paper's for boston, CRPS and PLL of MCBN and MCDO: 8.50 ± 0.86, 10.49 ± 1.35; 3.06 ± 0.33, 5.51 ± 1.05.
+CENTERS = {
+    ("boston", "MCBN"): {"normalised_crps": 8.6, "normalised_pll": -10.49},
+    ("boston", "MCDO"): {"normalised_crps": 0.0, "normalised_pll": 5.0},
+    ("mine", "MCBN"): {"normalised_crps": -5.0, "normalised_pll": 4.0},
+    ("mine", "MCDO"): {"normalised_crps": 7.0, "normalised_pll": 6.0},
+}
+
+
+def invented() -> dict:
+    """Runs of two splits and three seeds about the centres, -1.2 to 1.2 about those of CRPS of boston's MCDO."""
+    rng, results = np.random.default_rng(0), {}
+    for (name, method), centers in CENTERS.items():
+        for split in (1, 2):
+            runs = [{s: 10 + rng.normal() for s in SCORES} for _ in range(3)]
+            for seed, run in enumerate(runs):
+                run |= {
+                    s: c + (0.4 if split == 1 else -0.4) * (seed + 1) for s, c in centers.items()
+                }
+            choice = {"batch_size": 32 * split, "weight_decay": 10.0**-split, "dropout": None}
+            choice |= {"epochs": 40 * split, "rmse": 3.0 + split}
+            noise = {k: rng.uniform(1, 9) for k in ("noise_var", "constant_var")}
+            plls = {"held_out_pll": -rng.uniform(1, 2), "unbounded_pll": -rng.uniform(3, 4)}
+            results[f"{name}-{method}-{split}"] = (
+                {"runs": runs, "choice": choice, "rows": 500} | noise | plls
+            )
+            if split == 1:
+                points = {k: rng.uniform(1, 2, 8).tolist() for k in ("mean", "std", "y")}
+                results[f"{name}-{method}-1"]["points"] = points
+    return results
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    results, figures = invented(), []
+    patch, new_figure = pytest.MonkeyPatch(), uci_report.new_figure
+    patch.setattr(
+        uci_report, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1]
+    )
+    report = uci_report.report(results, SETTINGS, tmp_path_factory.mktemp("uci"))
+    patch.undo()
+    return results, report, figures
+
+
+def values_of(results, name, method, score):
+    splits = [results[f"{name}-{method}-{split}"] for split in (1, 2)]
+    return np.array([run[score] for split in splits for run in split["runs"]])
+
+
+def cell(values):
+    return f"{values.mean():.2f} ± {values.std(ddof=1) / len(values) ** 0.5:.2f}"
+
+
+def rows_of(report, name):
+    (table,) = (t for t in report.tables if t.name == name)
+    return table.rows
+
+
+def test_normalised_scores_stand_beside_the_paper(made):
+    results, report, _ = made
+    agree = {("CRPS", "MCBN"): "yes", ("PLL", "MCBN"): "no", ("CRPS", "MCDO"): "no", ("PLL", "MCDO"): "yes"}  # fmt: skip
+    for name, score, method, ours, p, stars, paper, _, same in rows_of(report, "normalised"):
+        values = values_of(results, name, method, f"normalised_{score.lower()}")
+        assert ours == cell(values)
+        assert p == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue, rel=1e-6)
+        assert stars == uci_report.stars(p)
+        assert same == (agree[score, method] if name == "boston" else None)
+        assert (paper is None) == (name == "mine")
+    assert (
+        "2 of 4 normalised scores agree with the paper's within two standard errors; not: "
+        in (report.remarks[4])
+    )
+    assert report.remarks[4].endswith("boston CRPS MCDO, boston PLL MCBN.")
+
+
+def test_sentences_of_better_worse_and_undecided(made):
+    _, report, _ = made
+    assert report.remarks[:4] == [
+        "CRPS: MCBN is better than a constant variance (p < 0.05) on boston; worse on mine.",
+        "CRPS: MCDO is better than a constant variance (p < 0.05) on mine; undecided on boston.",
+        "PLL: MCBN is better than a constant variance (p < 0.05) on mine; worse on boston.",
+        "PLL: MCDO is better than a constant variance (p < 0.05) on boston, mine.",
+    ]
+    found = [("a", -1.0, 0.3), ("b", 1.0, 0.3)]
+    assert uci_report.verdict("PLL", "MCDO", found).endswith("on none; undecided on a, b.")
+
+
+def test_raw_scores_and_errors(made):
+    results, report, _ = made
+    raw, errors = rows_of(report, "raw"), rows_of(report, "rmse")
+    assert len(raw) == len(errors) == 8
+    for name, score, method, ours, constant, *_ in raw:
+        assert ours == cell(values_of(results, name, method, score.lower()))
+        assert constant == cell(values_of(results, name, method, f"constant_{score.lower()}"))
+    of = {"MCBN": ("MCBN", "rmse"), "BN": ("MCBN", "plain_rmse")}
+    of |= {"MCDO": ("MCDO", "rmse"), "DO": ("MCDO", "plain_rmse")}
+    for name, _, label, ours, *_ in errors:
+        assert ours == cell(values_of(results, name, *of[label]))
+
+
+def test_choices(made):
+    results, report, _ = made
+    rows = rows_of(report, "choices")
+    assert len(rows) == 8
+    for name, method, split, *cells in rows:
+        unit = results[f"{name}-{method}-{split}"]
+        stds = unit["noise_var"] ** 0.5, unit["constant_var"] ** 0.5
+        expected = [*unit["choice"].values(), *stds, unit["held_out_pll"], unit["unbounded_pll"]]
+        assert cells[2] is None and cells[:2] + cells[3:] == pytest.approx(
+            expected[:2] + expected[3:]
+        )
+
+
+def test_the_last_epoch_allowed(made):
+    results, _, _ = made
+    # Of 500 rows a fold has 320: at most 1,000 epochs with a look at every 20.
+    for epochs, found in ((980, "0 of 8"), (981, "1 of 8"), (1000, "1 of 8")):
+        results["mine-MCBN-2"]["choice"]["epochs"] = epochs
+        text = uci_report.unfinished(uci_report.grouped(results), SETTINGS)
+        assert f" in {found} searches" in text and ("mine MCBN (1)" in text) == (found[0] == "1")
+
+
+def test_figures_show_the_first_split_of_each_method(made):
+    results, report, figures = made
+    assert report.figures == ["uncertainty-boston.png", "uncertainty-mine.png"]
+    for name, figure in zip(("boston", "mine"), figures, strict=True):
+        for method, ax in zip(("MCBN", "MCDO"), figure.axes, strict=True):
+            assert ax.get_title() == f"{name}, {method} and CU{method[2:]}"
+            unit = results[f"{name}-{method}-1"]
+            mean, std, y = (np.array(unit["points"][k]) for k in ("mean", "std", "y"))
+            error = np.abs(y - mean)[np.argsort(std)]
+            np.testing.assert_allclose(ax.lines[0].get_ydata(), error)
+            level = scipy.stats.halfnorm.ppf(0.95, scale=unit["constant_var"] ** 0.5)
+            np.testing.assert_allclose(ax.lines[-1].get_ydata(), level, rtol=1e-5)
