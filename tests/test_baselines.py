@@ -59,6 +59,13 @@ def test_plug_in_is_the_model_in_eval(model):
         assert pred.num_samples == 1 and pred.mutual_information.max() == 0
 
 
+def test_plug_in_draws_nothing_among_replicas_of_the_same_model(model):
+    expected = bnuq.plug_in(model, X, **OPTIONS)
+    with bnuq.replicas(model, 4, seed=0):
+        equal(bnuq.plug_in(model, X, **OPTIONS), expected)
+        equal(bnuq.ensemble([model], X, **OPTIONS), expected)
+
+
 def test_plug_in_of_a_regression(model):
     pred = bnuq.plug_in(model, X, likelihood="gaussian", noise_var=0.5)
     with torch.no_grad():
@@ -149,6 +156,11 @@ def test_flags_and_buffers_stay_and_do_not_matter(model):
     pred = bnuq.mc_dropout(model, X, num_samples=3, seed=0, **OPTIONS)
     assert torch.equal(pred.samples, expected.samples)
     equal(bnuq.ensemble([model], X, **OPTIONS), bnuq.plug_in(model, X, **OPTIONS))
+    calm = copy.deepcopy(model).eval()
+    pair = bnuq.ensemble([calm, model], X, **OPTIONS).samples
+    assert torch.equal(pair[0], pair[1]) and torch.equal(
+        pair[0], bnuq.plug_in(calm, X, **OPTIONS).samples[0]
+    )
     assert {name: m.training for name, m in model.named_modules()} == flags
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     with pytest.raises(RuntimeError):
@@ -310,6 +322,11 @@ def test_bayesian_layers_are_their_means_or_drawn():
     [
         ({"likelihood": "poisson"}, ValueError, "likelihood must be one of categorical, gaussian"),
         ({"noise_var": 0.1}, ValueError, "noise_var must be None with likelihood"),
+        (
+            {"likelihood": "gaussian", "noise_var": torch.ones(7)},
+            ValueError,
+            r"noise_var must broadcast to the shape \[9, 5\] of the mean, got \[7\]",
+        ),
         ({"output_fn": 3}, TypeError, "output_fn must be callable, got int"),
         ({"x": 3}, TypeError, "x must be a tensor, a tuple, a dict or an iterable of batches"),
         ({"x": []}, ValueError, "x must yield at least 1 batch, got none"),

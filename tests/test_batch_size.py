@@ -152,6 +152,30 @@ def test_gaussian_likelihood_matches_a_plain_loop():
     assert found.mutual_information is None
 
 
+def test_pixels_count_one_by_one():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, K, 1)).eval()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 4, 3, 2, generator=generator)
+    y = torch.randint(K, (N, 3, 2), generator=generator)
+    found = fit(bnuq.convert(net), [5], data=(x, y), validation=(x[:20], y[:20]))
+    model = bnuq.convert(net)
+    torch.manual_seed(1)
+    outputs = outputs_of(net, bnuq.collect(model, TensorDataset(x), T, batch_size=5), x).movedim(
+        2, -1
+    )
+    log_p = Categorical(logits=outputs).log_prob(y)
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(found.log_likelihood, log_p.mean(0).sum()[None], **close)
+    probs = outputs[:, :20].softmax(-1)
+    nll = -probs.mean(0).gather(-1, y[:20, ..., None]).log().mean()
+    torch.testing.assert_close(found.nll, nll[None], **close)
+    information = entropy(probs.mean(0), axis=-1) - entropy(probs, axis=-1).mean(0)
+    torch.testing.assert_close(found.mutual_information.item(), information.mean(), **close)
+    variance = probs.var(0, correction=0).mean()
+    torch.testing.assert_close(found.epistemic_variance, variance[None], **close)
+
+
 def test_one_output_may_have_flat_targets_and_the_noise_be_a_tensor():
     data = dataset(outputs=1)
     options = {"candidates": [5], "likelihood": "gaussian", "noise_var": 0.25}
@@ -218,6 +242,21 @@ def test_a_dead_channel_is_left_out():
     found = fit(bnuq.convert(net))
     assert found.left_out == 1 and found.kl[:2].isfinite().all()
     assert fit().left_out == 0
+
+
+def test_a_channel_counts_if_it_varies_in_some_batch_of_every_size():
+    """Of 60 rows one, or six, are not 0 in the first channel: with M = 2 in none, or some, of 6 batches."""
+    model = bnuq.convert(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, K)).eval())
+    for rows, left_out in ((1, 1), (6, 0)):
+        x, y = dataset().tensors
+        data = TensorDataset(
+            x * torch.cat([(torch.arange(N) < rows).float()[:, None], torch.ones(N, 3)], 1), y
+        )
+        torch.manual_seed(1)
+        varies = bnuq.collect(model, data, T, batch_size=2).var["0"][:, 0] > 0
+        assert varies.any() != bool(left_out) and not varies.all()
+        found = fit(model, candidates=[2, N], data=data)
+        assert found.left_out == left_out and found.kl[0].isfinite()
 
 
 class Failing(TensorDataset):

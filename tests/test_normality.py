@@ -47,6 +47,7 @@ def test_finds_what_is_not_normal_and_not_scale_or_place():
     n = normals(200, 20, seed=3)
     for other in (n.square(), n.exp(), n.sign() + 0.3 * n):
         assert (lilliefors(other)[1] < 1e-3).all()
+    assert (lilliefors(n.exp())[1] == 1 / 20_001).all()  # further out than all 20,000
     close = lilliefors(n)[1], lilliefors(1e6 * n.float() - 5)[1]
     torch.testing.assert_close(*close, rtol=0, atol=1e-2)
 
@@ -119,6 +120,27 @@ def test_analytic_is_that_of_the_inputs_over_the_data(make, data, rows_at_a_time
         x = captured[name].detach().double()
         expected = bnuq.analytic_statistics(x, 32, len(data))
         torch.testing.assert_close(layer.analytic, expected, rtol=1e-4, atol=1e-6)
+        h = x.unsqueeze(-1).flatten(2) - expected.mean[:, None]
+        pairs = zip(h.mean(2).T, h.square().mean(2).T, strict=True)
+        correlations = [np.corrcoef(a, c)[0, 1] for a, c in pairs]
+        np.testing.assert_allclose(layer.analytic_correlation, correlations, atol=1e-4)
+
+
+def test_moments_are_those_of_eval_and_behind_what_the_layer_does_besides():
+    """Dropout is off, and an adapter's activation belongs to what the next layer is given."""
+
+    class Rectified(bnuq.StochasticBatchNorm1d):
+        def finish(self, y):
+            return y.relu()
+
+    plain, own = mlp(16), mlp(16)
+    own = nn.Sequential(*own[:2], *own[3:5])
+    plain = nn.Sequential(*plain[:3], nn.Dropout(0.5), *plain[3:5])
+    plain, own = bnuq.convert(plain).train(), bnuq.convert(own)
+    own[1].__class__ = Rectified
+    ours = normality(own, num_batches=8).layers["3"].analytic
+    theirs = normality(plain, num_batches=8).layers["5"].analytic
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_observed_is_over_the_batches_of_collect():
@@ -134,6 +156,7 @@ def test_observed_is_over_the_batches_of_collect():
     expected = [np.corrcoef(mean[:, c], std[:, c])[0, 1] for c in range(48)]
     np.testing.assert_allclose(layer.correlation, expected, atol=1e-4)
     torch.testing.assert_close(layer.mean_p, lilliefors(bank.mean["4"])[1])
+    torch.testing.assert_close(layer.std_p, lilliefors(bank.var["4"].sqrt())[1])
 
 
 class Twice(nn.Module):
@@ -158,10 +181,16 @@ def test_a_model_without_parameters():
 
 
 def test_is_a_table_when_printed():
-    lines = str(normality(bnuq.convert(mlp(16)), num_batches=100)).splitlines()
+    found = normality(bnuq.convert(mlp(16)), num_batches=100)
+    lines = str(found).splitlines()
     assert lines[0].startswith("100 batches of 32 out of 800 rows")
     assert [line.split()[0] for line in lines[3:]] == ["1", "4", "7"]
-    assert float(lines[4].split()[1]) > 10 and all(line.count("%") == 2 for line in lines[3:])
+    for line, layer in zip(lines[3:], found.layers.values(), strict=True):
+        pairs = zip(layer.analytic, layer.observed, strict=True)
+        ratios = [(a / b).median().item() for a, b in pairs][1::2]
+        shares = [(p < 0.05).double().mean().item() for p in (layer.mean_p, layer.std_p)]
+        words = [f"{r:.3g}" for r in ratios] + [f"{s:.0%}" for s in shares]
+        assert line.split()[1:] == [*words, f"{layer.correlation.abs().median().item():.2f}"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -42,6 +42,9 @@ def test_units_are_the_batch_sizes_that_fit(finished):
     folder, _ = finished
     names = sorted(path.stem for path in (folder / "units").iterdir())
     assert names == ["wine-16-1", "wine-16-2", "wine-8-1", "wine-8-2"]
+    for name in names:
+        result = json.loads((folder / "units" / f"{name}.json").read_text())["result"]
+        assert result["choice"]["batch_size"] == int(name.split("-")[1])
     assert sensitivity.FULL.num_splits == 3 and sensitivity.FULL.num_seeds == 5
     assert sensitivity.FULL.num_samples == 100 and len(sensitivity.FULL.weight_decays) == 15
     # Of boston's 506 rows a fold is trained on 324: the paper's table ends at 256 too.
@@ -83,10 +86,15 @@ def test_remarks_and_figure(finished):
 
 
 def test_claims_by_hand():
-    sizes = {"a": {8: [1.0], 32: [2.0]}, "b": {16: [3.0], 64: [1.0]}, "c": {64: [1.0]}}
+    sizes = {
+        "a": {8: [1.0], 32: [2.0]},
+        "d": {8: [0.0], 16: [3.0], 32: [2.0], 64: [1.0]},
+        "b": {16: [3.0], 64: [1.0]},
+        "c": {64: [1.0]},
+    }
     counts = {"a": {4: [1.0], 9: [2.0]}, "b": {4: [1.0], 9: [0.0]}}
     about_size, about_count = sensitivity.claims("crps", sizes, counts, TINY)
-    assert about_size.endswith("on 1 of 2 data sets (a).")
+    assert about_size.endswith("on 1 of 3 data sets (a).")
     assert about_count.endswith("on 1 of 2 data sets (a).")
 
 
@@ -98,6 +106,10 @@ def test_the_figure_is_logarithmic_only_where_scores_are_large(monkeypatch, tmp_
     sizes = {"crps": {"a": {8: [3.0, 1.0]}}, "pll": {"a": {8: [-400.0, -200.0], 16: [3.0]}}}
     sensitivity.draw(sizes, TINY, tmp_path)
     small, large = drawn[0].axes
+    np.testing.assert_allclose(small.containers[0][0].get_data(), [[8], [2]])
+    np.testing.assert_allclose(large.containers[0][0].get_data(), [[8, 16], [-300, 3]])
+    (bars,) = large.containers[0][2]
+    np.testing.assert_allclose(np.ptp(bars.get_segments()[0], 0), [0, 200])  # two errors of 100
     assert (small.get_yscale(), large.get_yscale()) == ("linear", "symlog")
     assert small.get_ylabel() == "normalised CRPS [%]"
     assert large.get_ylabel() == "normalised PLL [%], logarithmic beyond ±10"

@@ -14,8 +14,8 @@ import scipy.stats
 import torch
 from torch import nn
 
-from bnuq_ext import data
-from bnuq_ext.protocols import runner, uci, uci_report, uci_search
+from bnuq_ext import data, metrics
+from bnuq_ext.protocols import runner, uci, uci_search
 from bnuq_ext.protocols.stacked import Network, Stack, Training
 
 TINY = replace(
@@ -196,6 +196,67 @@ def test_patience_ends_a_choice():
     assert found.rmse == pytest.approx(min(curve), rel=1e-6)
 
 
+def test_a_choice_that_was_given_up_does_not_come_back(monkeypatch):
+    """The first choice is not better at two looks, and is at the fifth; the second goes on."""
+    curves = torch.tensor([[5.0, 4.0, 6.0, 6.0, 3.0, 2.0], [9.0, 8.0, 7.0, 6.0, 5.0, 5.0]]).double()
+    columns = iter(curves.T)
+    monkeypatch.setattr(uci_search, "_rmse", lambda *_: next(columns))
+    settings = replace(TINY, max_epochs=6, check_every=1, patience=2)
+    folds = uci_search.folds_of(part(48), settings)
+    choices = [uci_search.Choice(8, decay, None) for decay in (0.0, 1e-4)]
+    found, _ = uci_search.cross_validate(choices, folds, settings, 8, 0)
+    assert [(c.epochs, c.rmse) for c in found] == [(2, 4.0), (5, 5.0)]
+
+
+def test_a_column_that_does_not_vary_is_zero():
+    train, test = part(20), part(7, 1)
+    train.x[:, 1], test.x[:, 1] = 3.0, 5.0
+    scaled = uci_search.scale(train, test)
+    assert (scaled.x[:, 1] == 0).all() and (scaled.test_x[:, 1] == 2).all()
+    mean, std = train.x.mean(0), train.x.std(0, correction=0)
+    expected = ((test.x - mean) / std)[:, ::2].float()
+    torch.testing.assert_close(scaled.test_x[:, ::2], expected)
+
+
+@pytest.mark.parametrize("method", uci_search.METHODS)
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_unit_is_its_search_its_noise_and_its_networks(method, split, monkeypatch):
+    """Every seed's network alone, the noise by the folds' own replicas, the scores on this split's test part."""
+    given = part(50)
+    monkeypatch.setattr(uci, "load", lambda *_: given)
+    arguments = {"data": "mine", "method": method, "split": split}
+    found = uci.compute(uci.Unit("u", arguments), TINY, None)
+    train, test = uci_search.split_of(given, split)
+    best = uci_search.search(train, method, TINY, 8, 1000 * split)
+    choice, scaled = best.choice, uci_search.scale(train, test)
+    assert found["choice"] == choice._asdict() and (found["rows"], found["features"]) == (50, 3)
+    outputs = [
+        uci_search.replicas(net, fold, choice, 6, k)
+        for k, (net, fold) in enumerate(zip(best.networks, best.folds, strict=True))
+    ]
+    samples, y = torch.cat(outputs, 1), torch.cat([fold.test_y for fold in best.folds])
+    constant = metrics.fit_constant_variance(samples.mean(0), y)
+    least = TINY.least_noise * train.y.var(correction=0).item()
+    noise = max(metrics.fit_noise_variance(samples, y), least)
+    assert found["noise_var"] == pytest.approx(noise) and found["constant_var"] == pytest.approx(
+        constant
+    )
+    assert ("points" in found) == (split == 1) and len(found["runs"]) == 2
+    for run, seed in zip(found["runs"], (1000 * split + 500, 1000 * split + 501), strict=True):
+        stack = Stack([Network(seed, choice.weight_decay, choice.dropout)], 3, 8)
+        Training(stack, scaled.x[None], scaled.y[None], choice.batch_size).run(choice.epochs)
+        net = stack.network(0, scaled.x)
+        samples = uci_search.replicas(net, scaled, choice, 6, seed)
+        expected = uci.run_scores(samples, test.y, noise, constant)
+        plain = net(scaled.test_x).squeeze(1).detach().double() * scaled.spread + scaled.center
+        expected["plain_rmse"] = (plain - test.y).square().mean().sqrt().item()
+        assert run == pytest.approx(expected, rel=1e-3, abs=1e-3)
+        if seed == 1500:
+            std = (samples.var(0, correction=0) + noise).sqrt()
+            for key, values in (("mean", samples.mean(0)), ("std", std), ("y", test.y)):
+                np.testing.assert_allclose(found["points"][key], values, rtol=1e-3, atol=1e-3)
+
+
 def test_replicas_take_the_statistics_of_training_batches():
     """The package's prediction is that of the trained stack with each batch's own statistics."""
     scaled = uci_search.scale(part(60), part(9, 2))
@@ -292,18 +353,6 @@ def test_noise_has_a_bound():
     assert held["held_out_pll"] != held["unbounded_pll"]
 
 
-def test_report_tells_where_the_bound_held():
-    plls = [(-1.0, -1.0), (-2.0, -300.0), (-4.0, -500.0), (-3.0, -100.0)]
-    splits = [{"held_out_pll": a, "unbounded_pll": b} for a, b in plls]
-    groups = {("energy", "MCDO"): splits[:3], ("wine", "MCBN"): splits[3:]}
-    assert uci_report.bounded(groups, TINY) == (
-        "The noise variance ended at its bound, 0.0001 of the training targets' variance, in 3 of 4 searches: "
-        "energy MCDO (2), wine MCBN (1). Median PLL of the held-out rows of these: -3.00, without the bound -300."
-    )
-    groups = {("energy", "MCDO"): splits[:1]}
-    assert uci_report.bounded(groups, TINY).endswith("variance, in 0 of 1 searches.")
-
-
 def test_data_sets(tmp_path):
     assert uci.tables_at(None) == {"diabetes": None}
     assert [u.name for u in uci.make_units(TINY, None)][:2] == [
@@ -338,19 +387,15 @@ def test_a_table_smaller_than_every_batch_size(tmp_path):
 
 
 def test_settings_of_the_paper():
-    assert uci.FULL.width(45730) == 100 and uci.FULL.width(9568) == 50
+    assert uci.FULL.width(45730) == uci.FULL.width(20_000) == 100
+    assert uci.FULL.width(9568) == uci.FULL.width(19_999) == 50
     assert uci.FULL.epochs(29267) == 2000 and uci.FULL.checks(29267) == 20
     assert uci.QUICK.epochs(29267) == 27 and uci.QUICK.checks(29267) == 2
     assert len(uci.FULL.weight_decays) == 15 and uci.FULL.weight_decays[-1] == 1e-15
     sizes = [(p[0].batch_size, len(p)) for p in uci_search.grid("MCBN", uci.FULL, 500)]
     assert sizes == [(32, 15), (64, 15), (128, 15), (256, 15)]
+    assert [p[0].batch_size for p in uci_search.grid("MCBN", uci.FULL, 64)] == [32, 64]
     (dropout,) = uci_search.grid("MCDO", uci.FULL, 500)
     assert len(dropout) == 90 and {c.batch_size for c in dropout} == {32}
     parts = uci_search.stacks("MCDO", uci.FULL, 500, 50)
     assert [c for p in parts for c in p] == dropout and max(map(len, parts)) == 16
-
-
-def test_stars():
-    assert [uci_report.stars(p) for p in (0.2, 0.04, 9e-3, 9e-4, 9e-5, math.nan)] == [
-        "ns", "*", "**", "***", "****", "",
-    ]  # fmt: skip

@@ -124,6 +124,49 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["settings"]["numbers"] == [2, 3, 4]
 
 
+def test_results_of_other_data_or_versions_are_not_taken(tmp_path, monkeypatch):
+    roots, folder = [tmp_path / "a", tmp_path / "b"], tmp_path / "run"
+    for root in roots:
+        root.mkdir()
+    _run(folder, data_root=roots[0])
+
+    def refused(what, name="squares", data_root=roots[0]):
+        with pytest.raises(ValueError, match=f"got another {what}$"):
+            runner.run(squares, name, folder, squares.QUICK, data_root, 1, progress=False)
+
+    refused("data_root", data_root=roots[1])
+    refused("data_root", data_root=None)
+    refused("protocol", name="cubes")
+    for place, what in ((runner, "bnuq_ext"), (torch, "torch")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, "__version__", "0.0.1")
+            refused(what)
+    monkeypatch.chdir(tmp_path)
+    _run(folder, data_root="a")  # the same folder by another name
+    assert _computed(roots[0]) == [2, 3, 4]
+
+
+def test_units_are_reported_in_their_order_and_their_seconds_are_summed(tmp_path, monkeypatch):
+    def backwards(compute, units, jobs, bar):
+        seconds = {"seconds": 60.0 * len(units)}
+        return {u.name: compute(u)[1] | seconds for u in reversed(units)}
+
+    monkeypatch.setattr(runner, "_run_all", backwards)
+    found = _run(tmp_path)
+    assert [row[0] for row in found["tables"]["squares"]["rows"]] == ["of-2", "of-3", "of-4"]
+    assert found["seconds"] == 540.0
+    assert "\n\nComputed in 9.0 core minutes on " in (tmp_path / "report.md").read_text()
+
+
+def test_the_folder_of_no_data_root_is_not_the_working_one(tmp_path, monkeypatch):
+    (tmp_path / "camvid").mkdir()
+    assert results.required_folder("toy", str(tmp_path), "camvid", "there") == tmp_path / "camvid"
+    monkeypatch.chdir(tmp_path)
+    message = r"toy: data_root must hold the folder camvid \(to be had from there\), got None"
+    with pytest.raises(ValueError, match=message):
+        results.required_folder("toy", None, "camvid", "there")
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -179,4 +222,4 @@ def test_mean_and_error():
 def test_agrees():
     assert results.agrees(1.0, 0.3, 1.9, 0.4) is True  # 0.9 <= 2 * 0.5
     assert results.agrees(1.0, 0.3, 2.1, 0.4) is False
-    assert results.agrees(1.0, math.nan, 1.0) is None
+    assert results.agrees(1.0, math.nan, 1.0) is results.agrees(1.0, 0.1, 1.0, math.nan) is None

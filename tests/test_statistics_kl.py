@@ -1,5 +1,6 @@
 """The divergence of the batch statistics, judged by torch.distributions, quadrature and simulated batches."""
 
+import itertools
 import math
 
 import pytest
@@ -40,8 +41,11 @@ def test_layers_add_up_and_share_a_prior():
     p = StatisticsGaussian(0.1, 2.0, torch.tensor(0.4), torch.ones(1))
     full = StatisticsGaussian(*(torch.as_tensor(e).double() for e in p))
     expected = expected_kl(q["a"], full) + expected_kl(q["b"], full)
+    other = p._replace(mean=0.7, std_var=3.0)
+    wide = StatisticsGaussian(*(torch.as_tensor(e).double() for e in other))
     torch.testing.assert_close(bnuq.statistics_kl(q, p), expected)
-    torch.testing.assert_close(bnuq.statistics_kl(q, {"b": p, "a": p}), expected)
+    expected = expected_kl(q["a"], wide) + expected_kl(q["b"], full)
+    torch.testing.assert_close(bnuq.statistics_kl(q, {"b": p, "a": other}), expected)
 
 
 def test_is_the_integral():
@@ -153,6 +157,14 @@ def test_analytic_matches_simulated_batches_of_images(M):
     torch.testing.assert_close(gaussian.mean_var, mean.var(0), rtol=0.05, atol=0)
     torch.testing.assert_close(gaussian.std_var, std.var(0), rtol=0.05 + 2 / M, atol=0)
     torch.testing.assert_close(gaussian.mean, mean.mean(0), rtol=1e-2, atol=0)
+
+
+def test_the_variance_of_a_mean_is_exactly_that_of_all_batches_there_are():
+    x, M = skewed((6, 2)), 2
+    means = torch.stack([x[list(rows)].mean(0) for rows in itertools.combinations(range(6), M)])
+    actual, wide = bnuq.analytic_statistics(x, M, 6), bnuq.analytic_statistics(x, M)
+    torch.testing.assert_close(actual.mean_var, means.var(0, correction=0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(actual.std_var, wide.std_var * (6 - 2) / (6 - 1), rtol=1e-12, atol=0)
 
 
 def test_analytic_vanishes_for_all_rows_and_for_constant_channels():

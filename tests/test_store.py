@@ -44,6 +44,12 @@ def test_a_crash_before_the_rename_keeps_the_old_file(tmp_path, monkeypatch):
 def test_other_settings_are_refused(tmp_path):
     Store(tmp_path, {"epochs": 1, "widths": (2, 3)})
     Store(tmp_path, {"epochs": 1, "widths": (2, 3)})
+    for other, name in (
+        ({"epochs": 1}, "widths"),
+        ({"epochs": 1, "widths": (2, 3), "rate": 1}, "rate"),
+    ):
+        with pytest.raises(ValueError, match=f"got another {name}$"):
+            Store(tmp_path, other)
     with pytest.raises(ValueError) as caught:
         Store(tmp_path, {"epochs": 2, "widths": (2, 3)})
     assert str(caught.value) == (

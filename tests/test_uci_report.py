@@ -1,5 +1,6 @@
 """The report of `uci` from invented runs, all of whose numbers differ: each stands in its own cell."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -145,3 +146,21 @@ def test_figures_show_the_first_split_of_each_method(made):
             np.testing.assert_allclose(ax.lines[0].get_ydata(), error)
             level = scipy.stats.halfnorm.ppf(0.95, scale=unit["constant_var"] ** 0.5)
             np.testing.assert_allclose(ax.lines[-1].get_ydata(), level, rtol=1e-5)
+
+
+def test_report_tells_where_the_bound_held():
+    plls = [(-1.0, -1.0), (-2.0, -300.0), (-4.0, -500.0), (-3.0, -100.0)]
+    splits = [{"held_out_pll": a, "unbounded_pll": b} for a, b in plls]
+    groups = {("energy", "MCDO"): splits[:3], ("wine", "MCBN"): splits[3:]}
+    assert uci_report.bounded(groups, SETTINGS) == (
+        "The noise variance ended at its bound, 0.0001 of the training targets' variance, in 3 of 4 searches: "
+        "energy MCDO (2), wine MCBN (1). Median PLL of the held-out rows of these: -3.00, without the bound -300."
+    )
+    groups = {("energy", "MCDO"): splits[:1]}
+    assert uci_report.bounded(groups, SETTINGS).endswith("variance, in 0 of 1 searches.")
+
+
+def test_stars():
+    assert [uci_report.stars(p) for p in (0.2, 0.04, 9e-3, 9e-4, 9e-5, math.nan)] == [
+        "ns", "*", "**", "***", "****", "",
+    ]  # fmt: skip
