@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import scipy.integrate
 import scipy.special
 import scipy.stats
 import torch
@@ -299,38 +298,6 @@ def test_dropout_replicas_have_the_moments_of_train_mode():
     assert (samples.std(0) / passes.std(0) - 1).abs().max() < 0.2
 
 
-def test_scores_against_quadrature():
-    rng = np.random.default_rng(0)
-    samples, y = rng.normal(size=(7, 5)) * 0.4, rng.normal(size=5)
-    found = uci.run_scores(torch.from_numpy(samples), torch.from_numpy(y), 0.3, 0.7)
-    mean, std = samples.mean(0), np.sqrt(samples.var(0) + 0.3)
-
-    def crps(m, s, target):
-        below = scipy.integrate.quad(lambda v: scipy.stats.norm.cdf(v, m, s) ** 2, m - 12, target)[
-            0
-        ]
-        above = scipy.integrate.quad(lambda v: scipy.stats.norm.sf(v, m, s) ** 2, target, m + 12)[0]
-        return below + above
-
-    score = np.mean([crps(*v) for v in zip(mean, std, y, strict=True)])
-    constant = np.mean([crps(m, 0.7**0.5, v) for m, v in zip(mean, y, strict=True)])
-    best = np.mean(
-        [crps(m, abs(v - m) / math.log(2) ** 0.5, v) for m, v in zip(mean, y, strict=True)]
-    )
-    assert found["crps"] == pytest.approx(score, rel=1e-6)
-    assert found["constant_crps"] == pytest.approx(constant, rel=1e-6)
-    assert found["normalised_crps"] == pytest.approx(
-        100 * (score - constant) / (best - constant), rel=1e-4
-    )
-    density = scipy.stats.norm.logpdf(y, samples, 0.3**0.5)
-    pll = np.mean(scipy.special.logsumexp(density, 0) - math.log(7))
-    constant = scipy.stats.norm.logpdf(y, mean, 0.7**0.5).mean()
-    best = scipy.stats.norm.logpdf(y, mean, np.abs(y - mean)).mean()
-    assert found["pll"] == pytest.approx(pll)
-    assert found["normalised_pll"] == pytest.approx(100 * (pll - constant) / (best - constant))
-    assert found["rmse"] == pytest.approx(np.sqrt(np.mean((y - mean) ** 2)))
-
-
 def test_noise_has_a_bound():
     scaled = uci_search.scale(part(60), part(9, 2))
     found = uci_search.search(part(60), "MCBN", TINY, 8, 1)
@@ -377,8 +344,8 @@ def test_data_sets(tmp_path):
 
 def test_a_table_smaller_than_every_batch_size(tmp_path):
     np.savez(tmp_path / "few.npz", X=table(12)[0], y=table(12)[1])
-    settings = replace(TINY, num_splits=1, batch_sizes=(32, 64), dropout_batch_size=32)
-    results = runner.run(uci, "uci", tmp_path / "out", settings, tmp_path / "few.npz", 1, False)
+    few = replace(TINY, num_splits=1, batch_sizes=(32, 64), dropout_batch_size=32)
+    results = runner.run(uci, "uci", tmp_path / "out", few, tmp_path / "few.npz", 1, False)
     found = {row[1]: row[3] for row in results["tables"]["choices"]["rows"]}
     assert found == {"MCBN": 4, "MCDO": 8}  # of the 8 rows that a fold trains on
     for method in uci.METHODS:
