@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from scipy.integrate import quad
+from torch import nn
 
 from bnuq_ext import ops, reference_bayes
 from bnuq_ext.ops import kl as kl_ops
@@ -243,7 +244,10 @@ REJECTED = [
     (dict(rho=torch.zeros(4)), ValueError, r"rho must have shape \[3\], got \[4\]"),
     (dict(rho=torch.zeros(3, device="meta")), ValueError, "rho must be on cpu, got meta"),
 ]
-REJECTED_GAUSSIAN = [(dict(prior_std=0.0), ValueError, "prior_std must be positive, got 0.0")]
+REJECTED_GAUSSIAN = [
+    (dict(prior_std=0.0), ValueError, "prior_std must be positive, got 0.0"),
+    (dict(prior_std=torch.ones(())), TypeError, "prior_std must be a number, got Tensor"),
+]
 REJECTED_MIXTURE = [
     (dict(mu=torch.zeros(1, 1, 3), rho=torch.zeros(1, 1, 3)), ValueError, "mu must have shape"),
     (dict(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
@@ -251,6 +255,8 @@ REJECTED_MIXTURE = [
     (dict(stream=-1), ValueError, r"stream must lie in \[0, 2\^32\), got -1"),
     (dict(stream=2**32), ValueError, r"stream must lie in \[0, 2\^32\), got 4294967296"),
     (dict(pi=1.5), ValueError, r"pi must lie in \[0, 1\], got 1.5"),
+    (dict(pi=torch.ones(())), TypeError, "pi must be a number, got Tensor"),
+    (dict(std1=nn.Parameter(torch.ones(()))), TypeError, "std1 must be a number, got Parameter"),
     (dict(std2=-1.0), ValueError, "std2 must be positive, got -1.0"),
     (dict(seed=ZERO), TypeError, "seed must be int64"),
 ]

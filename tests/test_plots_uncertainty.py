@@ -312,6 +312,10 @@ REFUSED = [
         "reliability_diagram: y must have shape [1], got [2]",
     ),
     (
+        lambda: plots.reliability_diagram([[0.3, 0.7], [0.4, 0.6]], [1, 2]),
+        "reliability_diagram: y must lie in [0, 2), got [1, 2]",
+    ),
+    (
         lambda: plots.reliability_diagram([[0.3, 0.7]], [0], num_bins=0),
         "reliability_diagram: num_bins must be at least 1, got 0",
     ),

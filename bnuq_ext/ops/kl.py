@@ -36,8 +36,7 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
     """
     _check_posterior("gaussian_kl", mu, rho)
-    if not prior_std > 0:
-        refuse("gaussian_kl", "prior_std", "be positive", prior_std)
+    _check_std("gaussian_kl", "prior_std", prior_std)
     return torch.ops.bnuq.gaussian_kl(mu.contiguous(), rho.contiguous(), prior_std)
 
 
@@ -124,11 +123,11 @@ def mixture_kl(
     check_seed(op, seed, mu.device)
     check_stream(op, stream)
     check_num_samples(op, num_samples)
+    _check_no_tensor(op, "pi", pi)
     if not 0 <= pi <= 1:
         refuse(op, "pi", "lie in [0, 1]", pi)
-    for name, std in (("std1", std1), ("std2", std2)):
-        if not std > 0:
-            refuse(op, name, "be positive", std)
+    _check_std(op, "std1", std1)
+    _check_std(op, "std2", std2)
     noise = seed.contiguous(), stream, num_samples
     return torch.ops.bnuq.mixture_kl(mu.contiguous(), rho.contiguous(), *noise, pi, std1, std2)
 
@@ -143,6 +142,18 @@ def _check_posterior(op: str, mu: Tensor, rho: Tensor) -> None:
     check_shape(op, "rho", rho, mu.shape)
     check_device(op, "rho", rho, mu.device)
     refuse_forward_mode(op, mu, rho)
+
+
+def _check_std(op: str, name: str, std) -> None:
+    _check_no_tensor(op, name, std)
+    if not std > 0:
+        refuse(op, name, "be positive", std)
+
+
+def _check_no_tensor(op: str, name: str, value) -> None:
+    # One that requires a gradient would get none.
+    if isinstance(value, Tensor):
+        refuse(op, name, "be a number", type(value).__name__, TypeError)
 
 
 @torch.library.register_fake("bnuq::gaussian_kl")

@@ -57,7 +57,7 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
 
     Args:
         probs: (N, K) probabilities.
-        y: (N,) integer labels.
+        y: (N,) integer labels in [0, K).
         num_bins: bins over [0, 1].
         ax: where to draw.
 
@@ -73,6 +73,8 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
         refuse(op, "probs", "lie in [0, 1]", probs[outside][0])
     if y.shape != probs.shape[:1]:
         refuse(op, "y", f"have shape {list(probs.shape[:1])}", list(y.shape))
+    if not (0 <= y.min() and y.max() < probs.shape[1]):
+        refuse(op, "y", f"lie in [0, {probs.shape[1]})", [y.min().item(), y.max().item()])
     num_bins = check_integer(op, "num_bins", num_bins, 1)
     confidence = probs.max(1)
     bins = np.clip(np.ceil(confidence * num_bins).astype(int), 1, num_bins) - 1
