@@ -1,5 +1,7 @@
 """What predict refuses and what it warns of."""
 
+import warnings
+
 import pytest
 import torch
 from coupled import BatchAttention, D, Norms
@@ -55,6 +57,7 @@ def flexible():
         ({"x": []}, ValueError, "x must yield at least 1 batch, got none"),
         ({"x": X.to("meta")}, ValueError, "x must be on the model's device cpu, got meta"),
         ({"x": (1,)}, ValueError, r"an input must hold a tensor with rows \(wrap .*\), got none in tuple of int"),
+        ({"x": torch.tensor(3.0), "strategy": "loop"}, ValueError, r"an input must hold a tensor with rows"),
         ({"x": [{"pixels": X}]}, TypeError, r"a batch must be .* a generator makes it of others\), got dict with keys \['pixels'\]"),
         ({"x": [3]}, TypeError, r"a batch must be .* a generator makes it of others\), got int"),
         ({"output_fn": lambda o: [o]}, TypeError, "output_fn's result must be a tensor, got list"),
@@ -180,6 +183,31 @@ def test_several_calls_have_statistics_each_and_another_number_is_refused(strate
             predict(model, torch.randn(3, 4), strategy=strategy, likelihood="gaussian")
 
 
+class Mixed(nn.Module):
+    """Besides its norm it calls Bayesian layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(4), 2
+        self.layers = nn.Sequential(bnuq.BayesLinear(4, 4), bnuq.BayesLinear(4, 3))
+
+    def forward(self, x):
+        for _ in range(self.calls):
+            x = self.norm(x)
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_calls_of_other_layers_make_up_for_none(strategy):
+    torch.manual_seed(0)
+    model = bnuq.convert(Mixed()).eval()
+    bnuq.collect(model, list(torch.randn(6, 16, 4)), 6, progress=False)
+    predict(model, torch.randn(3, 4), strategy=strategy)
+    model.calls = 1
+    with pytest.raises(ValueError, match="predict: layer 'norm' must be .* got 1 calls"):
+        predict(model, torch.randn(3, 4), strategy=strategy)
+
+
 class Functional(nn.Module):
     """Half of its batch norm is a function."""
 
@@ -199,9 +227,12 @@ def test_the_first_run_warns_of_batch_norm_that_is_not_covered():
         UserWarning, match="predict: 1 batch-norm calls of the forward belong to no stochastic"
     ):
         predict(model, torch.randn(3, 4))
-    predict(model, torch.randn(5, 4))
-    bnuq.collect(model, list(torch.randn(10, 16, 4)), 10, progress=False)
-    predict(model, torch.randn(5, 4))
+    with warnings.catch_warnings(record=True) as more:  # as an error it would be one of a trial
+        warnings.simplefilter("always")
+        predict(model, torch.randn(5, 4))
+        bnuq.collect(model, list(torch.randn(10, 16, 4)), 10, progress=False)
+        predict(model, torch.randn(5, 4))
+    assert not more
 
 
 def test_layers_left_out_on_purpose_are_no_reason_to_warn():

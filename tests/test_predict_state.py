@@ -41,6 +41,13 @@ def test_snapshots_of_a_prediction_are_its_own(model):
     assert torch.equal(predict(model).snapshots, expected.snapshots)
 
 
+def test_a_known_model_takes_each_sampler_and_batch_size_for_itself(model):
+    asked = [("bank", None), *((s, size) for s in SAMPLERS[1:] for size in (None, 12, 32))]
+    for sampler, size in asked:
+        options = {"sampler": sampler, "batch_size": size, "keep_samples": True}
+        equal(predict(model, **options), predict(copy.deepcopy(model), **options))
+
+
 class CentredInPlace(nn.Module):
     def __init__(self):
         super().__init__()

@@ -212,6 +212,27 @@ def test_a_call_that_is_not_that_of_eval_is_refused():
             model(ROWS[:6])
 
 
+class Shorter(nn.Module):
+    """Leaves a layer out in train()."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = bnuq.BayesLinear(8, 8), bnuq.BayesLinear(8, 8)
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        return h if self.training else self.second(h)
+
+
+def test_fewer_calls_than_in_eval_are_refused():
+    model = Shorter()
+    with (
+        bnuq.replicas(model, T, 3),
+        pytest.raises(ValueError, match="in eval, got the forward made 1 stochastic calls, .* 2"),
+    ):
+        model(ROWS[:6])
+
+
 def test_rejects(model):
     def enter(*args, **options):
         with bnuq.replicas(*args, **options):
