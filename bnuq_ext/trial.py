@@ -54,7 +54,6 @@ class Trial(NamedTuple):
         probe = probe_inputs(inputs)
         reads = Reads(self.modules, probe, ROWS)
         rows, shared, folded = self._compare(probe, reads)
-        reads.check(rows)
         self._compare_harder(probe, rows, None if reads.rounds else folded)
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 

@@ -84,3 +84,28 @@ def test_a_state_whose_change_shows_later_than_in_the_trial():
     actual = samples(model, ROWS[:6], num_samples=16)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert model.passes == loop.passes == 16
+
+
+class Levels(Norms):
+    """Looks up each value's level, if it has them, where an infinity would be an index out of range."""
+
+    met = []
+
+    def __init__(self, levels):
+        super().__init__()
+        self.levels = levels
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        self.met.append(h)
+        return self.head(torch.linspace(0, 1, 9)[h.clamp(0, 2).mul(4).long()] if self.levels else h)
+
+
+@pytest.mark.parametrize("levels", [True, False])
+def test_what_becomes_an_index_meets_no_infinities(levels):
+    model = prepared(partial(Levels, levels), ROWS)
+    model.met.clear()
+    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
+    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
+    assert way(model) == "folded"
+    assert levels == all(h.isfinite().all() for h in model.met)

@@ -140,7 +140,15 @@ def test_loaders(model):
     pred = predict(model, dicts, keep_samples=True)
     equal(pred, whole)
     assert pred.targets == [0, 1, 2]
-    pred = predict(model, [((b,), None, "c") for b in batches], keep_samples=True)
+    dicts = [
+        {"x": -b, "y": -1, "input": b, "target": torch.tensor(i)} for i, b in enumerate(batches)
+    ]
+    pred = predict(model, dicts, keep_samples=True)
+    equal(pred, whole)
+    assert list(map(int, pred.targets)) == [0, 1, 2]
+    mixed = [(b, i) if i else b for i, b in enumerate(batches)]
+    assert predict(model, mixed).targets == [None, 1, 2]
+    pred = predict(model, [((b,), 1, "c") for b in batches], keep_samples=True)
     equal(pred, whole)
     assert pred.targets is None
 

@@ -29,6 +29,19 @@ from bnuq_ext.probe import check_replica
 from bnuq_ext.replicas import DoesNotFold, Undecided
 
 
+def centred_if_many(h):
+    return h - h.mean(0) if len(h) > 3 * N else h
+
+
+def test_more_samples_in_the_same_state_are_compared_themselves():
+    model = Net(mix=centred_if_many)
+    for num_samples in (3, 10):
+        expected = of_the_loop(model, 0, num_samples)
+        for a, e in zip(gradients(model, 0, num_samples), expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+    assert ways(model) == {"loop"}
+
+
 class SquaredGate(Attention):
     """Its gradient is 0 where the gate is."""
 
@@ -269,6 +282,14 @@ GRADIENTS = {
 def test_gradients_of_rows_that_meet_where_their_values_do_not(make):
     model = make()
     assert ways_after(model, 0) == {"loop"}
+
+
+def test_another_part_whose_gradients_alone_meet_is_proved():
+    """The outputs are those of the plan that stands."""
+    model = Net()
+    assert ways_after(model, 0) == {"folded"}
+    model.mix = Balanced.apply
+    assert ways_after(model, 1) == {"loop"}
 
 
 @pytest.mark.parametrize(
