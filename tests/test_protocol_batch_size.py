@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,6 +108,7 @@ def test_scores_are_those_of_a_plain_loop(data_root):
     norms = {n: m for n, m in network.named_modules() if isinstance(m, nn.BatchNorm2d)}
     probs = {"known": [], "foreign": []}
     plain = network(images.test.x).argmax(1)
+    plain_nll = nn.functional.cross_entropy(network(images.test.x), images.test.y).item()
     for b in range(6):
         for name, m in norms.items():
             m.running_mean.copy_(bank.mean[name][b])
@@ -125,6 +127,7 @@ def test_scores_are_those_of_a_plain_loop(data_root):
     mean = p["known"].mean(0)
     expected = {
         "plug_in_accuracy": (plain == y).double().mean(),
+        "plug_in_nll": plain_nll,
         "accuracy": (mean.argmax(1) == y).double().mean(),
         "nll": -mean[torch.arange(len(y)), y].log().mean(),
         "information_in": information["known"].mean(),
@@ -159,6 +162,86 @@ def test_figures(done, data_root):
     low, high = bound.get_ylim()
     assert low < max(fit["elbo"][:3]) < high
     assert "nats" in nll.get_ylabel() and "nats" in information.get_ylabel()
+
+
+def test_the_choice_is_made_on_validation_images(data_root):
+    """Curves of known and foreign images, prior, plug-in, and shares, of the network trained with M = 16."""
+    settings = replace(TINY, epochs=1, fit_batch_sizes=(8, 32), num_samples=4, weight_decay=0.01)
+    found = batch_size.compute(batch_size.make_units(settings, data_root)[0], settings, data_root)
+    images = batch_size.load(settings, data_root, 0)
+    torch.manual_seed(0)
+    network = batch_size.make_network("small", 10)
+    batch_size.train(network, images.train, 16, settings)
+    data = torch.utils.data.TensorDataset
+    options = {"likelihood": "categorical", "num_samples": 4, "seed": 0, "progress": False}
+    options["prior"] = bnuq.implied_prior(0.005, 200)
+    sets = data(*images.validation), data(images.foreign, torch.zeros(60, dtype=torch.int64))
+    known, foreign = (
+        bnuq.fit_batch_size(
+            bnuq.convert(network),
+            data(*images.train),
+            (8, 32, 200),
+            validation=v,
+            num_rows=50,
+            **options,
+        )
+        for v in sets
+    )
+    assert found["batch_sizes"] == [8, 32, 200] and found["train_rows"] == 200
+    for name, curve in (
+        ("log_likelihood", known.log_likelihood),
+        ("kl", known.kl),
+        ("elbo", known.elbo),
+        ("nll", known.nll),
+        ("information_in", known.mutual_information),
+        ("information_out", foreign.mutual_information),
+    ):
+        expected = torch.where(curve.isinf(), torch.nan, curve)  # None in JSON
+        actual = np.array(found[name], float)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-7, err_msg=name)
+    x, y = images.validation
+    plain = nn.functional.cross_entropy(network(x), y).item()
+    assert found["plug_in_nll"] == pytest.approx(plain, rel=1e-5)
+    (share,) = found["shares"]
+    assert share["train_rows"] == 50 and share["batch_sizes"] == [8, 32, 50]
+    some = data(images.train.x[:50], images.train.y[:50])
+    fit = bnuq.fit_batch_size(
+        bnuq.convert(network), some, (8, 32, 50), validation=sets[0], num_rows=1, **options
+    )
+    curve = fit.mutual_information.tolist()
+    assert share["information_in"] == pytest.approx(curve, rel=1e-4, abs=1e-7)
+
+
+def test_training_follows_the_rates(data_root, monkeypatch):
+    made = []
+
+    class Recorded(torch.optim.SGD):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.rates = []
+            made.append(self)
+
+        def step(self, *arguments):
+            self.rates.append(self.param_groups[0]["lr"])
+            return super().step(*arguments)
+
+    monkeypatch.setattr(torch.optim, "SGD", Recorded)
+    part = batch_size.load(TINY, data_root, 0).train
+    settings = replace(TINY, epochs=4, drops=(1, 3), weight_decay=0.01)
+    batch_size.train(batch_size.make_network("small", 10), part, 64, settings)
+    assert made[0].rates == pytest.approx(3 * [0.1] + 6 * [0.01] + 3 * [0.001])
+    assert (made[0].defaults["momentum"], made[0].defaults["weight_decay"]) == (0.9, 0.01)
+
+
+def test_images_are_scaled_by_the_training_part(data_root):
+    images = batch_size.load(TINY, data_root, 0)
+    root = Path(data_root)
+    known = bnuq.data.mnist(root / "fashion-mnist", num_validation=40)
+    train = known.train.x[:200].double()
+    foreign = bnuq.data.mnist(root / "mnist", num_validation=1).test.x[:60]
+    for actual, x in ((images.test.x, known.test.x[:60]), (images.foreign, foreign)):
+        expected = (x.double() - train.mean()) / train.std()
+        torch.testing.assert_close(actual.flatten(1).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_vgg16_trains_on_padded_images(data_root):

@@ -10,6 +10,7 @@ import torch
 from packed import packed
 from torch import nn
 
+import bnuq_ext as bnuq
 from bnuq_ext.protocols import cifar, runner
 
 TINY = cifar.Settings(
@@ -170,6 +171,46 @@ def test_training_follows_the_rates_and_decays_weights_alone(root, monkeypatch):
     }
     assert decays == {4: 2e-4, 2: 2e-4, 1: 0}
     assert not network.training
+
+
+def test_a_unit_by_hand(root):
+    """The same training, the same batches, and the replicas one by one."""
+    settings = replace(TINY, train_batch_size=16, batch_size=8)
+    found = cifar.compute(cifar.Unit("run-1", {"run": 1}), settings, str(root))
+    split = cifar.data.cifar10(root / "cifar10", num_validation=0)
+    x, y = split.test.x[:5], split.test.y[:5]
+    torch.manual_seed(1)
+    network = cifar.ResNet(1, 0.1)
+    assert found["losses"] == pytest.approx(cifar.train(network, split.train, settings), rel=1e-4)
+    batches = [cifar.augmented(split.train.x, 8)[0] for _ in range(128)]
+    model = bnuq.convert(network)
+    bank = bnuq.collect(model, batches, 128, progress=False)
+    assert bank.batch_size == 8
+    x = (x - x.mean((1, 2, 3), True)) / x.std((1, 2, 3), correction=0, keepdim=True)
+    options = {"likelihood": "categorical", "num_samples": 128, "seed": 1, "keep_samples": True}
+    probs = bnuq.predict(model, x, **options).samples.double().softmax(2)
+    with torch.no_grad():
+        plain = network(x).double().softmax(1)
+    rows = torch.arange(5)
+    expected = {
+        "plug_in": plain[rows, y].log().mean().item(),
+        "plug_in_accuracy": (plain.argmax(1) == y).double().mean().item(),
+        "accuracy": (probs.mean(0).argmax(1) == y).double().mean().item(),
+    }
+    assert {k: found[k] for k in expected} == pytest.approx(expected, rel=1e-3)
+    assert found["pll"]["1"] == pytest.approx(probs[:, rows, y].log().mean().item(), rel=1e-3)
+    whole = probs.mean(0)[rows, y].log().mean().item()
+    assert found["pll"]["128"] == pytest.approx(whole, rel=1e-3)
+
+
+def test_remarks_by_hand():
+    names = ("accuracy", "plug_in_accuracy", "train_images", "test_images")
+    runs = [
+        dict(zip(names, values, strict=True)) for values in ((0.8, 0.7, 9, 4), (0.9, 0.6, 9, 4))
+    ]
+    assert cifar.remarks(runs, cifar.FULL) == [
+        "ResNet32, 9 training and 4 test images: accuracy 85.0 % with 128 replicas, 65.0 % without."
+    ]
 
 
 def test_what_agrees_with_the_paper():

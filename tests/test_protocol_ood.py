@@ -13,10 +13,9 @@ import scipy.ndimage
 import sklearn.metrics
 import torch
 from real_data import REAL, needs_real_data
-from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.protocols import ood, ood_networks, ood_report, runner
+from bnuq_ext.protocols import ood, ood_report, runner
 
 SETTINGS = ood.Settings(
     cases=(("digits", "lenet-5", 4),),
@@ -117,52 +116,6 @@ def test_only_convolutions_are_stochastic_and_dropout_is_behind_batch_norm(done)
     assert not any("dropout" in text for text in report.warnings)
 
 
-def test_training_learns_and_ends_with_a_rate_of_zero(monkeypatch):
-    images = ood.read_images("digits", replace(SETTINGS, num_train=400), None)
-    rates = []
-    step = torch.optim.Adam.step
-    monkeypatch.setattr(
-        torch.optim.Adam,
-        "step",
-        lambda self: (rates.append(self.param_groups[0]["lr"]), step(self)),
-    )
-    torch.manual_seed(0)
-    network = ood_networks.LeNet5(1, 8, 5, 0.0)
-    options = {"epochs": 3, "batch_size": 16, "learning_rate": 1e-3, "augment": False}
-    ood_networks.train(network, *images.train, **options)
-    expected = 1e-3 * (1 - torch.arange(75) / 75)
-    torch.testing.assert_close(torch.tensor(rates), expected, rtol=1e-4, atol=1e-9)
-    with torch.no_grad():
-        assert (network(images.known.x).argmax(1) == images.known.y).float().mean() > 0.9
-
-
-@pytest.mark.parametrize(
-    "name, size", [("lenet-5", 28), ("lenet-5", 8), ("vgg-11", 32), ("resnet-18", 32)]
-)
-def test_networks(name, size):
-    network = ood_networks.NETWORKS[name](3, size, 5, 0.5)
-    assert network(torch.randn(2, 3, size, size)).shape == (2, 5)
-    norms = sum(isinstance(m, nn.BatchNorm2d) for m in network.modules())
-    assert norms == {"lenet-5": 2, "vgg-11": 8, "resnet-18": 20}[name]
-    assert sum(isinstance(m, nn.Dropout) for m in network.modules()) == 1
-
-
-def test_shifts_and_flips():
-    x = torch.arange(2 * 36.0).view(1, 2, 6, 6) + 1
-    padded = nn.functional.pad(x, (4, 4, 4, 4))
-    possible = {
-        view.tobytes()
-        for i in range(9)
-        for j in range(9)
-        for crop in [padded[0, :, i : i + 6, j : j + 6]]
-        for view in (crop.contiguous().numpy(), crop.flip(2).contiguous().numpy())
-    }
-    torch.manual_seed(0)
-    made = ood_networks._shifted(x.expand(500, 2, 6, 6))
-    seen = {image.numpy().tobytes() for image in made}
-    assert seen <= possible and len(seen) > 100
-
-
 def test_blur_and_rotation():
     x = torch.rand(3, 2, 12, 12)
     expected = scipy.ndimage.gaussian_filter(
@@ -214,8 +167,72 @@ def test_files_are_parted_by_class(data_root):
     ]
     assert images.known.x.shape == images.unknown.shape == (15, 1, 28, 28)
     assert set(images.known.y.tolist()) == set(range(5))
+    test = bnuq.data.mnist(data_root / "mnist", num_validation=1).test
+    for actual, rows in ((images.known.x, test.y < 5), (images.unknown, test.y >= 5)):
+        assert torch.equal(actual.flatten(1), test.x[rows][:15])
     shown = ood.shown_images(images, settings)
     assert list(shown) == ["known", "unknown", "noise 0.5", "rotation 30"]
+
+
+def test_unknown_digits_are_the_other_five():
+    images = ood.read_images("digits", replace(SETTINGS, num_test=None), None)
+    others = bnuq.data.digits(num_train=5, num_validation=5, classes=range(5, 10)).test.x
+    assert torch.equal(images.unknown.flatten(1), others) and images.known.y.max() == 4
+
+
+def test_images_that_are_shown():
+    images = ood.read_images("digits", SETTINGS, None)
+    settings = replace(SETTINGS, noise_stds=(0.1, 0.3), blur_stds=(2.0,), rotations=(20.0, 50.0))
+    shown, x = ood.shown_images(images, settings), images.known.x
+    assert torch.equal(shown["known"], x) and torch.equal(shown["unknown"], images.unknown)
+    for std in (0.1, 0.3):
+        assert torch.equal(shown[f"noise {std}"], bnuq.data.add_noise(x, std, seed=0))
+    assert torch.equal(shown["blur 2"], ood.blur(x, 2.0 * 8 / 28))  # in 28ths of the width
+    for degrees in (20.0, 50.0):
+        assert torch.equal(shown[f"rotation {degrees:g}"], ood.rotate(x, degrees))
+    assert len(shown) == 7
+
+
+@pytest.mark.parametrize("dataset", ["digits", "cifar10"])
+def test_how_a_network_is_trained(dataset, monkeypatch):
+    images, seen = ood.read_images("digits", SETTINGS, None), {}
+    monkeypatch.setattr(ood, "train", lambda network, x, y, **options: seen.update(options))
+    monkeypatch.setattr(
+        ood, "collect", lambda *a, **o: seen.update(o, batches=a[2], rows=len(a[1]))
+    )
+    arguments = {
+        "dataset": dataset,
+        "network": "lenet-5",
+        "epochs": 4,
+        "dropout": dataset == "digits",
+    }
+    settings = replace(SETTINGS, statistics_epochs=2, most_batches=None)
+    model = ood.make_model(arguments, images.train, settings, torch.device("cpu"))
+    assert (seen["epochs"], seen["augment"]) == (4, dataset == "cifar10")
+    # 200 images are 12 whole batches of 16.
+    assert (seen["batches"], seen["batch_size"], seen["rows"]) == (2 * 12, 16, 200)
+    assert model[12].p == (0.5 if dataset == "digits" else 0.0) and model[13].out_features == 5
+    for most, expected in ((7, 7), (100, 24)):
+        ood.make_model(
+            arguments, images.train, replace(settings, most_batches=most), torch.device("cpu")
+        )
+        assert seen["batches"] == expected
+
+
+def test_a_network_with_dropout_is_predicted_with_both(done):
+    folder, _ = done
+    images = ood.read_images("digits", SETTINGS, None)
+    unit = ood.make_units(SETTINGS, None)[5]
+    assert unit.name == "digits-lenet-5-1-dropout"
+    found = json.loads((folder / "units" / f"{unit.name}.json").read_text())["result"]
+    assert found["y"] == images.known.y.tolist()
+    torch.manual_seed(1002)
+    model = ood.make_model(unit.arguments, images.train, SETTINGS, torch.device("cpu"))
+    for statistics, sampler in (("running", None), ("SBN", "lognormal"), ("MCBN", "bank")):
+        options = {"likelihood": "categorical", "num_samples": 3, "seed": 1002, "sampler": sampler}
+        pred = bnuq.mc_dropout(model, images.unknown, **options)
+        actual = ood_report.decode(found["probs"][statistics]["unknown"]).float()
+        torch.testing.assert_close(actual, pred.mean, rtol=1e-3, atol=1e-5)
 
 
 def test_all_classes_of_one_set_against_another_set(data_root):

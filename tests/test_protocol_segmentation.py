@@ -1,15 +1,18 @@
 """Segmentation on tiny frames: the network, what is stochastic, scores against plain loops, the maps."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from packed import packed
 from sklearn.metrics import jaccard_score, roc_auc_score
 
 from bnuq_ext import data
 from bnuq_ext.nn import named_stochastic_layers
+from bnuq_ext.plots.canvas import CLASS_COLORS
 from bnuq_ext.protocols import runner, segmentation
 
 TINY = segmentation.Settings(
@@ -166,6 +169,76 @@ def test_training_lowers_the_loss_and_turns_frames_with_their_labels(root):
     assert hot == pytest.approx(10 * cool, rel=1e-3)
 
 
+def test_a_unit_is_scored_on_test_frames_with_a_temperature_of_validation_frames(root, run):
+    found = segmentation.compute(segmentation.Unit("run-1", {"run": 1}), TINY, str(root))
+    split = segmentation.load(TINY, str(root))
+    torch.manual_seed(1)
+    network = segmentation.SegNet(TINY.channels)
+    losses = segmentation.train(network, split.train, TINY, CPU)
+    assert found["losses"] == pytest.approx(losses, rel=1e-5)
+    warm = segmentation.temperature(network, split.validation, CPU)
+    models = {
+        "plug-in": (network, 0),
+        "plug-in, temperature": (segmentation.Tempered(network, warm), 0),
+    }
+    models |= {"MCBN, first two blocks": (network, 2), "MCBN, all blocks": (network, 4)}
+    for row, (model, blocks) in models.items():
+        pred = segmentation.predictor(model, split.train, blocks, TINY, 1)
+        expected = segmentation.evaluate(pred, split.test, TINY, CPU)
+        for name, value in expected.items():
+            actual = found["scores"][row][name]
+            assert actual is value is None or actual == pytest.approx(value, rel=1e-3, abs=1e-3)
+    assert "maps" not in found
+    # The table's cells are means over the networks, fractions in percent.
+    first = json.loads((run[0] / "units" / "run-0.json").read_text())["result"]
+    row = run[1]["tables"]["segmentation"]["rows"][2]
+    factors = {"accuracy": (100, 1), "mean_iou": (100, 1), "nll": (1, 3), "ece": (100, 1)}
+    factors |= {"border_ratio": (1, 1), "auroc": (1, 3)}
+    for cell, (name, (factor, digits)) in zip(row[1:], factors.items(), strict=True):
+        scores = [unit["scores"][row[0]][name] for unit in (first, found)]
+        mean, error = np.mean(scores), abs(scores[0] - scores[1]) / 2
+        last = 10.0**-digits
+        shown = [float(part) for part in cell.split(" ± ")]
+        assert shown == pytest.approx([factor * mean, factor * error], abs=0.6 * last)
+
+
+def test_the_rate_falls_to_0_by_a_cosine(root, monkeypatch):
+    rates, step = [], torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW,
+        "step",
+        lambda self: (rates.append(self.param_groups[0]["lr"]), step(self)),
+    )
+    part = segmentation.load(TINY, str(root)).train
+    settings = replace(TINY, epochs=4, train_batch_size=8)
+    segmentation.train(segmentation.SegNet(TINY.channels), part, settings, CPU)
+    expected = 3e-3 * (1 + np.cos(np.pi * np.arange(4) / 4)) / 2
+    assert rates == pytest.approx(expected)
+
+
+def test_maxima_go_back_to_where_they_were():
+    network = segmentation.SegNet((4,)).eval()
+    network.decoder[0] = torch.nn.Identity()
+    x = torch.randn(2, 3, 6, 7)
+    h = network.encoder[0](x)
+    kept = torch.zeros_like(h)
+    for n, c, i, j in np.ndindex(2, 4, 3, 3):
+        block = h[n, c, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
+        a, b = divmod(block.argmax().item(), 2)
+        kept[n, c, 2 * i + a, 2 * j + b] = block.max()
+    torch.testing.assert_close(network(x), network.head(kept))
+
+
+def test_remarks_by_hand():
+    def runs(*ratios):
+        return [{"scores": {segmentation.SHOWN: {"border_ratio": r}}} for r in ratios]
+
+    # 2.5 ± 1 is not above 1 by two standard errors; 2.5 ± 0.1 is.
+    for ratios, words in (((1.5, 3.5), "not as the paper's"), ((2.4, 2.6), ", as the paper's")):
+        text = segmentation.remarks(runs(*ratios), TINY)[1]
+        assert "is 2.5 times that elsewhere" in text and words in text
+
+
 def test_maps(root):
     split = segmentation.load(TINY, str(root))
     network = segmentation.SegNet(TINY.channels).eval()
@@ -174,8 +247,17 @@ def test_maps(root):
     assert entry["frame"] == 4
     image = np.array(entry["image"])
     assert image.shape == (18, 22, 3) and (image.min(), image.max()) == (0, 255)
+    first = np.array(segmentation.maps(pred, split.test, TINY, CPU)[0]["image"])
+    assert (first.min(), first.max()) == (0, 255)
+    assert entry["truth"] == split.test.y[4].tolist() != split.test.y[1].tolist()
+    guess = pred(split.test.x[4:5]).mean[0].argmax(0)
+    assert entry["prediction"] == guess.tolist()
+    colors = np.array([to_rgb(CLASS_COLORS[k]) for k in range(11)] + [(1.0, 1.0, 1.0)])
     drawn = {image.get_label(): image for image in segmentation.draw(entry).axes[0].images}
     assert [*drawn] == ["image", "truth", "prediction", "uncertainty"]
+    np.testing.assert_allclose(drawn["truth"].get_array(), colors[split.test.y[4]])
+    np.testing.assert_allclose(drawn["prediction"].get_array(), colors[guess])
+    np.testing.assert_array_equal(drawn["image"].get_array(), image)
     shown = np.asarray(drawn["uncertainty"].get_array())
     expected = pred(split.test.x[4:5]).variance.mean(1)[0].numpy()
     np.testing.assert_allclose(shown, expected, atol=1e-6)

@@ -68,6 +68,18 @@ def test_each_is_the_network_trained_alone(networks):
             assert ".bias" in name or (expected - before[name]).abs().max() > 5e-3
 
 
+@pytest.mark.parametrize("num_rows, steps", [(2 * M, 2), (2 * M + 1, 2), (M, 1)])
+def test_an_epoch_has_every_whole_batch(num_rows, steps, monkeypatch):
+    stack, (x, y) = Stack(BATCH_NORM, Q, H), data(3)
+    training, seen = Training(stack, x[:, :num_rows], y[:, :num_rows], M), []
+    monkeypatch.setattr(training, "_step", lambda x, y: seen.append((x, y)))
+    training.run(1)
+    assert len(seen) == steps
+    for s in range(3):
+        rows = torch.cat([batch[s] for batch, _ in seen])
+        assert len(rows.unique(dim=0)) == steps * M  # each once
+
+
 @pytest.mark.parametrize("networks", [BATCH_NORM, DROPOUT], ids=["batch norm", "dropout"])
 def test_company_makes_no_difference(networks):
     x, y = data(3)

@@ -1,0 +1,66 @@
+"""The networks of unseen classes, and how they are trained."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from bnuq_ext.protocols import ood, ood_networks
+
+
+def test_training_learns_and_ends_with_a_rate_of_zero(monkeypatch):
+    images = ood.read_images("digits", replace(ood.QUICK, num_train=400), None)
+    rates = []
+    step = torch.optim.Adam.step
+    monkeypatch.setattr(
+        torch.optim.Adam,
+        "step",
+        lambda self: (rates.append(self.param_groups[0]["lr"]), step(self)),
+    )
+    torch.manual_seed(0)
+    network = ood_networks.LeNet5(1, 8, 5, 0.0)
+    options = {"epochs": 3, "batch_size": 16, "learning_rate": 1e-3, "augment": False}
+    ood_networks.train(network, *images.train, **options)
+    expected = 1e-3 * (1 - torch.arange(75) / 75)
+    torch.testing.assert_close(torch.tensor(rates), expected, rtol=1e-4, atol=1e-9)
+    with torch.no_grad():
+        assert (network(images.known.x).argmax(1) == images.known.y).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    "name, size", [("lenet-5", 28), ("lenet-5", 8), ("vgg-11", 32), ("resnet-18", 32)]
+)
+def test_networks(name, size):
+    network = ood_networks.NETWORKS[name](3, size, 5, 0.5)
+    assert network(torch.randn(2, 3, size, size)).shape == (2, 5)
+    norms = sum(isinstance(m, nn.BatchNorm2d) for m in network.modules())
+    assert norms == {"lenet-5": 2, "vgg-11": 8, "resnet-18": 20}[name]
+    assert sum(isinstance(m, nn.Dropout) for m in network.modules()) == 1
+
+
+def test_shifts_and_flips():
+    x = torch.arange(2 * 36.0).view(1, 2, 6, 6) + 1
+    padded = nn.functional.pad(x, (4, 4, 4, 4))
+    crops = [padded[0, :, i : i + 6, j : j + 6] for i in range(9) for j in range(9)]
+    plain = {crop.contiguous().numpy().tobytes() for crop in crops}
+    turned = {crop.flip(2).contiguous().numpy().tobytes() for crop in crops}
+    torch.manual_seed(0)
+    made = ood_networks._shifted(x.expand(500, 2, 6, 6))
+    seen = [image.numpy().tobytes() for image in made]
+    assert {*seen} <= plain | turned and len({*seen}) > 100
+    # Half of 500 are turned: five standard errors.
+    assert abs(sum(image in turned for image in seen) - 250) < 5 * 125**0.5
+
+
+def test_a_block_adds_what_came_in():
+    x = torch.randn(2, 4, 6, 6)
+    for width, stride in ((4, 1), (8, 2)):
+        block = ood_networks.Block(4, width, stride).eval()
+        nn.init.zeros_(block.norm2.weight)
+        torch.testing.assert_close(block(x), block.past(x).relu())
+    network = ood_networks.ResNet18(3, 32, 5, 0.0)
+    assert nn.Sequential(*[*network][:-4])(torch.randn(1, 3, 32, 32)).shape == (1, 512, 4, 4)
+    assert [type(m).__name__ for m in [*ood_networks.VGG11(3, 32, 5, 0.0)][:4]] == [
+        "Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d",
+    ]  # fmt: skip
