@@ -6,7 +6,7 @@ from bnuq_ext import ops, reference
 
 OPS = ["bank", "normal", "lognormal"]  # batch_norm_bank; batch_norm_fitted with each family
 # Key, first replica and stream need all of their bits.
-NUM_SNAPSHOTS, KEY, FIRST, STREAM = 3, -7, 2**33 + 2, 5 << 16
+NUM_SNAPSHOTS, KEY, FIRST, STREAM = 3, -7, 2**33 + 2, 2**31 + 5
 
 
 def contiguous_as(x, channels_last):
