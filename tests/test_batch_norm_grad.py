@@ -48,7 +48,7 @@ def test_gradcheck(op, shape, channels_last, activation, shared, device):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shared", [False, True], ids=["folded", "shared"])
-@pytest.mark.parametrize("shape, channels_last", [((70, 130), False), ((3, 5, 13, 11), False),
+@pytest.mark.parametrize("shape, channels_last", [((70, 130), False), ((3, 70, 7), False), ((3, 5, 13, 11), False),
                                                   ((3, 5, 13, 11), True)], ids=str)  # fmt: skip
 def test_matches_reference(op, shape, channels_last, shared, device, dtype):
     """Against autograd of the float64 reference; a gradient is a sum of up to 400 terms."""

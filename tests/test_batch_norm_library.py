@@ -64,6 +64,50 @@ def test_opcheck_out_and_backward(op, shape, channels_last, device, dtype):
             )
 
 
+LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
+FORMATS = [
+    torch.empty(4, 3, 2, 5),
+    torch.empty(4, 3, 2, 5, 3),
+    torch.empty(4, 3, 2, 5, memory_format=LAST),
+    torch.empty(4, 3, 2, 5, 3, memory_format=LAST_3D),
+    torch.empty(4, 3, 2, 1, memory_format=LAST),  # where a size is 1, its stride says nothing
+    torch.empty(4, 3, 1, 5, memory_format=LAST),
+    torch.empty(4, 3, 2, 1, 3, memory_format=LAST_3D),
+    torch.empty(4, 3, 5, 6, memory_format=LAST)[..., :1],
+    torch.empty(4, 1, 2, 5, memory_format=LAST),
+    torch.empty(4, 6, 2, 5, memory_format=LAST)[:, ::2],
+    torch.empty(4, 3, 5, 2).mT,
+    torch.empty(4, 3, 2, 5, 3).transpose(2, 4),
+]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["folded", "shared"])
+@pytest.mark.parametrize("k", range(len(FORMATS)))
+def test_fakes_have_the_strides_of_results(k, shared):
+    """A compiler lays memory out by them. Backward takes the format of the output, else of its gradient."""
+    x, T = torch.empty_strided(FORMATS[k].shape, FORMATS[k].stride()).fill_(0.5), 2
+    C = x.shape[1]
+    affine = (torch.ones(C), torch.ones(C), None, 1e-5)
+    bank = (torch.zeros(3, C), torch.ones(3, C), torch.tensor([0, 1]), None, T)
+
+    def run(x, bank, affine):
+        y = torch.ops.bnuq.batch_norm_bank(x, *bank, *affine, 0.0, shared)
+        others = [y.contiguous(), y]
+        grads = [
+            torch.ops.bnuq.batch_norm_bank_backward(
+                g, x, out, *bank, affine[0], 1e-5, slope, shared, True, True, True
+            )[:2]
+            for g in others
+            for out, slope in ((y, 0.0), (None, 1.0))
+        ]
+        return [y, *(g for pair in grads for g in pair)]
+
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, (x, bank, affine))
+        expected = [(v.shape, v.stride()) for v in run(*fake)]
+    assert [(v.shape, v.stride()) for v in run(x, bank, affine)] == expected
+
+
 def layer(tensors, op, shared):
     """Ops of torch before and after, so that the compiler has something to fuse."""
     tensors = {**tensors, "x": tensors["x"] * 2}
