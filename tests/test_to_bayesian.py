@@ -103,11 +103,12 @@ def test_transformers_are_sampled(depth, masked):
 
 @pytest.mark.parametrize("rho", [-12.0, -100.0])
 @pytest.mark.parametrize("estimator", ["exact", "local"])
-def test_a_posterior_that_hardly_spreads_folds_too(rho, estimator):
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_posterior_that_hardly_spreads_folds_too(bias, rho, estimator):
     """Replicas that differ by no more than rounding: the trial of folding widens the posterior by itself."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        bnuq.BayesLinear(5, 6, rho_init=rho, estimator=estimator),
+        bnuq.BayesLinear(5, 6, bias, rho_init=rho, estimator=estimator),
         nn.LayerNorm(6),
         bnuq.BayesLinear(6, 3, rho_init=rho, bias=False, estimator=estimator),
     )
@@ -123,6 +124,14 @@ def test_a_posterior_that_hardly_spreads_folds_too(rho, estimator):
         with bnuq.replicas(model, 1, seed=1, first_replica=t):
             one_by_one.append(model(x()))
     torch.testing.assert_close(together, torch.stack(one_by_one), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ["exact", "local"])
+def test_a_posterior_of_zeros_folds_too(estimator):
+    """Its weights have no size to widen it by."""
+    model = bnuq.BayesLinear(5, 3, mu_init=0.0, rho_init=-200.0, estimator=estimator)
+    with bnuq.replicas(model, 3, seed=1):
+        assert torch.equal(model(x()), torch.zeros(12, 3))
 
 
 @pytest.mark.parametrize("fraction", [0.95, 1.0])
