@@ -136,18 +136,37 @@ def test_every_half_survives(device):
     zero, one = torch.zeros(1, 4, device=device), torch.ones(1, 4, device=device)
     for dtype in (torch.float16, torch.bfloat16):
         x = bits.view(dtype).view(-1, 4).to(device)
-        for values in (x, x.view(4, 4, -1)):
-            y = ops.batch_norm_bank(values, zero, one, snapshot=snapshot, eps=0.0)
+        # Four elements a replica are too few for the conversions by eight or sixteen.
+        short = {"mean": zero[:, :1], "var": one[:, :1], "snapshot": snapshot.expand(2**14)}
+        wide = {"mean": zero, "var": one, "snapshot": snapshot}
+        for values, options in ((x, wide), (x.view(4, 4, -1), wide), (x.view(-1, 1, 4), short)):
+            y = ops.batch_norm_bank(values, eps=0.0, **options)
             torch.testing.assert_close(y, values, rtol=0, atol=0, equal_nan=True)
 
 
-# whole rows; rows that end in the middle of a vector, planes that do; planes shorter than one
-@pytest.mark.parametrize("shape", [(1000, 64), (500, 3), (20, 64, 47), (100, 64, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 20), (2, 2, 5), (2, 2, 40)], ids=str)
+def test_nan_of_any_payload_stays_nan(shape, device, dtype):
+    """Rounding carries out of 0x7fffffff, which is the NaN that a GPU makes."""
+    x, C = torch.ones(shape, device=device, dtype=dtype), shape[1]
+    nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32).to(device)
+    zero, one = torch.zeros(1, C, device=device), torch.ones(1, C, device=device)
+    snapshot = torch.zeros(1, dtype=torch.long, device=device)
+    for bias in nan:
+        y = ops.batch_norm_bank(x, zero, one, snapshot=snapshot, bias=bias.expand(C))
+        assert y.isnan().all()
+
+
+# whole rows; rows that end in the middle of a vector, planes that do; planes shorter than one; replicas that are
+@pytest.mark.parametrize(
+    "T, shape",
+    [(1, (1000, 64)), (1, (500, 3)), (1, (20, 64, 47)), (1, (100, 64, 9)), (9000, (9000, 1, 7))],
+    ids=str,
+)
 @pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
-def test_rounds_to_nearest_even(shape, activation, device):
+def test_rounds_to_nearest_even(T, shape, activation, device):
     """Sums of two values of a type, rounded as torch rounds them; ties, subnormals and overflow."""
     generator = torch.Generator().manual_seed(0)
-    snapshot = torch.zeros(1, dtype=torch.long, device=device)
+    snapshot = torch.zeros(T, dtype=torch.long, device=device)
     zero, one = torch.zeros(1, shape[1], device=device), torch.ones(1, shape[1], device=device)
     options = {"snapshot": snapshot, "eps": 0.0, "activation": activation}
     for dtype in (torch.float16, torch.bfloat16):

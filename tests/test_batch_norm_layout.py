@@ -38,6 +38,16 @@ def test_views_equal_contiguous(op, name, shape, device, dtype):
         assert y.is_contiguous()
 
 
+@pytest.mark.parametrize("shape", [(1, 12, 1, 1), (2, 12, 1, 1), (1, 12, 2, 2), (1, 12, 1, 1, 1)])
+@pytest.mark.parametrize("step", [2, 3])
+def test_every_second_channel(shape, step, device, dtype):
+    """Where other sizes are 1, only the channels' own stride tells the view from channels_last."""
+    x = torch.randn(shape, device=device).to(dtype)[:, ::step]
+    tensors = make("bank", x.shape, 1, dtype=dtype, device=device) | {"x": x}
+    y = call("bank", tensors, 1)
+    assert torch.equal(y, call("bank", tensors | {"x": x.contiguous()}, 1))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_views_of_parameters(op, device):
     tensors = make(op, (3, 4), 2, device=device)

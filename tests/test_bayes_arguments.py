@@ -179,6 +179,33 @@ def test_a_refused_call_draws_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Steps(nn.Module):
+    """Logits (N, K, L) of L steps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = bnuq.BayesLinear(5, 3, rho_init=-2.0, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.layer(x).transpose(1, 2)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3])
+@pytest.mark.parametrize("steps", [3, 4])
+def test_labels_of_every_step(steps, num_samples):
+    model, x = Steps(), torch.randn(6, steps, 5, dtype=torch.float64)
+    y = torch.randint(3, (6, steps))
+    options = dict(num_samples=num_samples, batch_weight=0.0, reduction="sum", seed=4)
+    nll = bnuq.elbo_loss(model, x, y, **options).nll
+    with bnuq.replicas(model, num_samples, seed=4):
+        log_p = model(x).log_softmax(1).unflatten(0, (num_samples, 6))
+    labels = y[None, :, None].expand(num_samples, -1, -1, -1)
+    torch.testing.assert_close(nll, -log_p.gather(2, labels).sum() / num_samples)
+    with pytest.raises(ValueError, match=rf"y must have shape \[6, {steps}\], got \[6\]"):
+        bnuq.elbo_loss(model, x, y[:, 0], **options)
+
+
 def test_what_is_labelled_minus_100_adds_nothing_to_nll():
     layer, x, y = bnuq.BayesLinear(5, 3), torch.randn(4, 5), torch.tensor([0, -100, 2, -100])
     options = dict(batch_weight=0.0, reduction="sum", seed=3)

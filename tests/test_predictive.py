@@ -92,9 +92,10 @@ def test_equal_replicas_have_no_spread(device, dtype):
     assert mutual_information.abs().max() < (1e-12 if dtype == torch.float64 else 3e-6)
 
 
-def test_known_values(device):
+def test_known_values(device, dtype):
     """Two replicas, each certain, of different classes: mean 1/2, MI log 2."""
-    logits = torch.tensor([[[0.0, -1e4, -math.inf]], [[-1e4, 0.0, -math.inf]]], device=device)
+    logits = torch.tensor([[[0.0, -1e4, -math.inf]], [[-1e4, 0.0, -math.inf]]])
+    logits = logits.to(device, dtype)
     s = ops.predictive_statistics(logits)
     assert s.mean[0].tolist() == [0.5, 0.5, 0.0]
     assert s.variance[0].tolist() == [0.25, 0.25, 0.0]
@@ -171,6 +172,22 @@ def test_gradient_of_each_result(field, device, dtype):
     torch.testing.assert_close(
         logits.grad.double().cpu(), exact.grad, rtol=tolerance, atol=tolerance
     )
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 5), (4, 3, 5, 2)], ids=str)
+def test_gradient_of_views(shape, device):
+    """Neither the logits nor the gradients of the results lie in order."""
+    plain, order = make(shape, device), list(range(len(shape)))[::-1]
+    view = plain.permute(order).contiguous().permute(order)
+    grads = []
+    for logits in (plain.requires_grad_(), view.requires_grad_()):
+        loss = 0.0
+        for value in ops.predictive_statistics(logits):
+            order = list(range(value.dim()))[::-1]
+            factor = torch.linspace(1, 2, value.numel(), device=device, dtype=value.dtype)
+            loss = loss + (value.permute(order).flatten() * factor).sum()
+        grads.append(torch.autograd.grad(loss, logits)[0])
+    assert not view.is_contiguous() and torch.equal(*grads)
 
 
 def test_gradient_where_a_class_is_impossible(device):

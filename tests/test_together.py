@@ -292,6 +292,18 @@ def test_another_part_whose_gradients_alone_meet_is_proved():
     assert ways_after(model, 1) == {"loop"}
 
 
+class CentredChain(nn.Sequential):
+    def forward(self, h):
+        return super().forward(h - h.mean(0))
+
+
+def test_a_class_of_one_s_own_chain_is_proved():
+    options = dict(dtype=torch.float64, rho_init=-2.0)
+    tail = CentredChain(nn.Tanh(), bnuq.BayesLinear(9, 4, **options))
+    model = nn.Sequential(bnuq.BayesLinear(6, 9, **options), tail)
+    assert ways_after(model, 0) == {"loop"}
+
+
 @pytest.mark.parametrize(
     "change",
     [

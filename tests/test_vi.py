@@ -303,6 +303,13 @@ def test_divergence_outside_a_pass_draws_its_own_noise():
     same = [bnuq.kl_divergence(model, 2, seed=3) for _ in range(2)]
     assert torch.equal(*same)
     assert not torch.equal(same[0], bnuq.kl_divergence(model, 2, seed=4))
+    expected = sum(
+        layer.kl_divergence(ops.new_seed(3), stream << 16, 2)
+        for stream, layer in enumerate((model[0], model[2]))
+    )
+    torch.testing.assert_close(same[0], expected)
+    with bnuq.replicas(model[0], 3, seed=5):  # a pass of which the other layer is no part
+        torch.testing.assert_close(bnuq.kl_divergence(model, 2, seed=3), expected)
     grads = torch.autograd.grad(same[0], list(model.parameters()))
     assert all(g.isfinite().all() and g.abs().sum() > 0 for g in grads)
 
@@ -367,6 +374,16 @@ def test_layers_with_other_priors_stand_beside_gaussian_ones():
     bnuq.prune(layers[1], 0.5)
     own = [layer.kl_divergence(ops.new_seed(3), k << 16, 1) for k, layer in enumerate(layers)]
     torch.testing.assert_close(bnuq.kl_divergence(model, seed=3), sum(own))
+
+
+class Doubled(bnuq.GaussianPrior):
+    def divergence(self, *args):
+        return 2 * super().divergence(*args)
+
+
+def test_a_prior_that_is_derived_from_the_gaussian_has_its_own_divergence():
+    twice = bnuq.kl_divergence(network(Doubled(0.7)))
+    torch.testing.assert_close(twice, 2 * bnuq.kl_divergence(network(bnuq.GaussianPrior(0.7))))
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
