@@ -67,11 +67,9 @@ struct Mixture {
 
 template <typename acc_t>
 Mixture<acc_t> mixture_of(double pi, double std1, double std2) {
-  // A component of weight 0 has log scale -inf; held finite so that no difference is NaN.
-  const double low = -1e30;
   return {
-      acc_t(pi > 0 ? std::log(pi / std1) : low), acc_t(pi < 1 ? std::log((1 - pi) / std2) : low),
-      acc_t(1 / (std1 * std1)), acc_t(1 / (std2 * std2))};
+      acc_t(std::log(pi / std1)), acc_t(std::log((1 - pi) / std2)), acc_t(1 / (std1 * std1)),
+      acc_t(1 / (std2 * std2))};
 }
 
 // q by value: behind a reference, the loops around it do not vectorise.

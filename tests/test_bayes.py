@@ -1,6 +1,7 @@
 """The Bayesian linear layer, priors, to_bayesian, prune and posterior_summary."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -198,6 +199,13 @@ def test_rejects(args, kwargs, error, message):
         bnuq.BayesLinear(*args, **kwargs)
 
 
+def test_the_default_mixture_is_blundell_s_narrow_one():
+    assert bnuq.ScaleMixturePrior() == bnuq.ScaleMixturePrior(0.5, 1.0, math.exp(-6))
+    mu, rho, seed = torch.randn(5, 3), torch.randn(5, 3) - 2, ops.new_seed(0)
+    expected = ops.mixture_kl(mu, rho, seed, 0, pi=0.5, std1=1.0, std2=math.exp(-6))
+    assert torch.equal(ops.mixture_kl(mu, rho, seed, 0), expected)
+
+
 @pytest.mark.parametrize(
     "make,message",
     [
@@ -296,6 +304,12 @@ def test_pruned_weights_are_zero_in_every_sample(by, fraction):
     columns = predict(first, torch.eye(5), 20) - predict(first, torch.zeros(5, 5), 20)
     zero = ~first.weight_mask.T.expand(20, 5, 8)
     assert (columns[zero] == 0).all() and (columns[~zero] != 0).all()
+
+
+def test_weights_of_equal_score_are_pruned_up_to_the_fraction():
+    model = nn.Sequential(bnuq.BayesLinear(5, 8, mu_init=0.5), bnuq.BayesLinear(8, 3, mu_init=-0.5))
+    assert bnuq.prune(model, 0.25) == 0.25
+    assert sum(int((~layer.weight_mask).sum()) for layer in model) == 16
 
 
 def test_pruning_is_reversible():

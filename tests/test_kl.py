@@ -53,6 +53,45 @@ def test_gaussian_of_each_rho(highest, dtype):
     torch.testing.assert_close(total.double(), expected.sum(), rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.parametrize("at", [0, 15, 4097, 8191, 8192, 20_000])
+def test_gaussian_of_one_wide_weight_among_many(at):
+    """Slices of 8,192 weights without a positive rho are summed in another way."""
+    rho = torch.full((20_001,), -3.0)
+    rho[at] = 10.0  # 45 of 50,559 nats
+    kl = ops.gaussian_kl(torch.zeros_like(rho), rho, 1.0)
+    expected = reference_bayes.gaussian_kl(torch.zeros_like(rho).double(), rho.double(), 1.0)
+    torch.testing.assert_close(kl.double(), expected, rtol=2e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("highest", [-1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pruned_weights_count_nothing(highest, dtype):
+    """A mean of 0 and a rho of -inf, between weights that are all narrow and between others."""
+    rho = torch.linspace(-6, highest, 300, dtype=dtype).view(20, 15).requires_grad_()
+    mu = torch.linspace(-1, 1, 300, dtype=dtype).view(20, 15).requires_grad_()
+    kept = torch.arange(300).view(20, 15) % 3 > 0
+    pruned = torch.where(kept, mu, 0.0), torch.where(kept, rho, -math.inf)
+    left = [t.detach().double()[kept].requires_grad_() for t in (mu, rho)]
+    seed = ops.new_seed(1)
+    eps = noise(seed, 2, (20, 15)).double()[:, kept]
+    pairs = [
+        (ops.gaussian_kl(*pruned, 0.7), reference_bayes.gaussian_kl(*left, 0.7)),
+        (kl_ops.gaussian_kl_sum([(*pruned, 0.7)]), reference_bayes.gaussian_kl(*left, 0.7)),
+        (
+            ops.mixture_kl(*pruned, seed, STREAM, 2, pi=0.5, std1=1.0, std2=0.1),
+            reference_bayes.mixture_kl(*left, eps, 0.5, 1.0, 0.1),
+        ),
+    ]
+    rtol = 1e-5 if dtype == torch.float32 else 1e-11
+    for kl, expected in pairs:
+        torch.testing.assert_close(kl.double(), expected, rtol=rtol, atol=0.0)
+        grads = torch.autograd.grad(kl, (mu, rho), retain_graph=True)
+        wanted = torch.autograd.grad(expected, left)
+        for a, e in zip(grads, wanted, strict=True):
+            assert not a[~kept].any()
+            torch.testing.assert_close(a[kept].double(), e, rtol=10 * rtol, atol=10 * rtol)
+
+
 @pytest.mark.parametrize("shape", [(1,), (130,), (7, 5), (33, 129)], ids=str)
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bnuq_ext import ops, reference_bayes
-from bnuq_ext.ops import linear_batched
+from bnuq_ext.ops import linear_batched, linear_cuda
 from bnuq_ext.ops.linear_parts import Noise, spread
 
 STREAM = 2**31 + 4  # needs its 32 bits
@@ -36,6 +36,28 @@ def test_matches_the_reference(monkeypatch, N, I, O, T, shared, replicas):  # no
     for needed in ((True, False), (False, True)):
         few = linear_batched.backward(grad_y, *given, noise, *needed)
         assert [g is not None for g in few] == [needed[0], needed[1], needed[1]]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_float64_on_cuda_is_the_op(bias, T, shared):
+    """What is registered for CUDA, on the CPU."""
+    N, I, O = 7, 20, 17  # noqa: E741
+    generator = torch.Generator().manual_seed(T)
+    sizes = [(N, I) if shared else (T, N, I), (O, I), (O, I), (O,), (O,), (T, N, O)]
+    x, mu, rho, *given, grad_y = (torch.randn(s, generator=generator).double() for s in sizes)
+    bias_mu, bias_rho = given if bias else (None, None)
+    noise = (ops.new_seed(-3, 2**33 + 7), STREAM, T)
+    op = torch.ops.bnuq
+    expected = op.bayes_linear(x, mu, rho, bias_mu, bias_rho, *noise)
+    y = linear_cuda._forward(x, mu, rho, bias_mu, bias_rho, *noise)
+    torch.testing.assert_close(y, expected)
+    for needs in ((True, True, bias), (True, False, False), (False, True, bias)):
+        args = (grad_y, x, mu, rho, bias_rho, *noise, *needs)
+        actual, wanted = linear_cuda._backward(*args), op.bayes_linear_backward(*args)
+        for a, e in zip(actual, wanted, strict=True):
+            torch.testing.assert_close(a, e)
 
 
 def test_a_chunk_is_all_that_is_held():

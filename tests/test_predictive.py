@@ -174,6 +174,16 @@ def test_gradient_of_each_result(field, device, dtype):
     )
 
 
+@pytest.mark.parametrize("level", [-1e4, 1e4])
+def test_gradient_does_not_depend_on_the_level_of_logits(level, device):
+    grads = []
+    for shift in (0.0, level):
+        logits = (make((4, 6, 5), device) + shift).requires_grad_()
+        loss = sum(value.square().sum() for value in ops.predictive_statistics(logits))
+        grads.append(torch.autograd.grad(loss, logits)[0])
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)  # the sum rounds 1e4 to 2e-12
+
+
 @pytest.mark.parametrize("shape", [(4, 6, 5), (4, 3, 5, 2)], ids=str)
 def test_gradient_of_views(shape, device):
     """Neither the logits nor the gradients of the results lie in order."""

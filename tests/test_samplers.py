@@ -67,6 +67,23 @@ def test_draws_do_not_depend_on_the_chunk(name):
                 assert torch.equal(torch.cat([p[key][i] for p in parts]), whole[key][i])
 
 
+@pytest.mark.parametrize("name", ["bank", "batch", "joint", "lognormal", "normal"])
+def test_a_sampler_remembers_no_other_draw(name):
+    """What it keeps of its last draw serves the same key, first replica and number alone."""
+    bank = random_bank(24)
+    kept = sampler(name, bank)
+    for asked in ((7, 0, 4), (7, 2, 4), (8, 2, 4), (8, 2, 3), (8, 16, 3), (7, 16, 3), (7, 0, 4)):
+        draw, fresh = kept.draw(*asked), sampler(name, bank).draw(*asked)
+        assert draw.num_samples == fresh.num_samples == asked[2]
+        assert draw.seed.tolist() == list(asked[:2])
+        assert (draw.snapshot is None) == (fresh.snapshot is None)
+        for key, table in draw.tables.items():
+            for value, expected in zip(table[:2], fresh.tables[key][:2], strict=True):
+                if draw.snapshot is not None:
+                    value, expected = value[draw.snapshot], expected[fresh.snapshot]
+                assert value is expected or torch.equal(value, expected)
+
+
 def test_float64_banks_give_float64_statistics():
     bank = random_bank()
     double = bnuq.Bank(

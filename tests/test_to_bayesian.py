@@ -101,6 +101,21 @@ def test_transformers_are_sampled(depth, masked):
                 torch.testing.assert_close(drawn[t], made(**inputs)[:, :3], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("turned", ["linear1", "linear2"])
+@pytest.mark.parametrize("depth", [None, 2])
+def test_one_layer_of_a_transformer_is_sampled(depth, turned):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = model if depth is None else nn.TransformerEncoder(model, depth)
+    made = bnuq.to_bayesian(model.eval(), lambda name, layer: name.endswith(turned), rho_init=-3.0)
+    inputs = torch.randn(3, 4, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(made(inputs), model(inputs), rtol=1e-4, atol=1e-5)
+        with bnuq.replicas(made, 2, seed=1):
+            first, second = made(inputs).chunk(2)
+    assert (first - second).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("rho", [-12.0, -100.0])
 @pytest.mark.parametrize("estimator", ["exact", "local"])
 @pytest.mark.parametrize("bias", [True, False])
