@@ -74,6 +74,7 @@ FORMATS = [
     torch.empty(4, 3, 1, 5, memory_format=LAST),
     torch.empty(4, 3, 2, 1, 3, memory_format=LAST_3D),
     torch.empty(4, 3, 5, 6, memory_format=LAST)[..., :1],
+    torch.empty_strided((4, 3, 1, 5), (15, 1, 99, 3)),
     torch.empty(4, 1, 2, 5, memory_format=LAST),
     torch.empty(4, 6, 2, 5, memory_format=LAST)[:, ::2],
     torch.empty(4, 3, 5, 2).mT,
