@@ -193,6 +193,22 @@ def test_in_a_pass_frozen_wants_four_dimensions(monkeypatch):
             converted(x[0])
 
 
+@pytest.mark.parametrize("sampler", ["bank", "joint", "lognormal", "normal"])
+def test_an_activation_follows_the_drawn_statistics(sampler, monkeypatch):
+    """As the same model has it with the activation beside its norm."""
+    publish(monkeypatch, BatchNormAct2d, TIMM[0])
+    inside = nn.Sequential(BatchNormAct2d(4), nn.Flatten())
+    beside = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(nn.LeakyReLU(0.25), nn.Flatten()))
+    data, found = torch.randn(48, 4, 5, 2) * 2 + 1, []
+    for model in (inside, beside):
+        model = bnuq.convert(model).eval()
+        bnuq.collect(model, list(data.split(8)), 6, progress=False)
+        options = {"likelihood": "gaussian", "sampler": sampler, "seed": 2, "keep_samples": True}
+        found.append(bnuq.predict(model, x, **options).samples)
+    torch.testing.assert_close(*found)
+    assert (found[0] < 0).any()
+
+
 def test_only_the_exact_type_has_the_adapter(monkeypatch):
     publish(monkeypatch, BatchNormAct2d, TIMM[0])
     subclass = type("Sub", (BatchNormAct2d,), {})

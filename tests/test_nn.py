@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from bnuq_ext.nn import StochasticBatchNorm1d, StochasticBatchNorm2d
 from bnuq_ext.replicas import Pass, running
@@ -31,6 +32,14 @@ def test_affine_parameters():
     weight, bias, eps = layer.affine_parameters()
     assert weight is layer.weight and bias is layer.bias and eps == 0.25
     assert StochasticBatchNorm2d(3, affine=False).affine_parameters() == (None, None, 1e-5)
+
+
+def test_affine_parameters_of_a_pruned_layer():
+    """Its weight is no parameter then."""
+    layer = StochasticBatchNorm2d(4)
+    layer.weight.data.copy_(torch.arange(1.0, 5))
+    prune.l1_unstructured(layer, "weight", 2)
+    assert layer.affine_parameters()[0].tolist() == [0, 0, 3, 4]
 
 
 def test_a_pass_sees_its_layers_only_and_checks_dimensions():

@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 import bnuq_ext as bnuq
+from bnuq_ext import ops, reference
 
 T, M = 7, 12
 
@@ -112,6 +113,44 @@ def test_a_replica_is_the_original_with_the_snapshot_in_its_buffers(name, strate
     p = pred.samples.double().softmax(2)
     torch.testing.assert_close(pred.mean.double(), p.mean(0), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(pred.variance.double(), p.var(0, correction=0), rtol=1e-4, atol=1e-7)
+
+
+def fitted_bank(bank, family, first):
+    """The statistics of T replicas from `first` on, as snapshots: the formulas, fed with the noise of each layer."""
+    mean, var, seed = {}, {}, ops.new_seed(1, first)
+    for layer, name in enumerate(bank.mean):
+        m, spread = bank.mean[name].double(), bank.var[name].double().sqrt()
+        if family == "joint":
+            z = ops.philox_normal(seed, 0, (T, len(bank)), tag="joint").double()
+            drawn = [
+                table.mean(0) + z @ (table - table.mean(0)) / (len(bank) - 1) ** 0.5
+                for table in (m, spread.log())
+            ]
+            mean[name], var[name] = drawn[0], (2 * drawn[1]).exp()
+            continue
+        spread = spread.log() if family == "lognormal" else spread
+        params = torch.stack([m.mean(0), m.std(0), spread.mean(0), spread.std(0)])
+        z_mean, z_spread = (
+            ops.philox_normal(seed, 65536 * layer, (T, m.shape[1]), tag=tag).double()
+            for tag in ("mean", "spread")
+        )
+        mean[name], var[name] = reference.fitted_moments(params, z_mean, z_spread, family)
+    return bnuq.Bank(mean, var, 2, batch_size=M)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+@pytest.mark.parametrize("family", ["joint", "lognormal", "normal"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_replica_is_the_original_with_drawn_statistics_in_its_buffers(name, family, strategy):
+    original, model, x = make(name)
+    options = dict(num_samples=T, seed=1, first_replica=5, strategy=strategy, keep_samples=True)
+    pred = bnuq.predict(model, x, likelihood="gaussian", sampler=family, **options)
+    bank = next(m.bank for m in model.modules() if hasattr(m, "bank"))
+    drawn = fitted_bank(bank, family, first=5)
+    for t, sample in enumerate(pred.samples):
+        with torch.no_grad():
+            expected = with_snapshot(original.double(), drawn, t)(x.double())
+        torch.testing.assert_close(sample.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -222,3 +222,13 @@ def test_a_part_of_a_model(model):
     head = nn.Sequential(*model[6:])
     whole = predict(model, keep_samples=True)
     torch.testing.assert_close(head(pred.samples[4]), whole.samples[4], rtol=1e-5, atol=1e-5)
+    options = {"likelihood": "gaussian", "num_samples": 20, "seed": 3, "keep_samples": True}
+    for strategy in ("auto", "loop"):  # without the second of the bank's layers
+        first = bnuq.predict(model[:3], X, strategy=strategy, **options)
+        mean, var = (s["1"][first.snapshots[4]][:, None, None] for s in bank_of(model))
+        expected = ((model[0](X) - mean) / (var + 1e-5).sqrt()).relu()
+        torch.testing.assert_close(first.samples[4], expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+def bank_of(model):
+    return model[1].bank.mean, model[1].bank.var

@@ -271,7 +271,18 @@ class Hooked(nn.Module):
         return h * 1
 
 
+class HookedOutput(Net):
+    """Whose hook makes nothing of gradients that are the same for all rows."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad - grad.mean(0))
+        return y * 1
+
+
 GRADIENTS = {
+    "a hook of the output": HookedOutput,
     "a function": lambda: Net(mix=Balanced.apply),
     "a hook": lambda: Net(middle=Hooked()),
     "detached": lambda: Net(mix=lambda h: h + h.mean(0) - h.mean(0).detach()),
