@@ -242,5 +242,5 @@ class Replay(Pass):
 
 def _split(key: str) -> tuple[str, int]:
     """Layer and number of the call of `name` or `name#1`."""
-    name, _, call = key.rpartition("#")
-    return (name, int(call)) if call.isdigit() else (key, 0)
+    name, mark, call = key.rpartition("#")
+    return (name, int(call)) if mark and call.isdigit() else (key, 0)

@@ -192,6 +192,27 @@ def test_several_calls_have_statistics_each_and_another_number_is_refused(strate
             predict(model, torch.randn(3, 4), strategy=strategy, likelihood="gaussian")
 
 
+class Shortened(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) if self.whole else self[0](x)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+@pytest.mark.parametrize("name", ["1", "norm", "norm#a"])
+def test_a_layer_that_is_left_out_is_refused_whatever_its_name(name, strategy):
+    torch.manual_seed(0)
+    model = Shortened()
+    model.add_module("0", nn.BatchNorm1d(4))
+    model.add_module(name, nn.BatchNorm1d(4))
+    model = bnuq.convert(model).eval()
+    model.whole = True
+    bnuq.collect(model, list(torch.randn(6, 16, 4)), 6, progress=False)
+    predict(model, torch.randn(3, 4), strategy=strategy)
+    model.whole = False
+    with pytest.raises(ValueError, match=f"predict: layer '{name}' must be .* got 0 calls"):
+        predict(model, torch.randn(3, 4), strategy=strategy)
+
+
 class Mixed(nn.Module):
     """Besides its norm it calls Bayesian layers."""
 

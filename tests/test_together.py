@@ -25,7 +25,7 @@ from training import (
 
 import bnuq_ext as bnuq
 from bnuq_ext.moved import Moved
-from bnuq_ext.probe import check_replica
+from bnuq_ext.probe import check_informative, check_replica
 from bnuq_ext.replicas import DoesNotFold, Undecided
 
 
@@ -250,6 +250,18 @@ def test_a_replica_among_others():
     nan[1] = float("nan")
     with pytest.raises(Undecided, match="nearly the same"):
         check_replica(nan, 1, nan[1], 1e-4)
+
+
+def test_replicas_and_rows_that_differ():
+    outputs = torch.arange(24.0).view(2, 3, 4)
+    check_informative(outputs, 1e-4)
+    same_replicas, same_rows, two_rows = outputs.clone(), outputs.clone(), outputs.clone()
+    same_replicas[1] = same_replicas[0]
+    same_rows[:] = same_rows[:, :1]
+    two_rows[:, 2] = two_rows[:, 1]
+    for same in (same_replicas, same_rows, two_rows):
+        with pytest.raises(Undecided, match="do not tell replicas and rows apart"):
+            check_informative(same, 1e-4)
 
 
 class Balanced(torch.autograd.Function):
