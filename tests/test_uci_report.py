@@ -160,6 +160,17 @@ def test_choices(made):
         )
 
 
+def test_splits_are_in_the_order_of_their_numbers():
+    units = [f"{n}-{m}-{s}" for n in ("b", "a-c") for m in ("MCDO", "MCBN") for s in (10, 2, 1, 11)]
+    expected = {
+        (n, m): [f"{n}-{m}-{s}" for s in (1, 2, 10, 11)]
+        for n in ("a-c", "b")
+        for m in ("MCBN", "MCDO")
+    }
+    found = uci_report.grouped({unit: unit for unit in units})
+    assert found == expected and [*found] == [*expected]
+
+
 def test_the_last_epoch_allowed(made):
     results, _, _ = made
     # Of 500 rows a fold has 320: at most 1,000 epochs with a look at every 20.

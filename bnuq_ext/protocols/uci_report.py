@@ -28,10 +28,10 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
 def grouped(results: dict[str, dict]) -> dict[tuple[str, str], list[dict]]:
     """(data set, method) -> its splits in their order, data sets by name."""
     groups = {}
-    for unit in sorted(results, key=lambda name: (name.rsplit("-", 2)[0], name)):
-        name, method, _ = unit.rsplit("-", 2)
-        groups.setdefault((name, method), []).append(results[unit])
-    return groups
+    for unit in results:
+        name, method, split = unit.rsplit("-", 2)
+        groups.setdefault((name, method), {})[int(split)] = results[unit]
+    return {key: [v for _, v in sorted(splits.items())] for key, splits in sorted(groups.items())}
 
 
 def over_runs(splits: list[dict], score: str) -> list[float]:
