@@ -120,6 +120,30 @@ def test_differences_and_what_is_better(made):
     assert report.remarks[0].startswith("SBN against running statistics")
 
 
+@pytest.mark.parametrize("errors, marks", [(1.5, "=="), (2.5, "-+")])
+def test_a_difference_counts_from_two_standard_errors_on(errors, marks):
+    spread = 3**0.5 / errors
+    drawn = [1.0, 1.0 + spread, 1.0 - spread]
+    for score, mark in zip(("nll", "auroc"), marks, strict=True):
+        found = ood_report._difference(drawn, [0.0] * 3, score)
+        assert found == f"{mark} 1.0000 ± {1 / errors:.4f}"
+
+
+def test_what_is_within_the_paper_s_errors_and_what_outside(made):
+    case, units = ("mnist", "lenet-5"), made[0]
+    ours = scores_of(units, "dropout", "SBN")
+    beside = {"error": (ours["error"].mean(), 0.0), "nll": (ours["nll"].mean() + 100, 1.0)}
+    paper, cases = (
+        {(*case, "dropout", "SBN"): beside},
+        {case: ood_report.Outcomes([*units.values()])},
+    )
+    settings = replace(SETTINGS, cases=((*case, 10),))
+    (text,) = ood_report._beside_paper(cases, paper, settings)
+    assert (
+        "errors: dropout, SBN, error (%): within; dropout, SBN, NLL: outside. The paper's" in text
+    )
+
+
 def test_curves_of_corrupted_images(made):
     units, *_ = made
     outcomes = ood_report.Outcomes(list(units.values()))

@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,17 +176,17 @@ def test_training_follows_the_rates_and_decays_weights_alone(root, monkeypatch):
 
 def test_a_unit_by_hand(root):
     """The same training, the same batches, and the replicas one by one."""
-    settings = replace(TINY, train_batch_size=16, batch_size=8)
+    settings = replace(TINY, train_batch_size=16, batch_size=4)
     found = cifar.compute(cifar.Unit("run-1", {"run": 1}), settings, str(root))
     split = cifar.data.cifar10(root / "cifar10", num_validation=0)
     x, y = split.test.x[:5], split.test.y[:5]
     torch.manual_seed(1)
     network = cifar.ResNet(1, 0.1)
     assert found["losses"] == pytest.approx(cifar.train(network, split.train, settings), rel=1e-4)
-    batches = [cifar.augmented(split.train.x, 8)[0] for _ in range(128)]
+    batches = [cifar.augmented(split.train.x, 4)[0] for _ in range(128)]
     model = bnuq.convert(network)
     bank = bnuq.collect(model, batches, 128, progress=False)
-    assert bank.batch_size == 8
+    assert bank.batch_size == 4
     x = (x - x.mean((1, 2, 3), True)) / x.std((1, 2, 3), correction=0, keepdim=True)
     options = {"likelihood": "categorical", "num_samples": 128, "seed": 1, "keep_samples": True}
     probs = bnuq.predict(model, x, **options).samples.double().softmax(2)
@@ -201,6 +202,18 @@ def test_a_unit_by_hand(root):
     assert found["pll"]["1"] == pytest.approx(probs[:, rows, y].log().mean().item(), rel=1e-3)
     whole = probs.mean(0)[rows, y].log().mean().item()
     assert found["pll"]["128"] == pytest.approx(whole, rel=1e-3)
+
+
+def test_accuracy_is_of_the_mean_of_all_replicas(root, monkeypatch):
+    samples = torch.randn(128, 6, 10, generator=torch.Generator().manual_seed(0))
+    guess = samples.softmax(2).mean(0).argmax(1)
+    assert (guess != samples[0].argmax(1)).any()
+    split = cifar.data.cifar10(root / "cifar10", num_validation=0)
+    told = split._replace(test=cifar.data.Part(split.test.x, guess))
+    monkeypatch.setattr(cifar.data, "cifar10", lambda *_, **__: told)
+    monkeypatch.setattr(cifar, "predict", lambda *_, **__: SimpleNamespace(samples=samples))
+    settings = replace(TINY, steps=1, num_test=None)
+    assert cifar.compute(cifar.make_units(TINY, root)[0], settings, root)["accuracy"] == 1
 
 
 def test_remarks_by_hand():

@@ -247,8 +247,11 @@ def test_maps(root):
     assert entry["frame"] == 4
     image = np.array(entry["image"])
     assert image.shape == (18, 22, 3) and (image.min(), image.max()) == (0, 255)
-    first = np.array(segmentation.maps(pred, split.test, TINY, CPU)[0]["image"])
-    assert (first.min(), first.max()) == (0, 255)
+    # Each frame has its own scale.
+    brighter = data.Part(split.test.x * torch.arange(1, 8).view(7, 1, 1, 1), split.test.y)
+    for other in segmentation.maps(pred, brighter, TINY, CPU):
+        pixels = np.array(other["image"])
+        assert (pixels.min(), pixels.max()) == (0, 255)
     assert entry["truth"] == split.test.y[4].tolist() != split.test.y[1].tolist()
     guess = pred(split.test.x[4:5]).mean[0].argmax(0)
     assert entry["prediction"] == guess.tolist()
