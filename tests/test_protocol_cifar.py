@@ -198,10 +198,10 @@ def test_a_unit_by_hand(root):
         "plug_in_accuracy": (plain.argmax(1) == y).double().mean().item(),
         "accuracy": (probs.mean(0).argmax(1) == y).double().mean().item(),
     }
-    assert {k: found[k] for k in expected} == pytest.approx(expected, rel=1e-3)
-    assert found["pll"]["1"] == pytest.approx(probs[:, rows, y].log().mean().item(), rel=1e-3)
+    assert {k: found[k] for k in expected} == pytest.approx(expected, rel=1e-5)
+    assert found["pll"]["1"] == pytest.approx(probs[:, rows, y].log().mean().item(), rel=1e-5)
     whole = probs.mean(0)[rows, y].log().mean().item()
-    assert found["pll"]["128"] == pytest.approx(whole, rel=1e-3)
+    assert found["pll"]["128"] == pytest.approx(whole, rel=1e-5)
 
 
 def test_accuracy_is_of_the_mean_of_all_replicas(root, monkeypatch):
