@@ -142,6 +142,37 @@ def test_rows_that_go_to_experts(select):
     assert ways == {"loop"}
 
 
+PICKS = {
+    "mask": lambda h: h[h[:, 0] > 0],
+    "mask of bytes": lambda h: h[(h[:, 0] > 0).byte()],
+    "mask among indices": lambda h: h[h[:, 0] > 0, 0],
+    "select": lambda h: h.masked_select(h > 0),
+    "nonzero": lambda h: h[(h[:, 0] > 0).nonzero()[:, 0]],
+    "unique": lambda h: h.unique(dim=0),
+}
+
+
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+def test_rows_that_are_picked_count_where_any_call_has_another_number(pick):
+    h = torch.randn(3, 2)
+    reads = Reads([], h, 3)
+    with reads:
+        pick(h)
+    reads.check({"whole": 3, "folded": 6})
+    with pytest.raises(DoesNotFold, match="^a stochastic layer gets rows that are chosen"):
+        reads.check({"whole": 3, "picked": 2})
+
+
+def test_indices_pick_as_many_rows_whatever_they_are():
+    h = torch.randn(3, 2)
+    reads = Reads([], h, 3)
+    with reads:
+        h[h[:, 0].argsort()[:2]]
+        h[:, torch.arange(2) > 0]
+    reads.check({"whole": 3, "part": 2})
+
+
 class Masked(Norms):
     """Picks rows by their values, and channels by a buffer, behind every stochastic layer."""
 
