@@ -1,5 +1,8 @@
 """What a model's forward depends on, seen again after a change."""
 
+import operator
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +17,7 @@ def network() -> nn.Sequential:
     model.nothing = None
     model.options, model.scales = {"inner": {"on": False}}, [1.0, torch.ones(2)]
     model.scales.append(model.scales)
+    model.long, model.names = list(range(99)), {"a"}
     model.register_module("absent", None)
     return model
 
@@ -39,6 +43,8 @@ CHANGES = {
     "an item of a dict": lambda m: m.options["inner"].update(on=True),
     "an item of a list": lambda m: m.scales.__setitem__(0, 2.0),
     "an item in place": lambda m: m.scales[1].add_(1),
+    "a longer list": lambda m: m.long.append(0),
+    "a larger set": lambda m: m.names.add("b"),
     "a hook of the backward": lambda m: m[1].register_full_backward_hook(lambda *_: None),
     "a pre-hook of the backward": lambda m: m[1].register_full_backward_pre_hook(lambda *_: None),
     "a pre-hook": lambda m: m[1].register_forward_pre_hook(lambda *_: None),
@@ -82,3 +88,53 @@ def test_content_written_by_way_of_data_shows():
     assert fingerprint([layer]) == before and state.written()
     state.restore()
     assert not state.written() and (layer.running_mean == 0).all()
+
+
+def remembering() -> nn.Module:
+    module = nn.BatchNorm1d(3)
+    module.items, module.options = [1, torch.zeros(2), [3, {"a": 4}]], {"inner": {"on": [False]}}
+    module.names, module.queue = {"a", "b"}, deque([1, torch.zeros(2)], maxlen=2)
+    module.generator = torch.Generator().manual_seed(0)
+    return module
+
+
+WRITES = {
+    "an item of a list": lambda m: m.items.__setitem__(0, 2),
+    "a longer list": lambda m: m.items.append(5),
+    "a shorter list": lambda m: m.items.pop(),
+    "a tensor in a list": lambda m: m.items[1].add_(1),
+    "a list in a list": lambda m: m.items[2].clear(),
+    "a dict in both": lambda m: m.items[2][1].update(a=5, b=6),
+    "a dict": lambda m: m.options.clear(),
+    "a list in dicts": lambda m: m.options["inner"]["on"].__setitem__(0, True),
+    "a set": lambda m: m.names.add("c"),
+    "a smaller set": lambda m: m.names.clear(),
+    "a queue": lambda m: m.queue.append(7),
+    "a tensor in a queue": lambda m: m.queue[1].add_(1),
+    "a generator": lambda m: torch.rand(3, generator=m.generator),
+    "another object": lambda m: setattr(m, "items", []),
+    "a new attribute": lambda m: setattr(m, "depth", 2),
+    "an attribute gone": lambda m: delattr(m, "eps"),
+    "a buffer in place": lambda m: m.running_mean.add_(1),
+    "a buffer": lambda m: setattr(m, "running_var", torch.zeros(3)),
+}
+
+
+def content(module):
+    state = module.generator.get_state().tolist()
+    kept = {n: v for n, v in vars(module).items() if n not in ("generator", "_buffers")}
+    return repr((sorted(kept.pop("names")), sorted(kept.items()), dict(module._buffers), state))
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_the_state_is_put_back_into_the_objects_that_held_it(write):
+    module = remembering()
+    before, state = content(module), State([module])
+    held = [module.items, module.items[1:], module.queue, list(module.queue), module.running_var]
+    write(module)
+    assert content(module) != before
+    state.restore()
+    assert content(module) == before
+    now = [module.items, module.items[1:], module.queue, list(module.queue), module.running_var]
+    for old, new in zip(held, now, strict=True):
+        assert old is new or all(map(operator.is_, old, new))
