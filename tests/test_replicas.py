@@ -101,6 +101,12 @@ def test_inputs_and_outputs_of_any_form():
             close(out["features"], loop[1])
 
 
+def test_a_pre_hook_of_the_user_sees_what_the_user_gives(model):
+    model.register_forward_pre_hook(lambda module, args: (args[0].unflatten(1, (2, 6, 6)),))
+    with torch.no_grad(), bnuq.replicas(model, T, 3):
+        close(model(X.flatten(1)), expected(model, X.flatten(1)))
+
+
 def coupled(cls):
     torch.manual_seed(0)
     made = bnuq.convert(cls()).eval()
