@@ -68,8 +68,9 @@ def fit(mean: Tensor, var: Tensor, rescaling: Rescaling) -> Moments:
     for every M, hence
         E[var](M) = E[var](M0) + Var[mean](M0) - Var[mean](M),
         E[std](M)^2 = E[var](M) - Var[std](M),
-        E[ln std] = ln E[std] - Var[std] / (2 E[std]^2) + ...,
-    of which only the difference between M and M0 is used: at M0 the centres are the bank's own.
+        E[ln std] = ln E[std] - ln(1 + Var[std] / E[std]^2) / 2   (of a log-normal std),
+    of which only the difference between M and M0 is used: at M0 the centres are the bank's own. E[std]^2 is
+    held above 1/64 of the bank's E[var], the centre of the std above 1/8 of the bank's.
 
     Args:
         mean, var: (B, C), B at least 2.
@@ -85,16 +86,17 @@ def fit(mean: Tensor, var: Tensor, rescaling: Rescaling) -> Moments:
     mean_var, spread_var = mean.var(0), spread.var(0)
 
     expected = var.mean(0)
-    then, log_then = _spread_at(expected, spread_var, rescaling.bank_factor)
+    least = (expected * _LEAST**2).clamp(min=1e-40)
+    then, log_then = _spread_at(expected, spread_var * rescaling.bank_factor, least)
     now, log_now = _spread_at(
         expected + mean_var * (rescaling.bank_factor - rescaling.factor),
-        spread_var,
-        rescaling.factor,
+        spread_var * rescaling.factor,
+        least,
     )
     scale = rescaling.factor**0.5
     return Moments(
         mean=mean_centre,
-        spread=centre + (now - then),
+        spread=torch.maximum(centre + (now - then), centre * _LEAST),
         log_spread=log_centre + (log_now - log_then),
         mean_deviations=mean - mean_centre,
         log_deviations=log_spread - log_centre,
@@ -104,8 +106,7 @@ def fit(mean: Tensor, var: Tensor, rescaling: Rescaling) -> Moments:
     )
 
 
-def _spread_at(expected_var: Tensor, spread_var: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """E[std] and E[ln std] where the bank's variance of the std is scaled by `factor`."""
-    spread_var = spread_var * factor
-    square = torch.maximum(expected_var - spread_var, expected_var * _LEAST**2).clamp(min=1e-40)
-    return square.sqrt(), square.log() / 2 - spread_var / (2 * square)
+def _spread_at(expected_var: Tensor, spread_var: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """E[std] and E[ln std] from E[var] and Var[std]."""
+    square = torch.maximum(expected_var - spread_var, least)
+    return square.sqrt(), (square.log() - (spread_var / square).log1p()) / 2

@@ -195,13 +195,16 @@ def test_threads_do_not_meet(model):
         (nn.Dropout1d(0.4), (4, 5, 6)),
         (nn.Dropout1d(0.4), (4, 5)),
         (nn.Dropout2d(0.4), (4, 5, 3, 3)),
+        (nn.Dropout2d(0.4), (4, 5, 3)),
         (nn.Dropout3d(0.4), (4, 5, 3, 3, 2)),
+        (nn.Dropout3d(0.4), (5, 3, 3, 2)),
         (nn.AlphaDropout(0.3), (4, 5)),
         (nn.AlphaDropout(1.0), (4, 5)),
         (nn.FeatureAlphaDropout(0.3), (4, 5, 3)),
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:dropout2d. Received a 3D input")  # torch's own
 def test_every_dropout_layer_drops_as_torchs(layer, shape):
     x = torch.randn(shape)
     torch.manual_seed(11)

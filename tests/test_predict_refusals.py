@@ -1,5 +1,6 @@
 """What predict refuses and what it warns of."""
 
+import math
 import warnings
 
 import pytest
@@ -35,6 +36,9 @@ def flexible():
         ({"noise_var": 0.1}, ValueError, 'noise_var must be None with likelihood "categorical", got 0.1'),
         ({"noise_var": -0.1, "likelihood": "gaussian"}, ValueError, "noise_var must be finite and not negative"),
         ({"noise_var": "a", "likelihood": "gaussian"}, ValueError, "noise_var must be finite and not negative"),
+        ({"noise_var": torch.tensor([-0.1]), "likelihood": "gaussian"}, ValueError, "noise_var must be finite and not"),
+        ({"noise_var": torch.tensor([math.inf]), "likelihood": "gaussian"}, ValueError, "noise_var must be finite and not"),
+        ({"noise_var": torch.tensor([math.nan]), "likelihood": "gaussian"}, ValueError, "noise_var must be finite and not"),
         (
             {"noise_var": torch.ones(4), "likelihood": "gaussian"},
             ValueError,

@@ -7,6 +7,7 @@ from predicting import DATA, equal, make_model, network, predict
 
 import bnuq_ext as bnuq
 from bnuq_ext import reference
+from bnuq_ext.prediction import make_moments
 
 
 @pytest.fixture
@@ -117,3 +118,27 @@ def test_noise_of_another_shape_is_refused(shape):
 def test_noise_may_be_a_number_of_numpy():
     pred = bnuq.Prediction.from_samples(torch.zeros(4, 2, 3), "gaussian", np.float32(0.5))
     torch.testing.assert_close(pred.total_variance, torch.full((2, 3), 0.5), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(9, 4, 5), (9, 4, 5, 3), (9, 2, 3, 4, 2)], ids=str)
+@pytest.mark.parametrize("chunks", [[9], [4, 5], [1] * 9], ids=str)
+def test_running_statistics_match_the_reference(chunks, shape, dtype):
+    """Of logits with any number of positions, and of means; chunk by chunk and at once."""
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) * 2
+    mean, variance, entropy, within = reference.predictive_statistics(outputs.double())
+    categorical = {"mean": mean, "variance": variance, "entropy": entropy}
+    categorical["mutual_information"] = entropy - within
+    wide = outputs.double()
+    gaussian = {"mean": wide.mean(0), "variance": wide.var(0, correction=0)}
+    off = 1e-5 if dtype == torch.float32 else 1e-13
+    for likelihood, expected in (("categorical", categorical), ("gaussian", gaussian)):
+        moments = make_moments("test", likelihood)
+        for chunk in outputs.split(chunks):
+            moments.add(chunk)
+        once = bnuq.Prediction.from_samples(outputs, likelihood)
+        for name, value in expected.items():
+            for actual in (moments.summary()[name], getattr(once, name)):
+                assert actual.dtype == dtype
+                torch.testing.assert_close(actual.double(), value, rtol=off, atol=off)

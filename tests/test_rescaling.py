@@ -7,11 +7,12 @@ import math
 
 import pytest
 import torch
-from drawn import random_bank, statistics
+from drawn import random_bank, sampler, statistics
 from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext.moments import Rescaling, fit
+from bnuq_ext.ops import new_seed, philox_normal
 from bnuq_ext.replicas import Pass, running
 
 
@@ -27,6 +28,44 @@ def test_rescaling_is_the_formula():
     assert math.isclose(half.factor, (M0 / M) * (1 - M / N) / ((1 - M0 / N) + 0.5 * M0 / N))
     assert Rescaling.between(M0, M0, N, 0.0) == (1.0, 1.0)
     assert Rescaling.between(N, N, N, 0.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("disjoint", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("M", [8, 64])
+def test_samplers_rescale_by_the_bank_s_own_sizes(M, disjoint):
+    """Rows, data set and disjoint share of the bank: each gives other variances."""
+    bank = random_bank(disjoint=disjoint, batch_size=32, dataset_size=100)
+    rescaling = Rescaling.between(32, M, 100, disjoint)
+    for family in ("lognormal", "normal"):
+        for key, table in sampler(family, bank, M).draw(0, 0, 1).tables.items():
+            expected = fit(bank.mean[key], bank.var[key], rescaling).params(family)
+            torch.testing.assert_close(table.params, expected.float())
+    z = philox_normal(new_seed(3), 0, (5, 12), tag="joint").double()
+    for key, (mean, var) in statistics("joint", bank, 5, batch_size=M).items():
+        moments = fit(bank.mean[key], bank.var[key], rescaling)
+        root = math.sqrt(rescaling.factor / 11)
+        expected = moments.mean + root * z @ moments.mean_deviations
+        torch.testing.assert_close(mean, expected.float())
+        log_spread = moments.log_spread + root * z @ moments.log_deviations
+        torch.testing.assert_close(var, (2 * log_spread).exp().float())
+
+
+@pytest.mark.parametrize("alive", [1, 3, 12])
+@pytest.mark.parametrize("disjoint", [0.0, 1.0])
+@pytest.mark.parametrize("M0, M", [(16, 8), (16, 64), (200, 100), (200, 300)])
+@pytest.mark.parametrize("name", ["joint", "lognormal", "normal"])
+def test_a_channel_far_from_the_formulas_stays_in_its_range(name, M0, M, disjoint, alive):
+    """Of one alive in few snapshots E[var] is all variance of the std; and where the means spread by more than
+    a batch of random rows can, smaller batches had no variance left."""
+    bank = random_bank()
+    var = {key: value.clone() for key, value in bank.var.items()}
+    var["l0"][alive:, 1] = 0
+    options = dict(batch_size=M0, dataset_size=400, disjoint=disjoint)
+    bank = bnuq.Bank(bank.mean, var, 16, **options)
+    drawn = statistics(name, bank, 200, batch_size=M)["l0"][1][:, 1].double()
+    expected = var["l0"][:, 1].double().sqrt().mean()
+    assert drawn.isfinite().all()
+    assert expected / 100 < drawn.sqrt().mean() < expected * 100
 
 
 @pytest.mark.parametrize("disjoint", [0.0, 1.0])

@@ -108,7 +108,7 @@ def test_a_channel_without_variance_stays_constant(name):
     bank = bnuq.Bank(mean, var, 16, batch_size=16, dataset_size=400)
     drawn_mean, drawn_var = statistics(name, bank, 40)["l0"]
     torch.testing.assert_close(drawn_mean[:, 1], torch.full_like(drawn_mean[:, 1], 0.25))
-    assert (drawn_var[:, 1] < 1e-30).all()
+    assert (drawn_var[:, 1] <= (0 if name == "joint" else 1e-30)).all()
     assert drawn_mean.isfinite().all() and drawn_var.isfinite().all()
     assert drawn_var[:, 0].std() > 0.01
 
