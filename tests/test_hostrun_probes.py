@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hostrun import build
+from hostrun.calls import placed
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
 
@@ -167,9 +168,12 @@ def test_matrices_are_loaded_by_fragment(module, transposed):
 
 
 def test_copies_come_when_they_are_waited_for(module):
-    x, y = np.full(1, 7, np.float32), np.full(3, -1, np.float32)
+    """Until then what stood there is lost: whoever still needs it must have it before the copy begins."""
+    x, y = (placed(v.astype(np.float32)) for v in (np.arange(4), np.full(12, -1)))
     run(module, "copy", x, y, n=1, block=(1, 1, 1))
-    assert y.tolist() == [7, -1, 7]
+    assert np.isnan(y[8])
+    np.testing.assert_array_equal(y[:8], [0, 1, 2, 3, 0, 0, 0, 0])
+    np.testing.assert_array_equal(y[9:], [0, -1, -1])
     with pytest.raises(RuntimeError, match="returns with a copy that it has not waited for"):
         run(module, "copy", x, y, n=0, block=(1, 1, 1))
 
@@ -252,5 +256,5 @@ def test_the_sanitizers_let_the_machinery_be(name):
 
 
 def test_every_kernel_under_the_sanitizers():
-    done = run_sanitized(str(build.HERE / "sanitized_case.py"))
+    done = run_sanitized(str(build.HERE / "sanitized_case.py"), "sanitized")
     assert done.returncode == 0 and done.stdout == "every kernel ran\n", done.stderr[-4000:]

@@ -20,14 +20,11 @@ inline SharedAddress shared_address(const void* p) {
 }
 
 inline void copy_async(SharedAddress shared, const void* from, bool inside) {
-  hostrun::check_aligned(shared, 16, {__FILE__, __LINE__});
-  hostrun::check_aligned(from, 16, {__FILE__, __LINE__});
-  char* to = const_cast<char*>(shared);
-  hostrun::begin([=] { inside ? memcpy(to, from, 16) : memset(to, 0, 16); });
+  hostrun::begin_copy(const_cast<char*>(shared), from, inside, {__FILE__, __LINE__});
 }
 
 inline void wait_for_copies() {
-  hostrun::finish_all();
+  hostrun::finish_copies();
 }
 
 template <bool kTransposed>

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "fiber.h"
+#include "races.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -27,9 +28,14 @@ namespace {
 constexpr unsigned kMaxThreads = 1024, kMaxBlockZ = 64, kMaxGridX = 0x7fffffff, kMaxGridYZ = 65535;
 // More than this a kernel has to ask for (cudaFuncSetAttribute), and none of csrc/cuda does.
 constexpr size_t kMaxShared = 48 << 10;
-constexpr size_t kRedZone = 64;
+constexpr size_t kRedZone = 64, kCopyBytes = 16;
 
 enum class State { kReady, kBlockBarrier, kWarpCollective, kDone };
+
+struct Copy {
+  void* to;
+  const void* from;  // null: zeros
+};
 
 struct Thread {
   std::unique_ptr<Fiber> fiber = std::make_unique<Fiber>();
@@ -39,7 +45,8 @@ struct Thread {
   unsigned mask;  // of the collective, as are these two
   Combine combine;
   void* operand;
-  std::vector<std::function<void()>> begun;
+  std::vector<Copy> begun;
+  unsigned barriers;  // passed
 };
 
 struct SharedArray {
@@ -58,7 +65,8 @@ struct Block {
 };
 
 Block block;
-uint64_t order_seed = 0;
+char meetings[2];
+uint64_t order_seed = 0, last_blocks = 0;
 std::mt19937_64 order;
 alignas(1024) char shared_memory[kMaxShared + 64 * kRedZone];
 
@@ -156,7 +164,10 @@ bool combine_group(const Warp& warp, const Thread& leader) {
     if (!same) fail("a warp diverged: " + whereabouts(leader) + ", but " + whereabouts(t));
     operands[i] = t.operand;
   }
-  leader.combine(operands);
+  {
+    const Unseen unseen;
+    leader.combine(operands);
+  }
   for (unsigned i = 0; i < warp.size; ++i)
     if (operands[i]) warp.lane(i).state = State::kReady;
   return true;
@@ -208,6 +219,7 @@ void run_block() {
     t.fiber->prepare(thread_main);
     t.index = dim3(i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y);
     t.state = State::kReady;
+    t.barriers = 0;
   }
   do run_to_barrier(warps);
   while (!pass_barrier());
@@ -255,8 +267,9 @@ void launch(
   gridDim = grid;
   blockDim = threads;
   order.seed(order_seed);
-  std::vector<uint64_t> blocks(uint64_t(grid.x) * grid.y * grid.z);
-  std::iota(blocks.begin(), blocks.end(), uint64_t(0));
+  const uint64_t all = uint64_t(grid.x) * grid.y * grid.z;
+  std::vector<uint64_t> blocks(last_blocks ? std::min(all, last_blocks) : all);
+  std::iota(blocks.begin(), blocks.end(), all - blocks.size());
   if (order_seed) std::shuffle(blocks.begin(), blocks.end(), order);
   for (const uint64_t i : blocks) {
     blockIdx = dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y);
@@ -268,11 +281,19 @@ void set_order(uint64_t seed) {
   order_seed = seed;
 }
 
+void set_last_blocks(uint64_t count) {
+  last_blocks = count;
+}
+
 void block_barrier(Site site) {
   Thread& self = block.threads[block.current];
   self.state = State::kBlockBarrier;
   self.site = site;
+  // Two in turn: a thread that leaves this barrier knows nothing of one that has come to the next.
+  char* meeting = &meetings[self.barriers++ % 2];
+  arrive(meeting);
   wait_here();
+  leave(meeting);
 }
 
 void warp_collective(unsigned mask, Combine combine, void* operand, Site site) {
@@ -286,13 +307,21 @@ void warp_collective(unsigned mask, Combine combine, void* operand, Site site) {
   wait_here();
 }
 
-void begin(std::function<void()> action) {
-  block.threads[block.current].begun.push_back(std::move(action));
+void begin_copy(void* to, const void* from, bool inside, Site site) {
+  check_aligned(to, kCopyBytes, site);
+  check_aligned(from, kCopyBytes, site);
+  std::memset(to, 0xff, kCopyBytes);
+  block.threads[block.current].begun.push_back({to, inside ? from : nullptr});
 }
 
-void finish_all() {
-  std::vector<std::function<void()>>& begun = block.threads[block.current].begun;
-  for (const auto& action : begun) action();
+void finish_copies() {
+  std::vector<Copy>& begun = block.threads[block.current].begun;
+  for (const Copy& copy : begun) {
+    if (copy.from)
+      std::memcpy(copy.to, copy.from, kCopyBytes);
+    else
+      std::memset(copy.to, 0, kCopyBytes);
+  }
   begun.clear();
 }
 

@@ -43,6 +43,10 @@ inline void (*on_launch)(Origin origin) = nullptr;
 // 0 runs blocks, warps and lanes in ascending order; any other seed shuffles all three.
 void set_order(uint64_t seed);
 
+// 0 runs every block of a grid, any other number only so many, the last ones: enough to see whether
+// the largest indices are right.
+void set_last_blocks(uint64_t count);
+
 void block_barrier(Site site);
 void warp_collective(unsigned mask, Combine combine, void* operand, Site site);
 
@@ -57,9 +61,10 @@ std::remove_reference_t<Array>& shared_array(Declaration) {
   return *static_cast<Array*>(static_shared(&key, sizeof(Array), alignof(Array)));
 }
 
-// What the current thread has begun and what is done only when it waits: an asynchronous copy.
-void begin(std::function<void()> action);
-void finish_all();
+// An asynchronous copy of 16 bytes, zeros unless `inside`: there once the thread that began it
+// waits, and until then what was there before is gone.
+void begin_copy(void* to, const void* from, bool inside, Site site);
+void finish_copies();
 
 int lane();
 

@@ -15,12 +15,17 @@ HERE = Path(__file__).parent.resolve()
 BUILD = HERE / "build"
 FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -DBNUQ_HOSTRUN"
 SANITIZE = "-fsanitize=address,undefined"
+RACES = "-fsanitize=thread"
 # As setup.py compiles the .cu files; torch's headers are found without importing it.
 TORCH = "-x c++ -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020a000000000000 -isystem $torch/include"
 KINDS = {  # of objects: what they are compiled with
     "plain": "",
     "ucontext": "-DHOSTRUN_UCONTEXT",
     "sanitized": f"-O0 {SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1",
+    # The kernels' accesses alone are watched: the machinery says which barriers order them. A memcpy
+    # is seen where it is a call.
+    "races": f"{RACES} -fno-builtin -g1",
+    "unwatched": "-fno-builtin -DHOSTRUN_RACES",
     "torch": f"-O2 {TORCH}",
     # Bounds alone: the rest is seen where the kernels run without torch.
     "torch_sanitized": f"-O0 -fsanitize=address -fno-omit-frame-pointer -g1 {TORCH}",
@@ -35,6 +40,7 @@ VARIANTS = {  # of the module: its objects
     # With the portable form of the fiber switch.
     "ucontext": {"plain": ["module.cpp", *KERNELS], "ucontext": MACHINE},
     "sanitized": {"plain": ["module.cpp"], "sanitized": [*MACHINE, *KERNELS]},
+    "races": {"unwatched": ["module.cpp", *MACHINE], "races": KERNELS},
     # Libraries for torch.ops.load_library.
     "torch": {"torch": [*MACHINE, *OPS]},
     "torch_sanitized": {"torch_sanitized": [*MACHINE, *OPS]},
@@ -73,6 +79,7 @@ def torch_folder():
 
 def link_flags(variant):
     flags = [SANITIZE] if variant.endswith("sanitized") else []
+    flags += [RACES] if variant == "races" else []
     if variant.startswith("torch"):
         flags += [f"-Wl,--wrap={name}" for name in WRAPPED]
         flags += ["-L$torch/lib", "-ltorch_cpu", "-lc10"]
@@ -138,14 +145,23 @@ def load(variant="plain"):
     return load_file(build(variant))
 
 
+def library(name):
+    compiler = os.environ.get("CXX", "g++")
+    return subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()
+
+
+def races_environment():
+    """What a Python process needs in order to load the module that is watched for races."""
+    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return (
+        os.environ
+        | threads
+        | {"LD_PRELOAD": library("libtsan.so"), "TSAN_OPTIONS": "halt_on_error=1"}
+    )
+
+
 def sanitizer_environment():
     """What a Python process needs in order to load the sanitized module."""
-    compiler = os.environ.get("CXX", "g++")
-
-    def library(name):
-        found = subprocess.check_output([compiler, f"-print-file-name={name}"], text=True)
-        return found.strip()
-
     # libstdc++ has to be there when AddressSanitizer starts, or it cannot intercept a throw.
     return os.environ | {
         "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",

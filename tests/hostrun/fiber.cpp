@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <new>
 
+#include "races.h"
+
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -52,6 +54,7 @@ void* scheduler_place;
 #endif
 [[maybe_unused]] const void* scheduler_bottom;
 [[maybe_unused]] size_t scheduler_bytes;
+void* scheduler_thread;
 Fiber* running;
 
 void start_switch(
@@ -86,6 +89,8 @@ Fiber::~Fiber() {
 void Fiber::prepare(void (*entry)()) {
   entry_ = entry;
   fake_stack_ = nullptr;
+  if (!thread_) thread_ = make_thread();
+  order_thread(thread_);
   char* stack = mapping_ + kGuardBytes;
 #ifdef __SANITIZE_ADDRESS__
   // A fiber never returns from its frames, so their red zones are still marked.
@@ -130,14 +135,17 @@ void Fiber::switch_out() {
 
 void Fiber::resume() {
   running = this;
+  scheduler_thread = current_thread();
   void* fake = nullptr;
   start_switch(&fake, mapping_ + kGuardBytes, kStackBytes);
+  switch_thread(thread_, false);
   switch_in();
   finish_switch(fake, nullptr, nullptr);
 }
 
 void Fiber::suspend(bool finished) {
   start_switch(finished ? nullptr : &fake_stack_, scheduler_bottom, scheduler_bytes);
+  switch_thread(scheduler_thread, finished);
   switch_out();
   finish_switch(fake_stack_, nullptr, nullptr);
 }

@@ -33,6 +33,7 @@ class Fiber {
   char* mapping_;  // a guard page, then the stack
   void (*entry_)() = nullptr;
   void* fake_stack_ = nullptr;  // AddressSanitizer's
+  void* thread_ = nullptr;      // ThreadSanitizer's
 #ifdef HOSTRUN_UCONTEXT
   ucontext_t place_;
 #else

@@ -14,6 +14,7 @@ inline void __syncthreads(HOSTRUN_FROM_HERE) {
   hostrun::block_barrier({file, line});
 }
 
+// Orders nothing for races.h: no kernel has it.
 inline void __syncwarp(unsigned mask = ~0u, HOSTRUN_FROM_HERE) {
   char nothing;
   hostrun::warp_collective(mask, [](void* const*) {}, &nothing, {file, line});

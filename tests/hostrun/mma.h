@@ -54,13 +54,12 @@ void mma_m16n8k16(
 }
 
 struct LoadMatrices {
-  const void* row;
+  uint16_t row[8];
   uint32_t matrix[4];
 };
 
 inline uint16_t matrix_element(void* const* lanes, int m, int row, int column) {
-  const void* start = static_cast<const LoadMatrices*>(lanes[8 * m + row])->row;
-  return static_cast<const uint16_t*>(start)[column];
+  return static_cast<const LoadMatrices*>(lanes[8 * m + row])->row[column];
 }
 
 // ldmatrix.x4: lane l gives row l % 8 of matrix l / 8 (8 x 8 numbers of 16 bits); lane 4 g + t gets
@@ -70,7 +69,8 @@ void load_matrices(
     uint32_t (&matrix)[4], const void* row, const char* file = __builtin_FILE(),
     int line = __builtin_LINE()) {
   check_aligned(row, 16, {file, line});
-  LoadMatrices operand = {row, {}};
+  LoadMatrices operand = {};
+  memcpy(operand.row, row, sizeof(operand.row));
   const auto combine = [](void* const* lanes) {
     for (int lane = 0; lane < 32; ++lane)
       for (int m = 0; m < 4; ++m) {

@@ -175,6 +175,7 @@ void bind_kernels(py::module_& m) {
 PYBIND11_MODULE(hostrun_module, m) {
   m.def(
       "set_order", &hostrun::set_order, "0: threads in ascending order; else shuffled by the seed");
+  m.def("set_last_blocks", &hostrun::set_last_blocks, "0: every block of a grid runs");
   bind_probes(m);
   bind_kernels(m);
 }

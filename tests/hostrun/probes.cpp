@@ -139,11 +139,35 @@ __global__ void matrices_kernel(const float*, float* y, int64_t) {
 
 // A copy that is begun comes when it is waited for; a thread must wait before it returns.
 __global__ void copy_kernel(const float* x, float* y, int64_t n) {
-  hostrun::begin([=] { y[0] = x[0]; });
-  y[1] = y[0];
+  hostrun::begin_copy(y, x, true, {__FILE__, __LINE__});
+  hostrun::begin_copy(y + 4, x, false, {__FILE__, __LINE__});
+  y[8] = y[0];
   if (n == 0) return;
-  hostrun::finish_all();
-  y[2] = y[0];
+  hostrun::finish_copies();
+  y[9] = y[0];
+}
+
+// Twice: 16 bytes into shared memory, and another thread's out of it.
+template <bool kWaits, bool kBarrier>
+__global__ void staged_kernel(const float* x, float* y, int64_t) {
+  BNUQ_SHARED(float4, rows, [64]);
+  float sum = 0;
+  for (int i = 0; i < 2; ++i) {
+    hostrun::begin_copy(&rows[threadIdx.x], x + threadIdx.x % 16 * 4, true, {__FILE__, __LINE__});
+    if (kWaits) hostrun::finish_copies();
+    __syncthreads();
+    if (!kWaits) hostrun::finish_copies();
+    sum += rows[63 - threadIdx.x].x;
+    if (kBarrier) __syncthreads();
+  }
+  y[threadIdx.x] = sum;
+}
+
+// A shuffle makes no other thread's store visible.
+__global__ void shuffle_for_barrier_kernel(const float* x, float* y, int64_t) {
+  BNUQ_SHARED(float, table, [64]);
+  table[threadIdx.x] = x[0];
+  y[threadIdx.x] = __shfl_xor_sync(~0u, x[0], 1) + table[threadIdx.x ^ 1];
 }
 
 Kernel find_kernel(const std::string& name) {
@@ -169,6 +193,10 @@ Kernel find_kernel(const std::string& name) {
       {"matrices", matrices_kernel<false>},
       {"matrices_transposed", matrices_kernel<true>},
       {"copy", copy_kernel},
+      {"staged", staged_kernel<true, true>},
+      {"staged_waits_late", staged_kernel<false, true>},
+      {"staged_without_barrier", staged_kernel<true, false>},
+      {"shuffle_for_barrier", shuffle_for_barrier_kernel},
   };
   for (const auto& [known, kernel] : kernels)
     if (name == known) return kernel;

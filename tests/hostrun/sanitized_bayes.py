@@ -4,7 +4,8 @@ import numpy as np
 
 from .calls import STORAGE, fresh, placed
 
-SHAPES = [(1, 1, 1), (9, 17, 33), (33, 40, 20), (65, 40, 20)]  # N, O, I
+# N, O, I. Three pieces of 64 columns, as of x so of grad_y, and of 64 rows.
+SHAPES = [(1, 1, 1), (9, 140, 33), (33, 140, 140), (130, 20, 20)]
 REST = {"first": 0, "matrix": False, "prior_std": 1.0, "pi": 0.5, "std1": 1.0, "std2": 0.1}
 
 

@@ -1,4 +1,4 @@
-"""Every kernel on awkward shapes, in shuffled order: what runs under AddressSanitizer and UBSan.
+"""Every kernel on awkward shapes, in shuffled order: what runs under the sanitizers.
 
 No torch here, which the sanitizers would slow down; the values are judged elsewhere.
 """
@@ -65,7 +65,7 @@ def run_predictive(kernels, random, dtype, shape):
 
 
 def main():
-    kernels = Kernels(build.load_file(build.BUILD / "hostrun_sanitized.so"))
+    kernels = Kernels(build.load_file(build.BUILD / f"hostrun_{sys.argv[1]}.so"))
     random, seed = np.random.default_rng(0), np.array([7, 2])
     for shape in [(2, 19), (2, 5, 7), (1, 33, 40)]:
         kernels.philox_normal(seed, 1, shape, 0)
