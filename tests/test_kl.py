@@ -314,6 +314,17 @@ def test_mixture_rejects(change, error, message):
         ops.mixture_kl(**(arguments | change))
 
 
+def test_a_long_row_is_summed_as_exactly_as_a_short_one(device):
+    """Its sums in float32 alone would be off by 2e-5."""
+    single, double = (
+        torch.full((1, 2**21), -3.0, dtype=d, device=device) for d in (torch.float32, torch.float64)
+    )
+    seed = ops.new_seed(6, device=device)
+    actual = ops.mixture_kl(single, single, seed, STREAM, 1, **MIXTURE)
+    expected = ops.mixture_kl(double, double, seed, STREAM, 1, **MIXTURE)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float32, torch.float64)])
 def test_sum_over_layers_is_the_sum_of_each(dtypes, device):
     shapes, stds = [(5, 3), (7,)], (0.7, 1.3)

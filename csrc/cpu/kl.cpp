@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <numeric>
 #include <tuple>
 
@@ -235,7 +236,9 @@ Tensor mixture_kl_cpu(
     const double sum = sum_slices(num_samples * places.tasks(), 1, [&](int64_t j, int64_t) {
       double part = 0;
       places.for_rows(j % places.tasks(), j / places.tasks(), [&](int64_t o, const float* z) {
-        part += mixture_row(m + o * places.I, r + o * places.I, z, p, places.I);
+        const int64_t I = places.I;
+        for (int64_t i = 0; i < I; i += kSlice)
+          part += mixture_row(m + o * I + i, r + o * I + i, z + i, p, std::min(kSlice, I - i));
       });
       return part;
     });
