@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hostrun import build
-from hostrun.calls import Kernels, fresh, placed
+from hostrun.calls import Kernels, check_guards, fresh, placed
 
 from bnuq_ext import ops, reference_bayes
 from bnuq_ext.ops import linear_batched, linear_cuda
@@ -52,6 +52,7 @@ class Ops:
             fresh((512,), np.float32),
         )
         packed = self.run(kernel, dtype, out, out2=scale, partial=partial, **arguments)
+        check_guards(partial)
         return packed.view(dtype), torch.from_numpy(scale)
 
     def half_operand(self, v, bfloat16):
@@ -261,6 +262,28 @@ def test_operands_are_scaled_to_float16s_range(kernels, scale):
         torch.testing.assert_close(actual.double(), expected, rtol=5e-3, atol=bound)
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_largest_of_more_numbers_than_the_grid_has_threads(kernels, place):
+    """The range is that of the largest; 512 blocks look for it, some numbers are in a second turn of theirs."""
+    v = torch.full((1, 1100, 1000), 0.1)
+    v.view(-1)[place] = 7.0
+    operand, scale = kernels.half_operand(v, False)
+    assert float(operand.abs().max()) * float(scale) == 7.0 and float(scale) == 2.0**-11
+
+
+@pytest.mark.parametrize("largest", [-3.0, 0.0, 40.0])
+def test_noise_stays_in_the_range_of_16_bits(kernels, largest):
+    """sigma * eps with the largest eps there is, sqrt(32 * 2 ln 2): below 65504, and not by far."""
+    rho = torch.linspace(largest - 5, largest, 17 * 33).view(17, 33)
+    packed, scale = kernels.pack_sigma(rho, False)
+    sigma = torch.nn.functional.softplus(torch.tensor(largest, dtype=torch.float64))
+    root = (2 * np.log(2)) ** 0.5  # comes with sigma here
+    torch.testing.assert_close(
+        float(packed.max()) * float(scale), float(sigma * root), rtol=2**-11, atol=0
+    )
+    assert 65504 / 8 < float(packed.max()) * 32**0.5 < 65504
+
+
 @pytest.mark.parametrize("N", [3, 20])
 def test_sums_of_nothing(kernels, N):
     """No inputs leave the rest of the output, no outputs the gradient as it is."""
@@ -318,7 +341,7 @@ def test_biases_match_the_cpu(kernels, O, T, dtype):  # noqa: E741
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(1,), (4100,), (17, 33), (64, 80)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (4100,), (17, 33), (64, 80), (512, 530)], ids=str)
 def test_divergences_match_the_cpu(kernels, shape, dtype):
     generator = torch.Generator().manual_seed(4)
     mu = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
@@ -344,3 +367,22 @@ def test_divergences_match_the_cpu(kernels, shape, dtype):
         for a, e in zip(grads, wanted, strict=True):
             scale = float(e.abs().max())
             torch.testing.assert_close(torch.from_numpy(a), e, rtol=1e-4, atol=1e-5 * scale)
+
+
+def test_a_divergence_of_more_weights_than_the_grid_has_threads():
+    """Eight a thread: the last hundred are in its second turn."""
+    size, seed, made = 8 * 1024 * 256 + 100, ops.new_seed(6), Ops(1)
+    mu, rho = (torch.full((size,), value, requires_grad=True) for value in (0.5, -3.0))
+    mixture = dict(pi=0.3, std1=1.0, std2=0.05)
+    expected = ops.mixture_kl(mu, rho, seed, STREAM, 1, **mixture)
+    common = dict(mu=mu, rho=rho, seed=seed, T=1, O=1, I=size, grad=torch.ones(())) | mixture
+    partial = fresh((1024,), np.float64)
+    actual = made.run("mixture_kl", mu.dtype, fresh((), np.float32), partial=partial, **common)
+    check_guards(partial)
+    torch.testing.assert_close(actual, expected.detach(), rtol=1e-6, atol=0)
+    grads = [fresh((size,), np.float32) for _ in range(2)]
+    for array_ in grads:
+        array_[...] = 0
+    made.run("mixture_kl_backward", mu.dtype, grads[0], out2=grads[1], **common)
+    for a, e in zip(grads, torch.autograd.grad(expected, (mu, rho)), strict=True):
+        torch.testing.assert_close(torch.from_numpy(a)[-200:], e[-200:], rtol=1e-4, atol=1e-4)
