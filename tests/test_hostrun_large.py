@@ -70,8 +70,9 @@ def assert_rounded(bits, expected):
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "folded"])
 @pytest.mark.parametrize(
     "sizes, tail",
-    [((4, 2**20, 768, 1), 768), ((4, 1500, 512, 1024), 1024)],
-    ids=["columns", "planes"],
+    # The second: so many rows that a block has all replicas, more than its table holds.
+    [((4, 2**20, 768, 1), 768), ((75, 2**22, 8, 1), 8), ((4, 1500, 512, 1024), 1024)],
+    ids=["columns", "replicas", "planes"],
 )
 def test_batch_norm(module, sizes, tail, shared):
     T, _, C, S = sizes

@@ -266,9 +266,15 @@ def test_operands_are_scaled_to_float16s_range(kernels, scale):
 def test_the_largest_of_more_numbers_than_the_grid_has_threads(kernels, place):
     """The range is that of the largest; 512 blocks look for it, some numbers are in a second turn of theirs."""
     v = torch.full((1, 1100, 1000), 0.1)
-    v.view(-1)[place] = 7.0
+    v.view(-1)[place] = -7.0
     operand, scale = kernels.half_operand(v, False)
     assert float(operand.abs().max()) * float(scale) == 7.0 and float(scale) == 2.0**-11
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 0), (0, 3, 5)], ids=str)
+def test_an_operand_of_nothing_has_a_scale(kernels, shape):
+    assert float(kernels.half_operand(torch.empty(shape), False)[1]) == 1.0
+    assert float(kernels.pack_sigma(torch.empty(shape[2], shape[0]), False)[1]) > 0.0
 
 
 @pytest.mark.parametrize("largest", [-3.0, 0.0, 40.0])
