@@ -159,10 +159,11 @@ def test_in_a_pass_it_is_the_original_with_other_statistics(layer, eps):
     torch.testing.assert_close(actual.double(), original(x.double()), rtol=1e-5, atol=1e-5)
 
 
-def test_in_a_pass_it_drops_before_it_acts(monkeypatch):
-    publish(monkeypatch, BatchNormAct2d, TIMM[0])
-    layer = BatchNormAct2d(4, drop=1.0)  # in train(): everything is dropped
-    layer.act = nn.Softplus()
+@pytest.mark.parametrize("make", [BatchNormAct2d, sync_batch_norm_act, FrozenBatchNormAct2d])
+def test_in_a_pass_it_drops_before_it_acts(make, monkeypatch):
+    layer = make(4)
+    publish(monkeypatch, type(layer), TIMM[0])
+    layer.drop, layer.act = nn.Dropout(1.0), nn.Softplus()  # in train(): everything is dropped
     converted = bnuq.convert(layer)
     with running(Given(named_stochastic_layers(converted), torch.zeros(4), torch.ones(4))):
         torch.testing.assert_close(converted(x), torch.full_like(x, 2.0).log())

@@ -19,7 +19,7 @@ from torch.utils import data as torch_data
 
 import bnuq_ext as bnuq
 from bnuq_ext.replicas import current_pass
-from bnuq_ext.restore import evaluating, preserved_rng
+from bnuq_ext.restore import evaluating, preserved_rng, random_states
 
 ROWS = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 
@@ -317,16 +317,27 @@ def test_sixteen_threads():
     assert [state(model) for model in models] == before
 
 
-def test_flags_when_the_first_to_come_is_the_first_to_leave():
+@pytest.mark.parametrize("late", [False, True])
+def test_flags_when_the_first_to_come_is_the_first_to_leave(late):
     model = make_model()
     before = state(model)
     first, second = evaluating(list(model.modules())), evaluating(list(model.body.modules()))
     first.__enter__()
+    if late:  # everything is in eval already
+        second = evaluating(list(model.body.modules()))
     second.__enter__()
     first.__exit__(None, None, None)
     assert model.head.training and not any(module.training for module in model.body.modules())
     second.__exit__(None, None, None)
     assert state(model) == before
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), np.random.rand, random.random])
+def test_random_states_show_a_draw(draw):
+    before = random_states()
+    assert random_states() == before
+    draw()
+    assert random_states() != before
 
 
 def test_flags_of_one_model_under_sixteen_threads():

@@ -77,12 +77,17 @@ def test_rejects(model, options, error, message):
         predict(model, x, **options)
 
 
+def interrupted(out):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     "options, error",
     [
         ({"noise_var": torch.ones(4), "likelihood": "gaussian"}, ValueError),
         ({"x": torch.ones(9, 4)}, RuntimeError),  # torch's: features
         ({"output_fn": lambda o: o.argmax(1)}, TypeError),
+        ({"output_fn": interrupted}, KeyboardInterrupt),
     ],
 )
 def test_an_error_leaves_the_generator_where_it_was(model, options, error):

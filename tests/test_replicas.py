@@ -199,6 +199,43 @@ def test_batch_norm_in_training_that_is_not_stochastic_is_refused():
         model(ROWS)
 
 
+class OwnNorm(nn.Module):
+    """Batch norm of somebody else: running statistics in eval, those of the batch in train()."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(8))
+        self.register_buffer("running_var", torch.ones(8))
+
+    def forward(self, x):
+        mean, var = (
+            (x.mean(0), x.var(0)) if self.training else (self.running_mean, self.running_var)
+        )
+        return (x - mean) / (var + 1e-5).sqrt()
+
+
+class OwnNorms(Half):
+    def __init__(self):
+        super().__init__()
+        self.other = OwnNorm()
+        self.third = nn.InstanceNorm1d(8)  # keeps no statistics
+
+    def forward(self, x):
+        return self.third(super().forward(x).unsqueeze(2).repeat(1, 1, 2) * torch.ones(2).cumsum(0))
+
+
+def test_batch_norm_of_an_unknown_class_in_training_is_refused():
+    with pytest.warns(UserWarning, match="not converted: other"):
+        model = bnuq.convert(OwnNorms(), strict=False).eval()
+    bnuq.collect(model, list(ROWS.split(8)), 8, progress=False)
+    with bnuq.replicas(model, T, 3):
+        model.train()
+        with pytest.raises(ValueError, match="must be in eval.* got other in train"):
+            model(ROWS)
+        model.other.eval()
+        model(ROWS)
+
+
 class Branching(Norms):
     """Does something else in train()."""
 
