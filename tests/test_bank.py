@@ -86,10 +86,11 @@ def test_copies_its_tensors():
     mean, var = statistics()
     strided = torch.randn(5, 4).requires_grad_()
     mean["layers.1"] = strided.t()
-    bank = bnuq.Bank(mean, var, 32, batch_size=8)
+    count = {key: torch.full((len(tensor),), 32) for key, tensor in mean.items()}
+    bank = bnuq.Bank(mean, var, count, batch_size=8)
     expected = copy.deepcopy(bank)
     with torch.no_grad():
-        for tensor in (strided, mean["layers.0"], var["layers.0"]):
+        for tensor in (strided, mean["layers.0"], var["layers.0"], count["layers.0"]):
             tensor.add_(1)
     assert bank.equal(expected)
     assert bank.mean["layers.1"].is_contiguous() and not bank.mean["layers.1"].requires_grad
@@ -202,6 +203,13 @@ def test_equal():
     assert bank.equal(make_bank())
     assert not bank.equal(make_bank(disjoint=0.0))
     assert not bank.equal(make_bank(dtype=torch.float64))
+    (mean, var), options = statistics(), {"batch_size": 8, "dataset_size": 99}
+    bank = bnuq.Bank(mean, var, 32, **options)
+    assert bank.equal(bnuq.Bank(mean, var, 32, **options))
+    for other in ({"batch_size": 9}, {"dataset_size": 98}, {"unused": ("a",)}, {"disjoint": 0.5}):
+        assert not bank.equal(bnuq.Bank(mean, var, 32, **{**options, **other}))
+    assert not bank.equal(bnuq.Bank(mean, var, 33, **options))
+    bank = make_bank()
     assert not bank.equal(make_bank(channels=(3, 5, 2)))
     other = make_bank()
     other.var["layers.1"][3, 4] += 1e-7

@@ -61,6 +61,14 @@ def test_counts_calls_by_who_makes_them():
     assert report.excluded_layers == ["left"] and report.unconverted == {}
 
 
+def test_an_excluded_layer_is_known_by_its_buffers_too():
+    model = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3))
+    report = bnuq.doctor(
+        bnuq.convert(model, filter_fn=lambda name, _: name == "1"), torch.ones(2, 3)
+    )
+    assert (report.covered, report.excluded, report.uncovered) == (1, 1, 0)
+
+
 def test_takes_any_mapping():
     report = bnuq.doctor(Network(), UserDict({"x": x, "scale": 2.0}))
     assert counts(report) == (0, 0, 4)

@@ -116,6 +116,15 @@ def test_frozen_statistics_normalise_in_train_and_do_not_move():
     assert model.training and model[0].training and not model[1].training
 
 
+def test_statistics_are_frozen_at_once_in_a_model_that_trains():
+    model = bnuq.convert(block()).train()
+    expected = copy.deepcopy(model).eval()(ROWS)
+    before = model[1].running_mean.clone()
+    bnuq.freeze(model)
+    torch.testing.assert_close(model(ROWS), expected)
+    assert torch.equal(model[1].running_mean, before)
+
+
 def test_the_switches_are_separate_and_can_be_undone():
     for statistics in (True, False):
         for affine in (True, False):

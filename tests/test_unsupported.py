@@ -118,6 +118,22 @@ def test_reports_what_it_cannot_convert(kind):
     assert list(named_stochastic_layers(converted)) == ["0"]
 
 
+class HalfAFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return nn.functional.batch_norm(self.norm(x), torch.zeros(3), torch.ones(3))
+
+
+def test_the_layers_of_a_graph_that_calls_the_function_too_are_converted():
+    graph = torch.fx.symbolic_trace(HalfAFunction())
+    with pytest.warns(UserWarning, match="its graph has 1 batch_norm calls"):
+        converted = bnuq.convert(graph, strict=False)
+    assert list(named_stochastic_layers(converted)) == ["norm"]
+
+
 def test_many_of_a_kind_are_counted():
     own = [OwnBatchNorm() for _ in range(6)]
     model = nn.Sequential(nn.BatchNorm1d(3), nn.LazyBatchNorm1d(), *own)
