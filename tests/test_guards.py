@@ -79,6 +79,21 @@ def test_the_way_of_the_data_counts_not_the_order_of_the_calls():
     assert "after dropout: last." in warning
 
 
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        left, right = F.dropout(x, training=self.training).chunk(2, 1)
+        return self.norm(torch.cat(tensors=[right, left], dim=1))
+
+
+def test_dropout_is_followed_through_parts_and_names():
+    (warning,) = warnings_of(Parts().eval())
+    assert "after dropout: norm." in warning
+
+
 def test_many_layers_and_layers_without_a_name_are_listed_in_short():
     layers = [nn.BatchNorm1d(4) for _ in range(6)]
     (warning,) = warnings_of(nn.Sequential(nn.Dropout(), *layers).eval())
