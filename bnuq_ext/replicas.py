@@ -184,6 +184,7 @@ class ReplicaPass(Pass):
         tracked = [output for output in outputs if output.requires_grad]
         replay = Replay(self) if tracked else None
         for output in tracked:
+            output.grad_fn  # noqa: B018 - brought up to date: torch up to 2.14 crashes where a slice was written
             output.register_hook(replay.enter)
 
     def check_calls(self) -> None:

@@ -227,3 +227,34 @@ def test_a_training_step_compiles_whole(prior):
         found.append((value, *torch.autograd.grad(value, list(model.parameters()))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Masking(nn.Module):
+    """Writes into a slice of what a stochastic layer returns, and returns that."""
+
+    def __init__(self, in_place: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.in_place = bnuq.BayesLinear(4, 3, rho_init=-1.0), in_place
+        self.register_buffer("mask", torch.tensor([0.0, 1.0, 1.0]))
+
+    def forward(self, x):
+        y = self.layer(x)
+        if not self.in_place:
+            return y * self.mask
+        y[:, 0] = 0.0
+        return y
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3])
+def test_a_slice_of_the_output_may_be_written(num_samples):
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    gradients = []
+    for in_place in (True, False):
+        model = Masking(in_place)
+        options = dict(num_samples=num_samples, batch_weight=0.1, seed=5)
+        bnuq.elbo_loss(model, x, y, **options).loss.backward()
+        with bnuq.replicas(model, num_samples, seed=6):
+            model(x).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
