@@ -92,7 +92,6 @@ class Known:
 
     @contextmanager
     def _examining(self, op: str, model: nn.Module):
-        self.examined = True
         with count_uncovered(model) as counter:
             yield counter
         if counter.uncovered:
@@ -100,6 +99,7 @@ class Known:
                 f"{op}: {counter.uncovered} batch-norm calls of the forward belong to no stochastic layer "
                 "and are the same in all replicas; see bnuq_ext.doctor"
             )
+        self.examined = True  # not where the warning is an error, and somebody has caught it
 
 
 def know(model: nn.Module, modules: list[nn.Module]) -> Known:

@@ -266,12 +266,22 @@ def test_the_first_run_warns_of_batch_norm_that_is_not_covered():
         UserWarning, match="predict: 1 batch-norm calls of the forward belong to no stochastic"
     ):
         predict(model, torch.randn(3, 4))
-    with warnings.catch_warnings(record=True) as more:  # as an error it would be one of a trial
+    predict(model, torch.randn(5, 4))
+    bnuq.collect(model, list(torch.randn(10, 16, 4)), 10, progress=False)
+    predict(model, torch.randn(5, 4))
+    with warnings.catch_warnings(record=True) as more:
         warnings.simplefilter("always")
-        predict(model, torch.randn(5, 4))
-        bnuq.collect(model, list(torch.randn(10, 16, 4)), 10, progress=False)
-        predict(model, torch.randn(5, 4))
+        predict(model, torch.randn(7, 4))
     assert not more
+
+
+@pytest.mark.parametrize("strategy", ["auto", "folded", "loop"])
+def test_that_warning_may_be_an_error(strategy):
+    model = bnuq.convert(Functional()).eval()
+    bnuq.collect(model, list(torch.randn(10, 16, 4)), 10, progress=False)
+    for _ in range(2):
+        with pytest.raises(UserWarning, match="belong to no stochastic layer"):
+            predict(model, torch.randn(3, 4), strategy=strategy)
 
 
 def test_layers_left_out_on_purpose_are_no_reason_to_warn():
