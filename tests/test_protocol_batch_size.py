@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rates import record_sgd
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
@@ -213,19 +214,7 @@ def test_the_choice_is_made_on_validation_images(data_root):
 
 
 def test_training_follows_the_rates(data_root, monkeypatch):
-    made = []
-
-    class Recorded(torch.optim.SGD):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            self.rates = []
-            made.append(self)
-
-        def step(self, *arguments):
-            self.rates.append(self.param_groups[0]["lr"])
-            return super().step(*arguments)
-
-    monkeypatch.setattr(torch.optim, "SGD", Recorded)
+    made = record_sgd(monkeypatch)
     part = batch_size.load(TINY, data_root, 0).train
     settings = replace(TINY, epochs=4, drops=(1, 3), weight_decay=0.01)
     batch_size.train(batch_size.make_network("small", 10), part, 64, settings)

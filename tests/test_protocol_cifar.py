@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from packed import packed
+from rates import record_sgd
 from torch import nn
 
 import bnuq_ext as bnuq
@@ -149,19 +150,7 @@ def test_likelihood_by_number_of_replicas(count):
 
 
 def test_training_follows_the_rates_and_decays_weights_alone(root, monkeypatch):
-    made = []
-
-    class Recorded(torch.optim.SGD):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            self.rates = []
-            made.append(self)
-
-        def step(self, *arguments):
-            self.rates.append(self.param_groups[0]["lr"])
-            return super().step(*arguments)
-
-    monkeypatch.setattr(torch.optim, "SGD", Recorded)
+    made = record_sgd(monkeypatch)
     split = cifar.data.cifar10(root / "cifar10", num_validation=0)
     network = cifar.ResNet(1, 0.1)
     losses = cifar.train(network, split.train, TINY)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import scipy.integrate
 import scipy.special
 import scipy.stats
 import torch
+from quadrature import crps_scores
 
 from bnuq_ext.protocols import uci, uci_report
 
@@ -29,24 +29,10 @@ def test_scores_against_quadrature():
     samples, y = rng.normal(size=(7, 5)) * 0.4, rng.normal(size=5)
     found = uci.run_scores(torch.from_numpy(samples), torch.from_numpy(y), 0.3, 0.7)
     mean, std = samples.mean(0), np.sqrt(samples.var(0) + 0.3)
-
-    def crps(m, s, target):
-        below = scipy.integrate.quad(lambda v: scipy.stats.norm.cdf(v, m, s) ** 2, m - 12, target)[
-            0
-        ]
-        above = scipy.integrate.quad(lambda v: scipy.stats.norm.sf(v, m, s) ** 2, target, m + 12)[0]
-        return below + above
-
-    score = np.mean([crps(*v) for v in zip(mean, std, y, strict=True)])
-    constant = np.mean([crps(m, 0.7**0.5, v) for m, v in zip(mean, y, strict=True)])
-    best = np.mean(
-        [crps(m, abs(v - m) / math.log(2) ** 0.5, v) for m, v in zip(mean, y, strict=True)]
-    )
-    assert found["crps"] == pytest.approx(score, rel=1e-6)
+    crps, constant, normalised = crps_scores(mean, std, y, 0.7**0.5)
+    assert found["crps"] == pytest.approx(crps, rel=1e-6)
     assert found["constant_crps"] == pytest.approx(constant, rel=1e-6)
-    assert found["normalised_crps"] == pytest.approx(
-        100 * (score - constant) / (best - constant), rel=1e-4
-    )
+    assert found["normalised_crps"] == pytest.approx(normalised, rel=1e-4)
     density = scipy.stats.norm.logpdf(y, samples, 0.3**0.5)
     pll = np.mean(scipy.special.logsumexp(density, 0) - math.log(7))
     constant = scipy.stats.norm.logpdf(y, mean, 0.7**0.5).mean()
