@@ -15,7 +15,6 @@ from .batch_size import BatchSizeFit as BatchSizeFit
 from .batch_size import fit_batch_size as fit_batch_size
 from .bayes import BayesLinear as BayesLinear
 from .collect import collect as collect
-from .context import replicas as replicas
 from .convert import convert as convert
 from .convert import revert as revert
 from .doctor import doctor as doctor
@@ -33,6 +32,7 @@ from .predict import predict as predict
 from .prediction import Prediction as Prediction
 from .priors import GaussianPrior as GaussianPrior
 from .priors import ScaleMixturePrior as ScaleMixturePrior
+from .replicas import replicas as replicas
 from .statistics_kl import StatisticsGaussian as StatisticsGaussian
 from .statistics_kl import analytic_statistics as analytic_statistics
 from .statistics_kl import implied_prior as implied_prior

@@ -18,12 +18,12 @@ from .known import know
 from .nn import check_model
 from .ops import new_seed, snapshot_indices
 from .ops.checks import check_integer, refuse
+from .passes import Pass, running
 from .predict import check_x, layers_by_bank, take_model, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
-from .replicas import Pass, running
+from .predictor import Predictor, Request, check_strategy
 from .restore import evaluating
 from .samplers import check_key, check_sampler, draw_key, snapshots_of
-from .stream import Replicas, Stream, check_strategy
 
 _SEEDS = 2**31 - 1
 
@@ -54,7 +54,7 @@ def plug_in(
         ValueError, TypeError: an argument is refused.
     """
     task = _Task("plug_in", x, likelihood, noise_var, output_fn, keep_samples, progress)
-    return task.run([model], task.stream(task.forward(model, None, None, None), 0, 1))
+    return task.run([model], task.predictor(task.forward(model, None, None, None), 0, 1))
 
 
 def mc_dropout(
@@ -95,8 +95,8 @@ def mc_dropout(
     task = _Task("mc_dropout", x, likelihood, noise_var, output_fn, keep_samples, progress)
     first_replica, num_samples = task.replicas(first_replica, num_samples, seed)
     forward = task.forward(model, sampler, batch_size, seed)
-    stream = task.stream(DroppingForward(forward), first_replica, num_samples)
-    pred = task.run([model], stream)
+    predictor = task.predictor(DroppingForward(forward), first_replica, num_samples)
+    pred = task.run([model], predictor)
     pred.snapshots = snapshots_of(forward.sampler, forward.key, first_replica, num_samples)
     return pred
 
@@ -148,11 +148,11 @@ def ensemble(
     check_strategy(op, strategy)
     check_chunk(op, chunk)
     key = draw_key(seed, device_of(list(models[0].modules())))
-    streams = []
+    predictors = []
     for place, model in enumerate(models):
         forward = task.forward(model, sampler, batch_size, _wrapped(key + place))
-        streams.append(task.stream(forward, first_replica, num_samples, strategy, chunk))
-    return task.run(models, Members(streams))
+        predictors.append(task.predictor(forward, first_replica, num_samples, strategy, chunk))
+    return task.run(models, Members(predictors))
 
 
 class PlainForward(Forward):
@@ -192,22 +192,22 @@ class DroppingForward:
         return result
 
 
-class Members(Stream):
-    """The streams of several models as one: each takes a batch, and what they say is put together."""
+class Members(Predictor):
+    """The predictors of several models as one: each takes a batch, and what they say is put together."""
 
-    def __init__(self, streams: list[Stream]):
-        first = streams[0]
-        replicas = first.replicas._replace(count=sum(s.replicas.count for s in streams))
-        super().__init__(first.forward, [], replicas, first.likelihood, first.device)
-        self.streams = streams
+    def __init__(self, predictors: list[Predictor]):
+        first = predictors[0]
+        request = first.request._replace(count=sum(p.request.count for p in predictors))
+        super().__init__(first.forward, [], request, first.likelihood, first.device)
+        self.predictors = predictors
 
     def _run(self, inputs, bar) -> dict[str, Tensor]:
-        parts = [stream._run(inputs, bar) for stream in self.streams]
+        parts = [predictor._run(inputs, bar) for predictor in self.predictors]
         shapes = [list(part["mean"].shape) for part in parts]
         if any(shape != shapes[0] for shape in shapes):
             refuse(self.forward.op, "models", "have outputs of one shape", shapes)
-        samples = torch.cat([p["samples"] for p in parts]) if self.replicas.keep else None
-        return together(parts, self.replicas.count) | {"samples": samples}
+        samples = torch.cat([p["samples"] for p in parts]) if self.request.keep else None
+        return together(parts, self.request.count) | {"samples": samples}
 
 
 def together(parts: list[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
@@ -279,19 +279,21 @@ class _Task:
         key = draw_key(seed, device)
         return Forward(model, layers, drawn, key, self.output_fn, known, op)
 
-    def stream(self, forward, first_replica: int, count: int, strategy="loop", chunk=1) -> Stream:
+    def predictor(
+        self, forward, first_replica: int, count: int, strategy="loop", chunk=1
+    ) -> Predictor:
         modules = list(forward.model.modules())
-        replicas = Replicas(first_replica, count, strategy, chunk, self.keep, self.progress)
-        return Stream(forward, modules, replicas, self.likelihood, device_of(modules))
+        request = Request(first_replica, count, strategy, chunk, self.keep, self.progress)
+        return Predictor(forward, modules, request, self.likelihood, device_of(modules))
 
-    def run(self, models, stream: Stream) -> Prediction:
-        """The prediction of a stream over these models."""
+    def run(self, models, predictor: Predictor) -> Prediction:
+        """The prediction of a predictor over these models."""
         with torch.no_grad(), ExitStack() as flags:
             for model in models:
                 flags.enter_context(evaluating(list(model.modules())))
-            result = stream.run(self.x) if self.single else stream.run_all(self.x)
+            result = predictor.run(self.x) if self.single else predictor.run_all(self.x)
         check_noise_shape(self.op, self.noise_var, result["mean"])
-        count = stream.replicas.count
+        count = predictor.request.count
         return Prediction(self.likelihood, count, noise_var=self.noise_var, **result)
 
 

@@ -23,10 +23,10 @@ from .metrics.arguments import as_rows_of, take_labels
 from .ops.checks import check_integer, refuse
 from .predict import predict
 from .prediction import check_likelihood
+from .predictor import split_batch
 from .restore import preserved_rng, without_gradients
 from .samplers import check_key, draw_key
 from .statistics_kl import StatisticsGaussian, channel_kl, check_prior, observed_statistics
-from .stream import split_batch
 
 OP = "fit_batch_size"
 

@@ -13,8 +13,8 @@ from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
 from .ops.checks import check_integer, refuse
 from .ops.linear_parts import spread
+from .passes import Replicated
 from .priors import GaussianPrior, check_prior
-from .replicas import Replicated
 from .samplers import Draw
 
 ESTIMATORS = ("exact", "local")

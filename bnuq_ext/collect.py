@@ -15,7 +15,7 @@ from .bank import Bank, attach, stochastic_layers
 from .batches import Source, find_source
 from .inputs import call, device_of, model_input, move, num_rows, tensors
 from .ops.checks import check_integer, refuse
-from .replicas import Pass, running
+from .passes import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
 from .warn import warn
 

@@ -16,8 +16,8 @@ from .guards import DropoutTrace, warnings_of
 from .inputs import call
 from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .ops.checks import refuse
+from .passes import Pass, running
 from .reads import ONE_MODE
-from .replicas import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
 
 

@@ -13,8 +13,7 @@ Anything else, any exception too, leads to the next way; the last is the loop.
 
 All this holds for the parameters as they are. Where gradients will be taken the trial compares these too, and
 must hold with the parameters moved, since a coupling of rows behind a gate at zero shows in no output, but in
-the gate's gradient. Such a plan stands when training changes the values of parameters, and nothing else: there
-one replica run alone must agree with the folded ones, else all is found out again.
+the gate's gradient.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ from .chunks import is_out_of_memory
 from .fingerprint import State, fingerprint
 from .forward import Forward
 from .inputs import num_rows
-from .known import know
-from .probe import ROWS, check_equal, check_replica, expand, probe_draws, tolerance_of
+from .passes import DoesNotFold, ReplicaPass, Undecided
+from .probe import ROWS, check_equal, expand, tolerance_of
 from .reads import Reads, uncompiled
-from .replicas import DoesNotFold, ReplicaPass, Undecided
-from .restore import evaluating, preserved_rng
+from .restore import preserved_rng
 from .samplers import Draw
 from .signature import identity, signature
 from .trial import Proof, Trial
@@ -116,68 +114,6 @@ class Folding:
                 following = following._replace(steady=False)
             self._remember(self.known.plans, self.place(inputs), following, following.lasting)
         return following
-
-    def proven(self, inputs, num_samples: int) -> Plan | None:
-        """The plan, if it has been proven for T replicas in this very state."""
-        plan = self.known.plans.get(self.place(inputs))
-        return plan if plan is not None and num_samples in plan.checked else None
-
-    def standing(self, inputs, num_samples: int) -> Plan | None:
-        """The plan of an earlier state of the parameters, if it holds in this one too."""
-        place = self.place(inputs)
-        plan = None if place in self.known.plans else self.known.standing.get(place)
-        if plan is None or plan.way == "loop":
-            return plan
-        plan = plan._replace(checked={num_samples})
-        with self.known.planning, preserved_rng():
-            try:
-                draws = probe_draws(self.forward.draw(self.first_replica, 1), num_samples)
-                outputs = self._together(plan, inputs, draws[-1])
-                alone, _ = self.forward.run(inputs, draws[self.chosen(num_samples)])
-                self.hold(plan, inputs, outputs, alone)
-            except Exception:
-                self.known.standing.pop(place, None)
-                return None
-        return plan
-
-    def hold(self, plan: Plan, inputs, outputs: Tensor, alone: Tensor) -> None:
-        """Takes a plan as proven in this state, if `alone` is the replica of the outputs (T, N, ...) that it
-        should be."""
-        tolerance = tolerance_of(alone, inputs, self.modules)
-        check_replica(outputs, self.chosen(len(outputs)), alone, tolerance)
-        self._remember(self.known.plans, self.place(inputs), plan, True)
-
-    def stand(self, plan: Plan, inputs) -> None:
-        """Lets a proven plan stand for other values of the parameters, if it may."""
-        if self.flags is not None and plan.lasting and plan.steady:
-            place, checked, repeatable = self.place(inputs), set(plan.checked), None
-            before = self.known.standing.get(place)
-            if before is not None and before.way == plan.way:
-                checked, repeatable = before.checked | checked, before.repeatable
-            plan = plan._replace(checked=checked, repeatable=repeatable)
-            self._remember(self.known.standing, place, plan, True)
-
-    def mark(self, inputs, repeatable: bool) -> None:
-        """Says of the plan that stands whether outputs of a training step can be compared."""
-        place = self.place(inputs)
-        plan = self.known.standing.get(place)
-        if plan is not None:
-            self.known.standing[place] = plan._replace(repeatable=repeatable)
-
-    def refute(self, plan: Plan, inputs, reason: str) -> None:
-        """Sends the replicas one after another, now and with other values of the parameters."""
-        place, loop = self.place(inputs), plan._replace(way="loop", shared={}, reason=reason)
-        self._remember(self.known.plans, place, loop, True)
-        self._remember(self.known.standing, place, loop, True)
-
-    def chosen(self, num_samples: int) -> int:
-        """Which of T replicas is run alone: another one in each state of the parameters."""
-        return (num_samples - 1 - self.known.turn) % num_samples
-
-    def alone(self, inputs, first_replica: int, num_samples: int) -> Tensor:
-        """The output of the chosen one of T replicas."""
-        draw = self.forward.draw(first_replica + self.chosen(num_samples), 1)
-        return self.forward.run(inputs, draw)[0]
 
     def place(self, inputs, from_dim: int = 0) -> tuple:
         return (
@@ -300,26 +236,3 @@ class Folding:
                 alone, _ = self.forward.run(inputs, self.forward.draw(first_replica + replica, 1))
             check_equal(output[replica], alone, tolerance_of(output, inputs, self.modules))
         plan.checked.add(len(output))
-
-
-def proven_plan(
-    forward: Forward, modules: list[nn.Module], inputs, first_replica: int, num_samples: int
-) -> Plan:
-    """The plan for T replicas of a model that the caller runs itself, tried in eval at the actual size."""
-    flags = flags_of(modules)
-    with torch.no_grad(), evaluating(modules):
-        known = know(forward.model, modules)
-        folding = Folding(forward._replace(known=known), modules, first_replica, flags)
-        plan = folding.standing(inputs, num_samples) or folding.plan(inputs)
-        while plan.way != "loop" and num_samples not in plan.checked:
-            try:
-                folding.run(plan, inputs, first_replica, num_samples)
-            except Exception as error:
-                plan = folding.give_up(plan, inputs, error)
-    folding.stand(plan, inputs)
-    return plan
-
-
-def flags_of(modules: list[nn.Module]) -> tuple[bool, ...] | None:
-    """The training flags of modules; None where no gradients are taken."""
-    return tuple(m.training for m in modules) if torch.is_grad_enabled() else None

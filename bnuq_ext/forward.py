@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .inputs import call
 from .known import Known
 from .ops.checks import refuse
-from .replicas import ReplicaPass, running
+from .passes import ReplicaPass, running
 from .samplers import Draw, Sampler
 
 

@@ -29,7 +29,7 @@ class Known:
         seen: the fingerprint of its modules.
         plans, trials: see `Folding`; undecided: how many trials could not tell.
         standing: plans of earlier states, for as long as nothing but the values of parameters has changed; see
-            `Folding`.
+            `StandingFolding`.
         turn: how often those have changed.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from .ops.batch_norm import batch_norm_fitted, batch_norm_snapshots
 from .ops.checks import acc_dtype, refuse
-from .replicas import Replicated
+from .passes import Replicated
 from .samplers import Draw, Fitted
 
 

@@ -17,7 +17,8 @@ from .batches import as_dataset, fetcher, find_source
 from .collect import gather
 from .inputs import call, device_of, move
 from .ops.checks import acc_dtype, check_floating, check_integer, refuse
-from .replicas import Pass, running
+from .passes import Pass, running
+from .predictor import split_batch
 from .restore import evaluating, preserved_rng, without_gradients
 from .samplers import check_key, draw_key
 from .statistics_kl import (
@@ -26,7 +27,6 @@ from .statistics_kl import (
     gaussian_of_moments,
     observed_statistics,
 )
-from .stream import split_batch
 
 OP = "statistics_normality"
 _NULL_SAMPLES = 20_000

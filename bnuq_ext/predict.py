@@ -18,9 +18,10 @@ from .inputs import device_of, num_rows, tensors
 from .known import know
 from .nn import Stochastic, check_model, named_stochastic_layers
 from .ops.checks import check_integer, refuse
+from .passes import Replicated
 from .prediction import Prediction, check_likelihood, check_noise_shape
+from .predictor import Predictor, Request, check_strategy, split_batch
 from .query import JoiningForward, take_batches
-from .replicas import Replicated
 from .restore import evaluating, unmoved_by_errors
 from .samplers import (
     Sampler,
@@ -31,7 +32,6 @@ from .samplers import (
     make_sampler,
     snapshots_of,
 )
-from .stream import Replicas, Stream, check_strategy, split_batch
 from .warn import warn
 
 
@@ -127,10 +127,10 @@ def predict(
         if query == "in":
             batches = take_batches("predict", loader, first_replica, num_samples, device)
             forward, strategy = JoiningForward(forward, batches, first_replica), "loop"
-        replicas = Replicas(first_replica, num_samples, strategy, chunk, keep_samples, progress)
+        request = Request(first_replica, num_samples, strategy, chunk, keep_samples, progress)
         with torch.set_grad_enabled(False), evaluating(modules):
-            stream = Stream(forward, modules, replicas, likelihood, device)
-            result = stream.run(x) if single else stream.run_all(x)
+            predictor = Predictor(forward, modules, request, likelihood, device)
+            result = predictor.run(x) if single else predictor.run_all(x)
         check_noise_shape("predict", noise_var, result["mean"])
         result["snapshots"] = snapshots_of(drawn, key, first_replica, num_samples)
         return Prediction(likelihood, num_samples, noise_var=noise_var, **result)

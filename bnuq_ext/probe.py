@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .inputs import map_tensors, num_rows, tensors
-from .replicas import DoesNotFold, Undecided
+from .passes import DoesNotFold, Undecided
 from .samplers import Draw, Fitted, Statistics
 
 ROWS = 3

@@ -12,7 +12,7 @@ from .collect import CollectPass
 from .forward import Forward
 from .inputs import map_tensors, model_input, move, num_rows, tensors
 from .ops.checks import refuse
-from .replicas import running
+from .passes import running
 from .restore import preserved_rng
 from .samplers import Draw
 from .warn import warn

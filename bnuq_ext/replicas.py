@@ -1,247 +1,178 @@
-"""What a stochastic layer does now: the current pass, held in a context variable.
-
-Outside every pass a stochastic layer is the layer that it was made from. Inside one it hands its input to
-the pass, so that the state of a prediction or a collection lives neither in the model nor in a global, and
-threads do not meet.
-"""
+"""`replicas`: a model that returns T replicas, for users who write their own loops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextvars import ContextVar
-from weakref import WeakValueDictionary
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
-from .ops.checks import refuse
-from .samplers import Draw
-
-_CURRENT: ContextVar[Pass | None] = ContextVar("bnuq_ext_pass", default=None)
-_RUNNING: list[Pass] = []  # of all threads
-_REPLAYED: WeakValueDictionary[int, Replay] = WeakValueDictionary()  # by the number of a backward
-_DYNAMO_READS_CONTEXT = torch.__version__ >= (2, 14)
-
-
-def current_pass() -> Pass | None:
-    """The pass that this thread (or task) is in, or None."""
-    # Older dynamo breaks the graph at a context variable; it can guard on a global.
-    if not _DYNAMO_READS_CONTEXT and torch.compiler.is_compiling() and not _RUNNING:
-        return None
-    active = _CURRENT.get()
-    return replayed_pass() if active is None else active
+from .batch_norm_like import averages_rows
+from .bayes import bayes_layers
+from .fingerprint import OURS
+from .folding import Plan
+from .forward import Forward
+from .inputs import device_of, num_rows, tensors
+from .known import know
+from .nn import Stochastic
+from .ops.checks import check_integer, refuse
+from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass, running
+from .predict import layers_by_bank, take_model
+from .probe import expand
+from .samplers import check_key, check_sampler, draw_key
+from .standing import proven_plan
 
 
-def replayed_pass() -> Replay | None:
-    """The forward that the backward in this thread computes again, or None."""
-    if torch.compiler.is_compiling() or not _REPLAYED:
-        return None
-    return _REPLAYED.get(torch._C._current_graph_task_id())
+@contextmanager
+def replicas(
+    model: nn.Module,
+    num_samples: int,
+    seed: int | None = None,
+    *,
+    sampler: str = "bank",
+    first_replica: int = 0,
+    batch_size: int | None = None,
+):
+    """Inside, `model(x)` with N rows returns T*N rows, replica-major: row t*N + n is replica t at row n.
 
+    The replicas are those of `predict` with the same seed. Training flags are the user's and gradients
+    flow. The model must be one that `predict` can fold, which is found out in eval at the first call with a
+    shape, and again, by T replicas and one alone, when parameters have changed; dropout in train() draws for
+    each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in the
+    forward. The state is this thread's (or task's): other threads may use the model with other replicas, or
+    none, at the same time.
 
-class running:  # noqa: N801 - a context manager; written out, for a generator costs more than a small layer
-    """Make a pass the current one for the body."""
+    Args:
+        model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not one made by
+            torch.compile. Call it itself, not its parts.
+        num_samples: T, at least 1.
+        seed, sampler, first_replica, batch_size: see `predict`; any sampler but "batch".
 
-    __slots__ = ("active", "token")
-
-    def __init__(self, active: Pass):
-        self.active = active
-
-    def __enter__(self) -> Pass:
-        self.token = _CURRENT.set(self.active)
-        _RUNNING.append(self.active)
-        return self.active
-
-    def __exit__(self, *exception) -> None:
-        _CURRENT.reset(self.token)
-        _RUNNING.remove(self.active)
-
-
-class Replicated:
-    """Mixin of a layer that a pass can run as T replicas; goes before the class it extends.
-
-    A layer has `plain_forward(x)`, what it does outside every pass, and `replicate(x, draw, key, stream,
-    shared)`, its rows for all replicas of a draw: x is (N, *) if shared, else (T*N, *), replica-major; the
-    result is (T*N, *).
+    Raises:
+        ValueError: an argument is refused; inside, a model that does not fold, or batch norm in train()
+            that is not stochastic and would take the replicas together.
     """
+    op = "replicas"
+    if "_orig_mod" in getattr(model, "_modules", ()):
+        refuse(op, "model", "not be compiled", type(model).__name__, TypeError)
+    _, modules = take_model(op, model)
+    num_samples = check_integer(op, "num_samples", num_samples, 1)
+    first_replica = check_integer(op, "first_replica", first_replica, 0)
+    check_sampler(op, sampler, batch_size)
+    check_key(op, seed)
+    if sampler == "batch":
+        refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
+    if current_pass() is not None:
+        refuse(op, "the body of another pass", "be left first", type(current_pass()).__name__)
+    known, device = know(model, modules), device_of(modules)
+    drawn = known.sampler(op, model, sampler, batch_size, device)
+    layers = layers_by_bank(modules) | bayes_layers(model, modules)
+    key = draw_key(seed, device)
+    forward = Forward(model, layers, drawn, key, _flat, known, op, _call)
+    session = _Session(forward, first_replica, num_samples)
+    handles = [
+        model.register_forward_pre_hook(_Before(session), prepend=True, with_kwargs=True),
+        model.register_forward_hook(_After(session)),
+    ]
+    try:
+        with running(session):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    needs_bank = False  # whether a draw must have statistics for each of its calls
-    one_draw = False  # whether all calls in a forward have the noise of the first
 
-    def forward(self, input: Tensor) -> Tensor:  # torch's name, by which it may be given
-        if isinstance(input, Proxy):  # torch.fx: one node, as for torch's layers
-            tracer = input.tracer
-            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
-        active = current_pass()
+class _Session(Pass):
+    """The pass of a body: each call of the model is a ReplicaPass of its own."""
+
+    def __init__(self, forward: Forward, first_replica: int, num_samples: int):
+        super().__init__(forward.layers)
+        self.forward, self.first, self.num_samples = forward, first_replica, num_samples
+        self.draw = forward.draw(first_replica, num_samples)
+        self.active: ReplicaPass | None = None
+
+    def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if id(layer) not in self.names:
+            return layer.plain_forward(x)
+        active = self.active or replayed_pass()
         if active is None:
-            return self.plain_forward(input)
-        self.check_input(input)
-        return active.visit(self, input)
+            refuse("replicas", "model", "be called itself", "a call of one of its parts")
+        return _or_refuse(active.visit, layer, x)
 
-    def plain_forward(self, x: Tensor) -> Tensor:
-        """What the class that this one extends does."""
-        return super().forward(x)
+    def begin(self, inputs: dict) -> dict:
+        """Prepares a call of the model; its inputs, expanded if need be."""
+        self.active = None
+        if num_rows("replicas", inputs) == 0 or self.num_samples == 1:
+            self.active = ReplicaPass(self.forward.layers, self.forward.draw(self.first, 1))
+            return inputs
+        for name, module in self.forward.model.named_modules():
+            if module.training and averages_rows(module) and not isinstance(module, Stochastic):
+                got = f"{name} in train()"
+                refuse("replicas", "batch norm that is not stochastic", "be in eval()", got)
+        plan = self._plan(inputs)
+        self.active = ReplicaPass(
+            self.forward.layers, self.draw, plan.rows, plan.shared, "replicas"
+        )
+        return inputs if plan.way == "folded" else expand(inputs, self.num_samples)
 
-    def check_input(self, x: Tensor) -> None:
-        """Raises, inside a pass, for an x that the original class refuses; here for none."""
+    def _plan(self, inputs: dict) -> Plan:
+        modules = list(self.forward.model.modules())
+        plan = proven_plan(self.forward, modules, inputs, self.first, self.num_samples)
+        if plan.way == "loop":
+            refuse("replicas", "model", "give the same folded as one by one", plan.reason)
+        return plan
 
-
-class Pass:
-    """One forward of a model with its stochastic layers doing something else than usual.
-
-    Args:
-        layers: the stochastic layers of the model and their names, `named_stochastic_layers(model)`.
-
-    Attributes:
-        streams: of each layer's first call; 65,536 calls later comes the next layer's.
-        calls: of each layer so far.
-    """
-
-    def __init__(self, layers: dict[str, nn.Module]):
-        self.names = {id(layer): name for name, layer in layers.items()}
-        self.streams = {name: number << 16 for number, name in enumerate(layers)}
-        self.calls: dict[str, int] = {}
-
-    def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """What the layer returns for x; a layer of another model behaves as usual."""
-        name = self.names.get(id(layer))
-        if name is None:
-            return layer.plain_forward(x)
-        call = self.calls.get(name, 0)
-        self.calls[name] = call + 1
-        key = name if call == 0 else f"{name}#{call}"
-        stream = self.streams[name] + (0 if layer.one_draw else call)
-        return self.normalise(layer, x, key, stream)
-
-    def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
-        raise NotImplementedError
+    def end(self, output) -> None:
+        """Checks that the call of the model was a whole one, and follows its output."""
+        if self.active is not None:
+            active, self.active = self.active, None
+            _or_refuse(active.check_calls)
+            active.follow(tensors(output))
 
 
-class DoesNotFold(Exception):
-    """Replicas cannot go through the model this way; never leaves the package."""
+class _Before:
+    """Forward pre-hook of the model: does nothing outside the session's own thread and body."""
+
+    def __init__(self, session: _Session):
+        self.session = session
+        setattr(self, OURS, True)
+
+    def __call__(self, model, args, kwargs=None):
+        # Another thread may call in the middle of the registration, which is when kwargs are missing.
+        if current_pass() is not self.session:
+            return None
+        inputs = self.session.begin({"args": args, "kwargs": kwargs})
+        return inputs["args"], inputs["kwargs"]
 
 
-class Undecided(DoesNotFold):
-    """A trial on this input could not tell whether they can."""
+class _After:
+    """Forward hook of the model."""
+
+    def __init__(self, session: _Session):
+        self.session = session
+        setattr(self, OURS, True)
+
+    def __call__(self, model, args, output):
+        if current_pass() is self.session:
+            self.session.end(output)
 
 
-class ReplicaPass(Pass):
-    """A forward of T replicas: each stochastic call normalises with the statistics of a draw.
-
-    Folded activations are (T*N, C, *), replica-major. Whether the x of a call is shared by the replicas
-    or folded is known from the rows that the call had in a pass with T = 1; with T = 1 it is the same.
-
-    Args:
-        layers: the stochastic layers by the names that the draw's statistics have.
-        draw: the statistics of the T replicas.
-        rows: rows of x in each call with T = 1; needed for T above 1.
-        shared: which calls share x; what is missing is found out. Both are filled by the pass.
-        op: who runs it, for messages.
-    """
-
-    def __init__(
-        self,
-        layers: dict[str, nn.Module],
-        draw: Draw,
-        rows: dict[str, int] | None = None,
-        shared: dict[str, bool] | None = None,
-        op: str = "predict",
-    ):
-        super().__init__(layers)
-        self.draw, self.op = draw, op
-        self.rows = {} if rows is None else rows
-        self.shared = {} if shared is None else shared
-        self.largest = 0  # bytes of the largest x
-
-    def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
-        draw = self.draw
-        if layer.needs_bank and key not in draw.tables:
-            self._refuse(key, "an additional call")
-        shared = self._is_shared(key, x) if draw.num_samples > 1 else self._record(key, x)
-        y = layer.replicate(x, draw, key, stream, shared)
-        if draw.spoilt is not None:
-            replica, value = draw.spoilt
-            y.unflatten(0, (draw.num_samples, -1))[replica] = value
-        return y
-
-    def _record(self, key: str, x: Tensor) -> bool:
-        self.rows[key] = x.shape[0]
-        self.largest = max(self.largest, x.numel() * x.element_size())
-        return False
-
-    def _is_shared(self, key: str, x: Tensor) -> bool:
-        rows, recorded, T = x.shape[0], self.rows.get(key), self.draw.num_samples
-        shared = rows == recorded
-        if not shared and (recorded is None or rows != T * recorded):
-            raise DoesNotFold(f"{key} saw {rows} rows instead of {recorded} or {T} times that")
-        if self.shared.setdefault(key, shared) != shared:
-            raise DoesNotFold(f"{key} saw {rows} rows, which another batch shared or folded")
-        return shared
-
-    def follow(self, outputs: Iterable[Tensor]) -> None:
-        """Lets what a backward from these outputs computes again (activation checkpointing) be the same."""
-        tracked = [output for output in outputs if output.requires_grad]
-        replay = Replay(self) if tracked else None
-        for output in tracked:
-            output.grad_fn  # noqa: B018 - brought up to date: torch up to 2.14 crashes where a slice was written
-            output.register_hook(replay.enter)
-
-    def check_calls(self) -> None:
-        """Raises unless the forward made the calls of the bank, at least one, and those of T = 1."""
-        made = sum(self.calls.values())
-        if made != len(self.draw.tables):  # equal in a model without other layers
-            self._check_against_bank()
-        if made != len(self.rows):
-            raise DoesNotFold(
-                f"the forward made {made} stochastic calls, with T = 1 {len(self.rows)}"
-            )
-
-    def _check_against_bank(self) -> None:
-        if not self.calls:
-            refuse(self.op, "model", "call a stochastic layer in its forward", "no call")
-        for key in self.draw.tables:
-            name, call = _split(key)
-            # A part of a model may be run with the bank of the whole.
-            made = self.calls.get(name, 0)
-            if name in self.streams and made <= call:
-                self._refuse(name, f"{made} calls")
-
-    def _refuse(self, key: str, got: str):
-        requirement = "be called as often as when the bank was collected"
-        refuse(self.op, f"layer {key!r}", requirement, got)
+def _call(model: nn.Module, inputs: dict):
+    return model(*inputs["args"], **inputs["kwargs"])
 
 
-class Replay(Pass):
-    """Parts of a forward that is over, computed again by the backward from its outputs, in any order.
-
-    The graph of the forward keeps it alive. A backward through several forwards goes through one after another,
-    the last one first, and enters each by its outputs.
-    """
-
-    def __init__(self, done: ReplicaPass):
-        self.names, self.streams, self.done = done.names, done.streams, done
-
-    def enter(self, grad: Tensor) -> None:
-        """Hook of the outputs."""
-        _REPLAYED[torch._C._current_graph_task_id()] = self
-
-    def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
-        name, done = self.names.get(id(layer)), self.done
-        if name is None:
-            return layer.plain_forward(x)
-        calls = done.calls.get(name, 0)
-        if calls > 1 and not layer.one_draw:
-            requirement = "be called once in a forward that is computed again"
-            refuse(done.op, f"layer {name!r}", requirement, f"{calls} calls")
-        shared = done.draw.num_samples > 1 and x.shape[0] == done.rows[name]
-        y = layer.replicate(x, done.draw, name, self.streams[name], shared)
-        if y.requires_grad:
-            y.register_hook(self.enter)  # a reentrant checkpoint runs a backward of its own
-        return y
+def _flat(output) -> Tensor:
+    """All floating-point tensors of an output, side by side: (rows, values)."""
+    parts = [t for t in tensors(output) if t.is_floating_point()]
+    if not parts or any(t.dim() == 0 for t in parts):
+        refuse(
+            "replicas", "the model's output", "consist of tensors with rows", type(output).__name__
+        )
+    return torch.cat([t.flatten(1) if t.dim() > 1 else t.unsqueeze(1) for t in parts], 1)
 
 
-def _split(key: str) -> tuple[str, int]:
-    """Layer and number of the call of `name` or `name#1`."""
-    name, mark, call = key.rpartition("#")
-    return (name, int(call)) if mark and call.isdigit() else (key, 0)
+def _or_refuse(function, *args):
+    try:
+        return function(*args)
+    except DoesNotFold as error:
+        refuse("replicas", "model", "do in this call what it does in eval", error)

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from .fingerprint import State
-from .folding import CHANGES, Folding, Plan, flags_of, proven_plan
+from .folding import CHANGES, Plan
 from .forward import Forward
+from .passes import DoesNotFold, Undecided
 from .probe import expand
-from .replicas import DoesNotFold, Undecided
 from .restore import preserved_rng, random_states
 from .samplers import Draw
+from .standing import StandingFolding, flags_of, proven_plan
 
 
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
@@ -21,7 +22,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     changed since, one replica is run alone, with the flags as they are and without gradients, and must be the
     one among the others. Where train() draws random numbers or the samples hardly differ, that is done in eval.
     """
-    T, folding = draw.num_samples, Folding(forward, modules, 0, flags_of(modules))
+    T, folding = draw.num_samples, StandingFolding(forward, modules, 0, flags_of(modules))
     plan, alone = _decide(folding, inputs, T)
     if plan.way == "loop":
         return None
@@ -43,7 +44,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     return output
 
 
-def _decide(folding: Folding, inputs, num_samples: int) -> tuple[Plan, Tensor | None]:
+def _decide(folding: StandingFolding, inputs, num_samples: int) -> tuple[Plan, Tensor | None]:
     """The plan, and the chosen replica run alone where it has still to be compared."""
     plan = folding.proven(inputs, num_samples)
     if plan is not None:
@@ -51,7 +52,7 @@ def _decide(folding: Folding, inputs, num_samples: int) -> tuple[Plan, Tensor | 
     plan = folding.known.standing.get(folding.place(inputs))
     if plan is not None and plan.repeatable and num_samples in plan.checked:
         with torch.no_grad():
-            return plan._replace(checked={num_samples}), folding.alone(inputs, 0, num_samples)
+            return plan._replace(checked={num_samples}), folding.alone(inputs, num_samples)
     plan = proven_plan(folding.forward, folding.modules, inputs, 0, num_samples)
     stood = folding.known.standing.get(folding.place(inputs))
     if plan.way == "loop" or stood is None or stood.repeatable is not None:
@@ -59,12 +60,14 @@ def _decide(folding: Folding, inputs, num_samples: int) -> tuple[Plan, Tensor | 
     return _examined(folding, plan, inputs, num_samples)
 
 
-def _examined(folding: Folding, plan: Plan, inputs, num_samples: int) -> tuple[Plan, Tensor | None]:
+def _examined(
+    folding: StandingFolding, plan: Plan, inputs, num_samples: int
+) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
     state = State(folding.modules)
     with torch.no_grad(), preserved_rng():
         before = random_states()
-        alone = folding.alone(inputs, 0, num_samples)
+        alone = folding.alone(inputs, num_samples)
         repeatable = random_states() == before
     if folding.undo(state):
         folding.refute(plan, inputs, CHANGES)

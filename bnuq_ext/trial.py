@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .forward import Forward
 from .moved import Moved
+from .passes import DoesNotFold, Undecided
 from .probe import (
     ROWS,
     check_apart,
@@ -21,7 +22,6 @@ from .probe import (
     tolerance_of,
 )
 from .reads import Reads
-from .replicas import DoesNotFold, Undecided
 from .samplers import Draw
 
 

@@ -22,8 +22,8 @@ from .ops import new_seed
 from .ops.checks import acc_dtype, check_integer, check_number, check_tensor, refuse
 from .ops.kl import gaussian_kl_sum
 from .ops.philox import new_key
+from .passes import Pass, current_pass
 from .prediction import check_likelihood
-from .replicas import Pass, current_pass
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
 from .together import run_together

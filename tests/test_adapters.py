@@ -14,7 +14,7 @@ from torch import nn
 import bnuq_ext as bnuq
 from bnuq_ext import adapters
 from bnuq_ext.nn import Stochastic, named_stochastic_layers
-from bnuq_ext.replicas import Pass, running
+from bnuq_ext.passes import Pass, running
 
 
 class BatchNormAct2d(nn.BatchNorm2d):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import data as torch_data
 
 import bnuq_ext as bnuq
-from bnuq_ext.replicas import current_pass
+from bnuq_ext.passes import current_pass
 from bnuq_ext.restore import evaluating, preserved_rng, random_states
 
 ROWS = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from torch import nn
 import bnuq_ext as bnuq
 from bnuq_ext.doctor import count_uncovered
 from bnuq_ext.nn import named_stochastic_layers
-from bnuq_ext.replicas import Pass, running
+from bnuq_ext.passes import Pass, running
 
 
 class Functional(nn.Module):

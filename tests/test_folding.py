@@ -28,8 +28,8 @@ import bnuq_ext as bnuq
 from bnuq_ext import known
 from bnuq_ext.folding import Folding
 from bnuq_ext.forward import Forward
+from bnuq_ext.passes import DoesNotFold, ReplicaPass, running
 from bnuq_ext.probe import probe_draws, probe_inputs
-from bnuq_ext.replicas import DoesNotFold, ReplicaPass, running
 from bnuq_ext.samplers import make_sampler
 
 

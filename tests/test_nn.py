@@ -3,7 +3,7 @@ import torch
 from torch.nn.utils import prune
 
 from bnuq_ext.nn import StochasticBatchNorm1d, StochasticBatchNorm2d
-from bnuq_ext.replicas import Pass, running
+from bnuq_ext.passes import Pass, running
 
 
 class Double(Pass):

@@ -13,8 +13,8 @@ from coupled import D, K, Norms
 from test_folding import prepared, samples, way
 from torch import nn
 
+from bnuq_ext.passes import DoesNotFold
 from bnuq_ext.reads import Reads
-from bnuq_ext.replicas import DoesNotFold
 
 N = 7
 

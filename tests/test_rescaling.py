@@ -13,7 +13,7 @@ from torch import nn
 import bnuq_ext as bnuq
 from bnuq_ext.moments import Rescaling, fit
 from bnuq_ext.ops import new_seed, philox_normal
-from bnuq_ext.replicas import Pass, running
+from bnuq_ext.passes import Pass, running
 
 
 def test_rescaling_is_the_formula():

@@ -23,16 +23,16 @@ from training import (
 )
 
 import bnuq_ext as bnuq
-from bnuq_ext import folding
+from bnuq_ext import standing
 
 
 @pytest.mark.parametrize("num_samples", [3, 5])
 def test_a_step_costs_one_sample_more(num_samples, monkeypatch):
     made, model = proofs(monkeypatch), Net(middle=Residual())
     rows, chosen = counted(model), []
-    choose = folding.Folding.chosen
+    choose = standing.StandingFolding.chosen
     monkeypatch.setattr(
-        folding.Folding, "chosen", lambda *args: chosen.append(choose(*args)) or chosen[-1]
+        standing.StandingFolding, "chosen", lambda *args: chosen.append(choose(*args)) or chosen[-1]
     )
     for i in range(num_samples + 1):
         gradients(model, i, num_samples)

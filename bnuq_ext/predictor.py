@@ -1,4 +1,4 @@
-"""Takes the replicas' outputs in, chunk by chunk and batch by batch."""
+"""Runs the replicas, chunk by chunk and batch by batch, and takes their outputs in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_strategy(op: str, strategy) -> None:
         refuse(op, "strategy", f"be one of {', '.join(STRATEGIES)}", repr(strategy))
 
 
-class Replicas(NamedTuple):
+class Request(NamedTuple):
     """Which replicas to run, and how; as in `predict`."""
 
     first: int
@@ -39,13 +39,13 @@ class Replicas(NamedTuple):
     progress: bool
 
 
-class Stream:
-    """The batches of one prediction.
+class Predictor:
+    """Makes one prediction of the replicas that are asked for.
 
     Args:
         forward: how to run the model.
         modules: all modules of the model.
-        replicas: which ones, and how.
+        request: which replicas, and how.
         likelihood: of the outputs.
         device: the model's.
     """
@@ -54,23 +54,23 @@ class Stream:
         self,
         forward: Forward,
         modules: list[nn.Module],
-        replicas: Replicas,
+        request: Request,
         likelihood: str,
         device: torch.device,
     ):
-        self.forward, self.replicas = forward, replicas
+        self.forward, self.request = forward, request
         self.likelihood, self.device = likelihood, device
-        self.most = replicas.count  # in a chunk; less once memory did not suffice
+        self.most = request.count  # in a chunk; less once memory did not suffice
         self.shape: list[int] = []  # of a replica's output for the current input
-        self.folding = Folding(forward, modules, replicas.first)
+        self.folding = Folding(forward, modules, request.first)
         if device.type == "cpu":
             keep_freed_pages()
 
     def run(self, inputs) -> dict[str, Tensor]:
         """What `Prediction` holds for one input."""
-        if not self.replicas.progress:
+        if not self.request.progress:
             return self._run(inputs, None)
-        with self._bar(self.replicas.count) as bar:
+        with self._bar(self.request.count) as bar:
             return self._run(inputs, bar)
 
     def run_all(self, loader: Iterable) -> dict[str, Tensor | list | None]:
@@ -92,21 +92,21 @@ class Stream:
         return joined | {"targets": _join(targets)}
 
     def _bar(self, total: int | None = None):
-        if not self.replicas.progress:
+        if not self.request.progress:
             return nullcontext()
         return tqdm(desc=self.forward.op, unit="replica", total=total)
 
     def _run(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
         moments = samples = summary = None
         done, plan = 0, self._plan(inputs)
-        while done < self.replicas.count:
-            left = self.replicas.count - done
-            size = min(chunk_of(plan, self.replicas.chunk, left, self.device), self.most)
+        while done < self.request.count:
+            left = self.request.count - done
+            size = min(chunk_of(plan, self.request.chunk, left, self.device), self.most)
             outputs = short = None
             try:
                 outputs = self._outputs(plan, inputs, done, size)
                 samples = self._keep(samples, outputs, done)
-                if size == self.replicas.count:
+                if size == self.request.count:
                     summary = summarise(self.forward.op, self.likelihood, outputs)
                 else:
                     moments = moments or make_moments(self.forward.op, self.likelihood)
@@ -132,7 +132,7 @@ class Stream:
         return (summary or moments.summary()) | {"samples": samples}
 
     def _outputs(self, plan: Plan, inputs, done: int, size: int) -> Tensor:
-        outputs = self.folding.run(plan, inputs, self.replicas.first + done, size)
+        outputs = self.folding.run(plan, inputs, self.request.first + done, size)
         shape = list(outputs.shape[1:])
         if done == 0:
             self.shape = shape
@@ -142,8 +142,8 @@ class Stream:
         return outputs
 
     def _plan(self, inputs) -> Plan:
-        strategy, chunk = self.replicas.strategy, self.replicas.chunk
-        if strategy == "loop" or self.replicas.count == 1 or chunk == 1:
+        strategy, chunk = self.request.strategy, self.request.chunk
+        if strategy == "loop" or self.request.count == 1 or chunk == 1:
             return _LOOP
         rows = num_rows(self.forward.op, inputs)
         if rows == 0:
@@ -158,7 +158,7 @@ class Stream:
 
     def _trial_pays(self, plan: Plan, inputs) -> bool:
         """Whether it may tell, and more than one replica would go into a chunk; it costs as much as forty rows."""
-        wanted = self.replicas
+        wanted = self.request
         if wanted.strategy == "folded":
             return True
         together = chunk_of(plan._replace(way="folded"), wanted.chunk, wanted.count, self.device)
@@ -168,16 +168,16 @@ class Stream:
         return self._checked(self.folding.give_up(plan, inputs, error))
 
     def _checked(self, plan: Plan) -> Plan:
-        if self.replicas.strategy == "folded" and plan.way == "loop":
+        if self.request.strategy == "folded" and plan.way == "loop":
             got = f'"folded" for a model that does not fold: {plan.reason}'
             refuse(self.forward.op, "strategy", 'be "auto" or "loop"', got)
         return plan
 
     def _keep(self, samples: Tensor | None, outputs: Tensor, done: int) -> Tensor | None:
-        if not self.replicas.keep:
+        if not self.request.keep:
             return None
         if samples is None:
-            samples = outputs.new_empty((self.replicas.count, *outputs.shape[1:]))
+            samples = outputs.new_empty((self.request.count, *outputs.shape[1:]))
         samples[done : done + len(outputs)] = outputs
         return samples
 

@@ -1,0 +1,247 @@
+"""What a stochastic layer does now: the current pass, held in a context variable.
+
+Outside every pass a stochastic layer is the layer that it was made from. Inside one it hands its input to
+the pass, so that the state of a prediction or a collection lives neither in the model nor in a global, and
+threads do not meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from .ops.checks import refuse
+from .samplers import Draw
+
+_CURRENT: ContextVar[Pass | None] = ContextVar("bnuq_ext_pass", default=None)
+_RUNNING: list[Pass] = []  # of all threads
+_REPLAYED: WeakValueDictionary[int, Replay] = WeakValueDictionary()  # by the number of a backward
+_DYNAMO_READS_CONTEXT = torch.__version__ >= (2, 14)
+
+
+def current_pass() -> Pass | None:
+    """The pass that this thread (or task) is in, or None."""
+    # Older dynamo breaks the graph at a context variable; it can guard on a global.
+    if not _DYNAMO_READS_CONTEXT and torch.compiler.is_compiling() and not _RUNNING:
+        return None
+    active = _CURRENT.get()
+    return replayed_pass() if active is None else active
+
+
+def replayed_pass() -> Replay | None:
+    """The forward that the backward in this thread computes again, or None."""
+    if torch.compiler.is_compiling() or not _REPLAYED:
+        return None
+    return _REPLAYED.get(torch._C._current_graph_task_id())
+
+
+class running:  # noqa: N801 - a context manager; written out, for a generator costs more than a small layer
+    """Make a pass the current one for the body."""
+
+    __slots__ = ("active", "token")
+
+    def __init__(self, active: Pass):
+        self.active = active
+
+    def __enter__(self) -> Pass:
+        self.token = _CURRENT.set(self.active)
+        _RUNNING.append(self.active)
+        return self.active
+
+    def __exit__(self, *exception) -> None:
+        _CURRENT.reset(self.token)
+        _RUNNING.remove(self.active)
+
+
+class Replicated:
+    """Mixin of a layer that a pass can run as T replicas; goes before the class it extends.
+
+    A layer has `plain_forward(x)`, what it does outside every pass, and `replicate(x, draw, key, stream,
+    shared)`, its rows for all replicas of a draw: x is (N, *) if shared, else (T*N, *), replica-major; the
+    result is (T*N, *).
+    """
+
+    needs_bank = False  # whether a draw must have statistics for each of its calls
+    one_draw = False  # whether all calls in a forward have the noise of the first
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name, by which it may be given
+        if isinstance(input, Proxy):  # torch.fx: one node, as for torch's layers
+            tracer = input.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        active = current_pass()
+        if active is None:
+            return self.plain_forward(input)
+        self.check_input(input)
+        return active.visit(self, input)
+
+    def plain_forward(self, x: Tensor) -> Tensor:
+        """What the class that this one extends does."""
+        return super().forward(x)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raises, inside a pass, for an x that the original class refuses; here for none."""
+
+
+class Pass:
+    """One forward of a model with its stochastic layers doing something else than usual.
+
+    Args:
+        layers: the stochastic layers of the model and their names, `named_stochastic_layers(model)`.
+
+    Attributes:
+        streams: of each layer's first call; 65,536 calls later comes the next layer's.
+        calls: of each layer so far.
+    """
+
+    def __init__(self, layers: dict[str, nn.Module]):
+        self.names = {id(layer): name for name, layer in layers.items()}
+        self.streams = {name: number << 16 for number, name in enumerate(layers)}
+        self.calls: dict[str, int] = {}
+
+    def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """What the layer returns for x; a layer of another model behaves as usual."""
+        name = self.names.get(id(layer))
+        if name is None:
+            return layer.plain_forward(x)
+        call = self.calls.get(name, 0)
+        self.calls[name] = call + 1
+        key = name if call == 0 else f"{name}#{call}"
+        stream = self.streams[name] + (0 if layer.one_draw else call)
+        return self.normalise(layer, x, key, stream)
+
+    def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
+        raise NotImplementedError
+
+
+class DoesNotFold(Exception):
+    """Replicas cannot go through the model this way; never leaves the package."""
+
+
+class Undecided(DoesNotFold):
+    """A trial on this input could not tell whether they can."""
+
+
+class ReplicaPass(Pass):
+    """A forward of T replicas: each stochastic call normalises with the statistics of a draw.
+
+    Folded activations are (T*N, C, *), replica-major. Whether the x of a call is shared by the replicas
+    or folded is known from the rows that the call had in a pass with T = 1; with T = 1 it is the same.
+
+    Args:
+        layers: the stochastic layers by the names that the draw's statistics have.
+        draw: the statistics of the T replicas.
+        rows: rows of x in each call with T = 1; needed for T above 1.
+        shared: which calls share x; what is missing is found out. Both are filled by the pass.
+        op: who runs it, for messages.
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, nn.Module],
+        draw: Draw,
+        rows: dict[str, int] | None = None,
+        shared: dict[str, bool] | None = None,
+        op: str = "predict",
+    ):
+        super().__init__(layers)
+        self.draw, self.op = draw, op
+        self.rows = {} if rows is None else rows
+        self.shared = {} if shared is None else shared
+        self.largest = 0  # bytes of the largest x
+
+    def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
+        draw = self.draw
+        if layer.needs_bank and key not in draw.tables:
+            self._refuse(key, "an additional call")
+        shared = self._is_shared(key, x) if draw.num_samples > 1 else self._record(key, x)
+        y = layer.replicate(x, draw, key, stream, shared)
+        if draw.spoilt is not None:
+            replica, value = draw.spoilt
+            y.unflatten(0, (draw.num_samples, -1))[replica] = value
+        return y
+
+    def _record(self, key: str, x: Tensor) -> bool:
+        self.rows[key] = x.shape[0]
+        self.largest = max(self.largest, x.numel() * x.element_size())
+        return False
+
+    def _is_shared(self, key: str, x: Tensor) -> bool:
+        rows, recorded, T = x.shape[0], self.rows.get(key), self.draw.num_samples
+        shared = rows == recorded
+        if not shared and (recorded is None or rows != T * recorded):
+            raise DoesNotFold(f"{key} saw {rows} rows instead of {recorded} or {T} times that")
+        if self.shared.setdefault(key, shared) != shared:
+            raise DoesNotFold(f"{key} saw {rows} rows, which another batch shared or folded")
+        return shared
+
+    def follow(self, outputs: Iterable[Tensor]) -> None:
+        """Lets what a backward from these outputs computes again (activation checkpointing) be the same."""
+        tracked = [output for output in outputs if output.requires_grad]
+        replay = Replay(self) if tracked else None
+        for output in tracked:
+            output.grad_fn  # noqa: B018 - brought up to date: torch up to 2.14 crashes where a slice was written
+            output.register_hook(replay.enter)
+
+    def check_calls(self) -> None:
+        """Raises unless the forward made the calls of the bank, at least one, and those of T = 1."""
+        made = sum(self.calls.values())
+        if made != len(self.draw.tables):  # equal in a model without other layers
+            self._check_against_bank()
+        if made != len(self.rows):
+            raise DoesNotFold(
+                f"the forward made {made} stochastic calls, with T = 1 {len(self.rows)}"
+            )
+
+    def _check_against_bank(self) -> None:
+        if not self.calls:
+            refuse(self.op, "model", "call a stochastic layer in its forward", "no call")
+        for key in self.draw.tables:
+            name, call = _split(key)
+            # A part of a model may be run with the bank of the whole.
+            made = self.calls.get(name, 0)
+            if name in self.streams and made <= call:
+                self._refuse(name, f"{made} calls")
+
+    def _refuse(self, key: str, got: str):
+        requirement = "be called as often as when the bank was collected"
+        refuse(self.op, f"layer {key!r}", requirement, got)
+
+
+class Replay(Pass):
+    """Parts of a forward that is over, computed again by the backward from its outputs, in any order.
+
+    The graph of the forward keeps it alive. A backward through several forwards goes through one after another,
+    the last one first, and enters each by its outputs.
+    """
+
+    def __init__(self, done: ReplicaPass):
+        self.names, self.streams, self.done = done.names, done.streams, done
+
+    def enter(self, grad: Tensor) -> None:
+        """Hook of the outputs."""
+        _REPLAYED[torch._C._current_graph_task_id()] = self
+
+    def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
+        name, done = self.names.get(id(layer)), self.done
+        if name is None:
+            return layer.plain_forward(x)
+        calls = done.calls.get(name, 0)
+        if calls > 1 and not layer.one_draw:
+            requirement = "be called once in a forward that is computed again"
+            refuse(done.op, f"layer {name!r}", requirement, f"{calls} calls")
+        shared = done.draw.num_samples > 1 and x.shape[0] == done.rows[name]
+        y = layer.replicate(x, done.draw, name, self.streams[name], shared)
+        if y.requires_grad:
+            y.register_hook(self.enter)  # a reentrant checkpoint runs a backward of its own
+        return y
+
+
+def _split(key: str) -> tuple[str, int]:
+    """Layer and number of the call of `name` or `name#1`."""
+    name, mark, call = key.rpartition("#")
+    return (name, int(call)) if mark and call.isdigit() else (key, 0)
