@@ -59,7 +59,7 @@ class Report:
 
 
 def doctor(model: nn.Module, x) -> Report:
-    """Run one forward, in eval and without gradients; tell which batch norm is not covered, and warn.
+    """Run one forward, in eval, without gradients; tell which batch norm is not covered and what else is wrong.
 
     Calls of functions (`torch.nn.functional.batch_norm`) and of compiled or scripted code are seen
     too, batch norm written out in arithmetic is not. An excluded layer without parameters and

@@ -63,7 +63,7 @@ def replicas(
     if sampler == "batch":
         refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
     if current_pass() is not None:
-        refuse(op, "the body of another pass", "be left first", type(current_pass()).__name__)
+        refuse(op, "the body of another pass", "be left first", "a call inside it")
     known, device = know(model, modules), device_of(modules)
     drawn = known.sampler(op, model, sampler, batch_size, device)
     layers = layers_by_bank(modules) | bayes_layers(model, modules)
@@ -130,30 +130,36 @@ class _Session(Pass):
             active.follow(tensors(output))
 
 
-class _Before:
-    """Forward pre-hook of the model: does nothing outside the session's own thread and body."""
+class _Hook:
+    """A hook of the model: does nothing outside the session's own thread and body, and in a copy of the model."""
 
-    def __init__(self, session: _Session):
+    def __init__(self, session: _Session | None = None):
         self.session = session
         setattr(self, OURS, True)
 
+    def __reduce__(self):
+        return type(self), ()
+
+    def applies(self) -> bool:
+        return self.session is not None and current_pass() is self.session
+
+
+class _Before(_Hook):
+    """Forward pre-hook."""
+
     def __call__(self, model, args, kwargs=None):
         # Another thread may call in the middle of the registration, which is when kwargs are missing.
-        if current_pass() is not self.session:
+        if not self.applies():
             return None
         inputs = self.session.begin({"args": args, "kwargs": kwargs})
         return inputs["args"], inputs["kwargs"]
 
 
-class _After:
-    """Forward hook of the model."""
-
-    def __init__(self, session: _Session):
-        self.session = session
-        setattr(self, OURS, True)
+class _After(_Hook):
+    """Forward hook."""
 
     def __call__(self, model, args, output):
-        if current_pass() is self.session:
+        if self.applies():
             self.session.end(output)
 
 

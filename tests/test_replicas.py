@@ -1,6 +1,7 @@
 """replicas: the replicas of predict from calls of the model itself, gradients and threads included."""
 
 import copy
+import pickle
 import threading
 
 import pytest
@@ -60,6 +61,17 @@ def test_the_model_is_itself_again_afterwards(model):
         raise KeyError
     assert torch.equal(model(X), before)
     assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def test_a_copy_made_inside_is_an_ordinary_model(model):
+    plain, samples = model(X), expected(model)
+    with bnuq.replicas(model, T, 3):
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(copied(X), plain)
+            assert torch.equal(expected(copied), samples)
+        assert torch.equal(bnuq.revert(model)(X), plain)
+        close(model(X), samples)
+    assert torch.equal(copied(X), plain)
 
 
 def test_gradients_are_those_of_the_loop(model):
