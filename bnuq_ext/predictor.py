@@ -81,6 +81,7 @@ class Predictor:
                 inputs, target = split_batch(self.forward.op, batch)
                 results.append(self._run(move(inputs, self.device), bar))
                 targets.append(target)
+                self._check_shapes(results[0]["mean"], results[-1]["mean"])
         if not results:
             refuse(self.forward.op, "x", "yield at least 1 batch", "none")
         joined = {
@@ -90,6 +91,12 @@ class Predictor:
             for name, value in results[0].items()
         }
         return joined | {"targets": _join(targets)}
+
+    def _check_shapes(self, first: Tensor, mean: Tensor) -> None:
+        """Raises unless the outputs of two batches can be put together."""
+        if mean.shape[1:] != first.shape[1:]:
+            requirement = f"yield batches with outputs of one shape, [N, *{list(first.shape[1:])}]"
+            refuse(self.forward.op, "x", requirement, list(mean.shape))
 
     def _bar(self, total: int | None = None):
         if not self.request.progress:
@@ -189,7 +196,7 @@ def split_batch(op: str, batch) -> tuple:
     if isinstance(batch, (tuple, list)) and len(batch) > 0:
         given = isinstance(batch[0], (tuple, Mapping))
         inputs = batch[0] if given else model_input(op, batch)
-        return inputs, batch[1] if len(batch) == 2 else None
+        return inputs, batch[1] if len(batch) > 1 else None
     return model_input(op, batch), None
 
 

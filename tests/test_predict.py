@@ -150,7 +150,19 @@ def test_loaders(model):
     assert predict(model, mixed).targets == [None, 1, 2]
     pred = predict(model, [((b,), 1, "c") for b in batches], keep_samples=True)
     equal(pred, whole)
-    assert pred.targets is None
+    assert pred.targets == [1, 1, 1]
+    assert predict(model, [(b,) for b in batches]).targets is None
+
+
+def test_a_loader_with_outputs_of_several_shapes_is_refused():
+    model = bnuq.convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    images = [torch.randn(4, 3, 8, 8), torch.randn(2, 3, 8, 6)]
+    bnuq.collect(model, images)
+    with pytest.raises(
+        ValueError,
+        match=r"predict: x must yield batches with outputs of one shape, .* got \[2, 4, 6, 4\]",
+    ):
+        predict(model, images)
 
 
 def test_batch_sampler_uses_the_loaders_batches_in_their_order(model):
