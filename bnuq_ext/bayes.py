@@ -83,7 +83,8 @@ class BayesLinear(Replicated, nn.Module):
         check_initial(op, "rho_init", rho_init)
         if estimator not in ESTIMATORS:
             refuse(op, "estimator", f"be one of {', '.join(ESTIMATORS)}", repr(estimator))
-        if dtype not in (None, torch.float32, torch.float64):
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in (torch.float32, torch.float64):
             refuse(op, "dtype", "be float32 or float64", dtype, TypeError)
         self.in_features, self.out_features = in_features, out_features
         self.prior, self.estimator = prior, estimator

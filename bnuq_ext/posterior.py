@@ -114,7 +114,7 @@ class PosteriorSummary(NamedTuple):
     """All weights of a model's Bayesian layers, without biases, layer after layer.
 
     Attributes:
-        snr: (W,) |mu| / sigma, the signal-to-noise ratio.
+        snr: (W,) |mu| / sigma, the signal-to-noise ratio; 0 where mu is.
         magnitude: (W,) |mu|.
         std: (W,) sigma.
         layers: the slice of each layer by its name.
@@ -142,14 +142,26 @@ def posterior_summary(model: nn.Module) -> PosteriorSummary:
     """
     layers = require_bayes_layers("posterior_summary", model)
     check_whole("posterior_summary", layers)
-    with torch.no_grad():
-        magnitude = torch.cat([m.weight_mu.abs().flatten().cpu() for m in layers.values()])
-        std = torch.cat([spread(m.weight_rho).flatten().cpu() for m in layers.values()])
+    mu, rho = _weights(layers)
     places, start = {}, 0
     for name, layer in layers.items():
         places[name] = slice(start, start + layer.weight_mu.numel())
         start = places[name].stop
-    return PosteriorSummary(magnitude / std, magnitude, std, places)
+    snr = _signal_to_noise(mu, rho).to(mu.dtype)
+    return PosteriorSummary(snr, mu.abs(), spread(rho), places)
+
+
+def _weights(layers: dict[str, BayesLinear]) -> list[Tensor]:
+    with torch.no_grad():
+        pairs = [
+            (m.weight_mu.flatten().cpu(), m.weight_rho.flatten().cpu()) for m in layers.values()
+        ]
+        return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
+
+
+def _signal_to_noise(mu: Tensor, rho: Tensor) -> Tensor:
+    """In float64, where a sigma of rho = -700 is not 0 and its ratio not infinite: in float32 -90 is enough."""
+    return torch.where(mu == 0, 0.0, mu.abs().double() / spread(rho.double()))
 
 
 def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
@@ -178,7 +190,7 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
         refuse("prune", "by", f"be one of {', '.join(RANKINGS)}", repr(by))
     layers = require_bayes_layers("prune", model)
     summary = posterior_summary(model)
-    scores = getattr(summary, by)
+    scores = summary.magnitude if by == "magnitude" else _signal_to_noise(*_weights(layers))
     count = round(fraction * len(scores))
     keep = torch.ones(len(scores), dtype=torch.bool, device="cpu")
     # By rank, not by threshold: equal scores are pruned up to the fraction too.

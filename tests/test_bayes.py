@@ -199,6 +199,16 @@ def test_rejects(args, kwargs, error, message):
         bnuq.BayesLinear(*args, **kwargs)
 
 
+def test_a_default_dtype_of_16_bits_is_refused():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(TypeError, match="^BayesLinear: dtype must be float32 or float64, got"):
+            bnuq.BayesLinear(3, 2)
+        assert bnuq.BayesLinear(3, 2, dtype=torch.float32).weight_mu.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_default_mixture_is_blundell_s_narrow_one():
     assert bnuq.ScaleMixturePrior() == bnuq.ScaleMixturePrior(0.5, 1.0, math.exp(-6))
     mu, rho, seed = torch.randn(5, 3), torch.randn(5, 3) - 2, ops.new_seed(0)
@@ -288,6 +298,26 @@ def test_summary_lists_all_weights():
     torch.testing.assert_close(summary.std, std)
     torch.testing.assert_close(summary.snr, mu.abs() / std)
     assert summary.layers == {"0": slice(0, 40), "2": slice(40, 64)}
+
+
+def test_weights_that_hardly_spread_are_ranked_by_their_ratio():
+    layer = bnuq.BayesLinear(
+        6, 1, bias=False
+    )  # in float32 their sigmas are 0, the ratios nan and inf
+    with torch.no_grad():
+        layer.weight_mu.copy_(torch.tensor([[0.5, 0.0, 0.5, 0.1, 0.0, 0.3]]))
+        layer.weight_rho.copy_(torch.tensor([[-120.0, -300, -110, -120, -1, -700]]))
+    snr = bnuq.posterior_summary(layer).snr
+    assert snr.dtype == torch.float32 and snr.tolist() == [
+        math.inf,
+        0,
+        math.inf,
+        math.inf,
+        0,
+        math.inf,
+    ]
+    bnuq.prune(layer, 0.5)
+    assert layer.weight_mask.tolist() == [[True, False, False, True, False, True]]
 
 
 @pytest.mark.parametrize("by", ["snr", "magnitude"])
