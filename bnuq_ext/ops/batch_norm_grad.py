@@ -115,14 +115,17 @@ def _backward_bank(ctx, grad_y):
 
 
 def _bank_grads(sums, mean, var, seed, snapshot, num_samples, weight, eps):
-    """Gradients with respect to the snapshots, both (B, C): a one-hot product adds up the replicas."""
+    """Gradients with respect to the snapshots, both (B, C): a one-hot product adds up the replicas.
+
+    In float64: autocast and TF32 round the factors of a float32 product.
+    """
     num_snapshots = mean.shape[0]
     if snapshot is None:
         snapshot = torch.ops.bnuq.snapshot_indices(seed, num_snapshots, num_samples)
     drawn_var = var[snapshot.clamp(0, num_snapshots - 1)]
     per_replica = _moment_grads(sums, weight, drawn_var, eps)
-    one_hot = torch.arange(num_snapshots, device=mean.device)[:, None] == snapshot
-    return tuple(one_hot.to(mean.dtype) @ grad for grad in per_replica)
+    one_hot = (torch.arange(num_snapshots, device=mean.device)[:, None] == snapshot).double()
+    return tuple((one_hot @ grad.double()).to(mean.dtype) for grad in per_replica)
 
 
 def _setup_fitted(ctx, inputs, output):

@@ -8,6 +8,9 @@ bfloat16 x. So the noise of an output is off by about 2^-11 (2^-8) of its own si
 through torch's products alone.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,6 +29,18 @@ def _is_bfloat16(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
 
 
+def _past_autocast(kernel: Callable) -> Callable:
+    """The kernel without autocast, which reaches into an op and would round its products to 16 bits."""
+
+    @functools.wraps(kernel)
+    def run(*args):
+        with torch._C._DisableAutocast():
+            return kernel(*args)
+
+    return run
+
+
+@_past_autocast
 def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
     noise, xs = Noise(seed, stream, num_samples), parts.replicas(x)
     bias = parts.sample_bias(bias_mu, bias_rho, noise)
@@ -46,6 +61,7 @@ def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
     return y.to(x.dtype)
 
 
+@_past_autocast
 def _backward(
     grad_y, x, mu, rho, bias_rho, seed, stream, num_samples, need_x, need_weight, need_bias
 ):

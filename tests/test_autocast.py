@@ -1,0 +1,94 @@
+"""Autocast reaches into ops, but changes no number of ours: neither forward nor, in its region, backward."""
+
+import batch_norm_cases
+import pytest
+import torch
+
+from bnuq_ext import BayesLinear, elbo_loss, ops
+
+T, N, C = 5, 9, 16
+
+
+def batch_norm(op, device):
+    dtype = torch.float32
+    tensors = batch_norm_cases.make(op, (N, C, 3, 3), T, shared=True, dtype=dtype, device=device)
+    names = list(tensors)
+    options = {"shared": True, "activation": "relu"}
+
+    def run(*values):
+        return batch_norm_cases.call(op, dict(zip(names, values, strict=True)), T, **options)
+
+    return run, list(tensors.values())
+
+
+def drawn(*shapes, device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def linear(rows, dtype, device):
+    (x,) = drawn((rows, 40), device=device, dtype=dtype)
+    weights = drawn((C, 40), (C, 40), (C,), (C,), device=device)
+    options = {"seed": ops.new_seed(3, 1, device), "stream": 1, "num_samples": T}
+    return lambda *values: ops.bayes_linear(*values, **options), [x, *weights]
+
+
+def divergence(op, device):
+    seed = ops.new_seed(3, 1, device)
+    run = {"gaussian": ops.gaussian_kl, "mixture": lambda *v: ops.mixture_kl(*v, seed, 1, T)}[op]
+    return run, drawn((C, 40), (C, 40), device=device)
+
+
+def statistics(device):
+    return lambda x: torch.cat([s.flatten() for s in ops.predictive_statistics(x)]), drawn(
+        (T, N, C), device=device
+    )
+
+
+CASES = {
+    **{op: lambda device, op=op: batch_norm(op, device) for op in batch_norm_cases.OPS},
+    # Above 512 rows a GPU samples the weights into memory.
+    "linear": lambda device: linear(N, torch.float32, device),
+    "linear bfloat16": lambda device: linear(N, torch.bfloat16, device),
+    "linear many rows": lambda device: linear(520, torch.float32, device),
+    "gaussian_kl": lambda device: divergence("gaussian", device),
+    "mixture_kl": lambda device: divergence("mixture", device),
+    "predictive_statistics": statistics,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_number_changes(case, device):
+    run, inputs = CASES[case](device)
+
+    def once():
+        leaves = [value.clone().requires_grad_() for value in inputs]
+        y = run(*leaves)
+        return y, *torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    expected = once()
+    with torch.autocast(inputs[0].device.type, torch.bfloat16):
+        actual = once()
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == e.dtype and torch.equal(a, e)
+
+
+def test_a_training_step_of_mixed_layers(device):
+    """A Bayesian layer behind an ordinary one, which gives bfloat16."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(40, C), torch.nn.ReLU(), BayesLinear(C, 3, rho_init=-3.0)]
+    model = torch.nn.Sequential(*layers).to(device)
+    (x,), y = drawn((N, 40), device=device), torch.arange(N, device=device) % 3
+
+    def step():
+        model.zero_grad()
+        loss = elbo_loss(model, x, y, batch_weight=0.1, num_samples=T, seed=0).loss
+        loss.backward()
+        return [loss, *(p.grad for p in model.parameters())]
+
+    expected = step()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        assert layers[0](x).dtype == torch.bfloat16
+        actual = step()
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == e.dtype and (a - e).abs().max() < 0.1 * e.abs().max()
