@@ -270,7 +270,7 @@ void run_bayes_grad_x(const BayesGradXArgs<half_t>& p, cudaStream_t stream) {
 inline int grad_rho_parts(int64_t T, int64_t O, int64_t I) {
   const int64_t blocks = ceil_div<int64_t>(O, kGradEdge) * ceil_div<int64_t>(I, kGradEdge);
   int parts = 1;
-  while (2 * parts <= T && blocks * parts < kBusyBlocks) parts *= 2;
+  while (2 * parts <= T && blocks * parts < kBusyBlocks / 2) parts *= 2;
   return parts;
 }
 
