@@ -39,6 +39,7 @@ Tensor gaussian_kl_cuda(Tensor mu, Tensor rho, double prior_std) {
 }
 
 Grads gaussian_kl_backward_cuda(Tensor grad, Tensor mu, Tensor rho, double prior_std) {
+  check_on_device_of(mu, {grad});
   const Tensor grad_mu = torch::stable::empty_like(mu), grad_rho = torch::stable::empty_like(rho);
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
@@ -95,6 +96,7 @@ Tensor mixture_kl_cuda(
 Grads mixture_kl_backward_cuda(
     Tensor grad, Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64_t num_samples, double pi,
     double std1, double std2) {
+  check_on_device_of(mu, {grad});
   const MixtureCall call = {mu, rho, seed, stream, num_samples, pi, std1, std2};
   const Tensor grad_mu = torch::stable::new_zeros(mu, mu.sizes());
   const Tensor grad_rho = torch::stable::new_zeros(rho, rho.sizes());

@@ -16,6 +16,12 @@ void check_padded(const Tensor& t) {
       "bayes_linear: a 16-bit operand must be contiguous with rows of whole tiles");
 }
 
+// One for all replicas, or one for each.
+void check_replicas(const Tensor& t, int64_t T) {
+  STD_TORCH_CHECK(
+      t.size(0) == 1 || t.size(0) == T, "bayes_linear: an operand must have one replica or all");
+}
+
 void check_floats(const Tensor& t, int64_t numel) {
   STD_TORCH_CHECK(
       t.is_contiguous() && t.scalar_type() == ScalarType::Float && t.numel() == numel,
@@ -96,6 +102,7 @@ Tensor bayes_forward_cuda(
     Tensor sigma_scale, Tensor seed, int64_t stream, int64_t num_samples) {
   check_on_device_of(x, {sigma, base, bias, x_scale, sigma_scale, seed});
   check_padded(x);
+  check_replicas(x, num_samples);
   const int64_t T = num_samples, N = x.size(1), O = base.size(2), I = x.size(2);
   check_floats(base, x.size(0) * N * O);
   if (bias) check_floats(*bias, T * O);
@@ -121,6 +128,7 @@ void bayes_grad_x_cuda(
   check_on_device_of(grad_x, {grad_y, sigma, grad_scale, sigma_scale, seed});
   check_padded(grad_y);
   const int64_t T = grad_y.size(0), N = grad_y.size(1), O = grad_y.size(2), I = grad_x.size(2);
+  check_replicas(grad_x, T);
   check_floats(grad_x, grad_x.size(0) * N * I);
   const DeviceGuard guard(grad_x.get_device_index());
   if (grad_x.numel() == 0 || T == 0) return;
@@ -143,14 +151,15 @@ Tensor bayes_grad_rho_cuda(
   check_padded(grad_y);
   check_padded(x);
   const int64_t T = grad_y.size(0), N = grad_y.size(1), O = rho.size(0), I = rho.size(1);
+  check_replicas(x, T);
   check_floats(rho, O * I);
   STD_TORCH_CHECK(
       x.size(1) == N && grad_y.size(2) == ceil_div<int64_t>(O, kEdge) * kEdge &&
           x.size(2) == ceil_div<int64_t>(I, kEdge) * kEdge,
       "bayes_linear: x and grad_y must have the same rows, and those of the weights' padded size");
   const DeviceGuard guard(grad_y.get_device_index());
-  const Tensor out = torch::stable::new_zeros(rho, {O, I});
-  if (out.numel() == 0 || T == 0 || N == 0) return out;
+  if (O * I == 0 || T == 0 || N == 0) return torch::stable::new_zeros(rho, {O, I});
+  const Tensor out = torch::stable::new_empty(rho, {O, I});
   const int parts = grad_rho_parts(T, O, I);
   const Tensor sums = torch::stable::new_empty(rho, {parts > 1 ? parts : 0, O, I});
   dispatch_half(grad_y, [&](auto zero) {
