@@ -205,5 +205,7 @@ def tolerance_of(output: Tensor, inputs, modules: list[nn.Module]) -> float:
         return 5e-3
     if torch.float32 not in dtypes:
         return 1e-9
-    tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    # allow_tf32 cannot be read where these were set by themselves.
+    switches = torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul
+    tf32 = any(switch.fp32_precision == "tf32" for switch in switches)
     return 3e-3 if device == "cuda" and tf32 else 1e-4
