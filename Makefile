@@ -9,6 +9,8 @@ ONLY ?=
 # Test files at a time. A worker keeps torch to one thread: two teams of two on two cores wait for each other.
 WORKERS ?= 2
 OUT ?= demo-output
+# Where `make gpu` keeps its result folder, and finds it again.
+RESULTS ?= benchmarks/results
 
 BIN := $(VENV)/bin
 READY := $(VENV)/ready-torch-$(TORCH)
@@ -38,7 +40,7 @@ bench: $(BUILT)
 	$(BIN)/python benchmarks/report.py build/bench/raw.json
 
 gpu:
-	$(GPU_PYTHON) benchmarks/gpu.py --stage $(STAGE) --only "$(ONLY)"
+	$(GPU_PYTHON) benchmarks/gpu.py --stage $(STAGE) --only "$(ONLY)" --out "$(RESULTS)"
 
 test-matrix:
 	PYTHON=$(PYTHON) bash .ci/matrix

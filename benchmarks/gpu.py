@@ -29,7 +29,7 @@ SANITIZED = ["philox", "batch_norm", "predictive", "bayes"]  # each by itself: i
 NOTHING_COLLECTED = 5  # pytest's exit status
 FOUND_ERRORS = 86  # the exit status that compute-sanitizer is told to use
 REFUSALS = ["Device not supported", "not supported on this", "Failed to initialize", "error 999"]
-# Files that take minutes: a step is one test of theirs, or one case of a test.
+# Files that take minutes, the longest last: a step is one test of theirs, or one case of a test.
 SPLIT = {"bench_linear.py": "test", "bench_models.py": "case"}
 # What no other machine can show comes first, in case the time ends.
 FIRST_TESTS = [
@@ -83,16 +83,25 @@ def judge_exit(outcome: Outcome):
     return result if outcome.status == "passed" else result | {"output": tail(outcome)}
 
 
+def told(case):
+    """A failed test case by name and what it says, None for another."""
+    ending = next((part for part in case if part.tag in ("failure", "error")), None)
+    if ending is None:
+        return None
+    message = " ".join(ending.get("message", "").split())
+    return f"{case.get('classname')}::{case.get('name')}: {message[:400]}"
+
+
 def junit_counts(path):
     """Numbers of a pytest run, its failures and the distinct reasons of its skips."""
     cases = list(ElementTree.parse(path).getroot().iter("testcase"))
-    failed = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    failures = [text for text in map(told, cases) if text]
     skips = [c.find("skipped") for c in cases if c.find("skipped") is not None]
     return {
-        "passed": len(cases) - len(failed) - len(skips),
-        "failed": len(failed),
+        "passed": len(cases) - len(failures) - len(skips),
+        "failed": len(failures),
         "skipped": len(skips),
-        "failures": [f"{c.get('classname')}::{c.get('name')}" for c in failed],
+        "failures": failures,
         "skip_reasons": sorted({s.get("message", "") for s in skips}),
     }
 
@@ -208,7 +217,9 @@ def bench_steps(env):
     """A file a step, or a part of one where it takes minutes. On a GPU only its own cases."""
     device, form = ("cuda", "full") if env["gpu"] else ("cpu", "short")
     form, steps = os.environ.get("BNUQ_BENCH", form), []
-    for path in sorted((ROOT / "benchmarks").glob("bench_*.py")):
+    paths = (ROOT / "benchmarks").glob("bench_*.py")
+    place = {name: i + 1 for i, name in enumerate(SPLIT)}
+    for path in sorted(paths, key=lambda p: (place.get(p.name, 0), p.name)):
         for i, target in enumerate(targets_of(path, device)):
             raw = SCRATCH / "bench" / f"{path.stem}-{i}.json"
             command = [sys.executable, "-m", "pytest", target, "--benchmark-only", "-k", device]
@@ -329,7 +340,8 @@ def exit_status(results):
 def arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", choices=["all", *STAGES], default="all")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    results = ROOT / "benchmarks" / "results"
+    parser.add_argument("--out", type=lambda p: Path(p).resolve(), default=results)
     parser.add_argument("--only", default="", help="run the steps whose names this pattern finds")
     parser.add_argument(
         "--rehearse", action="store_true", help="the same steps without a GPU, on the CPU build"
