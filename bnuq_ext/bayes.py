@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from numbers import Real
 
 import torch
@@ -220,8 +221,9 @@ def _local(
 ) -> Tensor:
     """`ops.bayes_linear` with fresh noise in each row."""
     xs = x.to(mu.dtype)
-    mean = functional.linear(xs, mu, bias_mu)
-    var = functional.linear(xs.square(), spread(rho).square())
+    with _without_autocast(x.device):  # in float16 the squares of sigma are 0
+        mean = functional.linear(xs, mu, bias_mu)
+        var = functional.linear(xs.square(), spread(rho).square())
     if bias_rho is not None:
         var = var + spread(bias_rho).square()
     shape = (num_samples, x.shape[-2], mu.shape[0])
@@ -229,6 +231,13 @@ def _local(
     # The root's slope is infinite at 0, where every weight's spread is 0.
     std = torch.where(var > 0, var, 1.0).sqrt() * (var > 0)
     return (mean + std * z).to(x.dtype)
+
+
+def _without_autocast(device: torch.device):
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def check_initial(op: str, name: str, value) -> None:

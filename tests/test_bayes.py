@@ -146,6 +146,18 @@ def test_local_estimator_is_its_formula(parameter_dtype, input_dtype, bias):
     torch.testing.assert_close(y.double(), expected, rtol=off, atol=4 * off)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_local_estimator_keeps_its_spread_under_autocast(dtype):
+    m = layer(estimator="local", rho_init=-10.0)  # sigma^2 is 2e-9: 0 in float16
+    inputs = 400 * x()  # and x^2 is infinite there
+    for train in (False, True):
+        m.train(train)
+        with bnuq.replicas(m, 6, seed=-1):
+            expected = m(inputs)
+            with torch.autocast("cpu", dtype):
+                assert torch.equal(m(inputs), expected)
+
+
 def test_local_estimator_without_spread_has_finite_gradients():
     m = layer(estimator="local", rho_init=-200.0)
     m(x()).sum().backward()
