@@ -161,8 +161,10 @@ class Bank:
             path: str or os.PathLike, in a folder that exists; a file there is replaced.
 
         Raises:
-            ValueError: path names a folder or a device. FileNotFoundError: its folder is missing.
+            ValueError: path names a folder or a device, or the bank was changed into what no bank holds.
+            FileNotFoundError: its folder is missing.
         """
+        self.check()
         bank_file.save(path, *self.to_file())
 
     @classmethod

@@ -127,7 +127,7 @@ def entropies(mean: Tensor, within: Tensor, count: int) -> dict[str, Tensor]:
 
 
 def _information(entropy: Tensor, within: Tensor, count: int, classes: int) -> Tensor:
-    # T entropies of at most ln K were added one after another, and both terms round.
+    # Both terms, of at most ln K, come from T steps of a recursion, which round.
     noise = torch.finfo(entropy.dtype).eps * (4 + count**0.5) * (1 + log(classes or 1))
     return torch.threshold(entropy - within, noise, 0.0)
 
@@ -152,16 +152,15 @@ class CategoricalMoments:
         _check_logits(self.op, logits)
         if self.mean is None:
             shape, dtype = logits.shape[1:], acc_dtype(logits.dtype)
-            self.entropy_sum = logits.new_zeros(shape[:1] + shape[2:], dtype=dtype)
+            self.within = logits.new_zeros(shape[:1] + shape[2:], dtype=dtype)
             self.mean, self.m2 = logits.new_zeros((2, *shape), dtype=dtype)
         logits = logits.contiguous()
-        predictive_accumulate_(self.mean, self.m2, self.entropy_sum, logits, self.count)
+        predictive_accumulate_(self.mean, self.m2, self.within, logits, self.count)
         self.count += len(logits)
 
     def summary(self) -> dict[str, Tensor]:
-        within = self.entropy_sum / self.count
         moments = {"mean": self.mean, "variance": self.m2 / self.count}
-        return moments | entropies(self.mean, within, self.count)
+        return moments | entropies(self.mean, self.within, self.count)
 
 
 class GaussianMoments:

@@ -4,7 +4,8 @@
 //   entropy = H[mean],  expected_entropy = sum_t H[p_t] / T,  H[p] = -sum_k p_k log p_k in nats
 //
 // Welford's recursion takes the replicas one after another, so a result has the same bits under any
-// chunking of T.
+// chunking of T. The expected entropy is a running mean too, not a sum: replicas that agree add
+// exactly nothing, however many.
 #pragma once
 #include "philox.h"
 

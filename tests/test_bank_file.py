@@ -36,6 +36,16 @@ def test_round_trip(tmp_path, dtypes):
         assert loaded.equal(bank) and loaded.disjoint == 1 / 3 and loaded.unused == ("aux.bn",)
 
 
+def test_a_bank_that_was_changed_is_not_written(tmp_path):
+    bank, path = make_bank(), tmp_path / "a.bank"
+    bank.save(path)
+    old = path.read_bytes()
+    bank.mean[bank.names[0]][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="Bank: mean.* must be finite, got NaN or infinity"):
+        bank.save(path)
+    assert path.read_bytes() == old
+
+
 NAMES = st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=4, unique=True)
 
 

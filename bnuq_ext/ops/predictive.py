@@ -59,12 +59,12 @@ def predictive_accumulate_(
     """Takes T replicas more into running predictive statistics, in place.
 
     Start from zeros with count 0. After T replicas in all, in chunks of any size and with the same
-    bits: variance = m2 / T, expected entropy = expected_entropy / T. No gradients.
+    bits: variance = m2 / T. No gradients.
 
     Args:
         mean: (N, K, *), mean probability so far; contiguous, float32 (float64 for float64 logits).
         m2: (N, K, *), sum of squared deviations from it.
-        expected_entropy: (N, *), sum of the replicas' entropies in nats.
+        expected_entropy: (N, *), mean of the replicas' entropies so far, in nats.
         logits: (T, N, K, *), T at least 1.
         count: replicas already taken in; at least 0.
 

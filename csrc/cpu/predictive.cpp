@@ -103,7 +103,8 @@ BNUQ_CLONES void add_replica(
   for (int64_t l = 0; l < kLanes; ++l) {
     // H[p] = log sum_k e_k - sum_k e_k x_k / sum_k e_k
     const acc_t inverse = acc_t(1) / sum[l];
-    expected_entropy[l] += log_positive(sum[l]) - dot[l] * inverse;
+    const acc_t entropy = log_positive(sum[l]) - dot[l] * inverse;
+    expected_entropy[l] += (entropy - expected_entropy[l]) * weight;
     sum[l] = inverse;
   }
   for (int64_t k = 0; k < K; ++k)
@@ -152,8 +153,7 @@ BNUQ_CLONES void mean_entropy(acc_t* terms, const acc_t* mean, int64_t count) {
 }
 
 template <typename acc_t>
-void finish(
-    acc_t* variance, acc_t* entropy, acc_t* expected_entropy, const acc_t* mean, Classes d) {
+void finish(acc_t* variance, acc_t* entropy, const acc_t* mean, Classes d) {
   st::parallel_for(0, d.N, 1 + 16384 / (d.K * d.S), [&](int64_t begin, int64_t end) {
     std::vector<acc_t> terms(d.K * d.S);
     for (int64_t n = begin; n < end; ++n) {
@@ -164,7 +164,6 @@ void finish(
         entropy[n * d.S + i % d.S] += terms[i];
         variance[first + i] /= acc_t(d.T);
       }
-      for (int64_t s = 0; s < d.S; ++s) expected_entropy[n * d.S + s] /= acc_t(d.T);
     }
   });
 }
@@ -216,7 +215,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> predictive_statistics_cpu(Tensor logi
     finish<acc_t>(
         static_cast<acc_t*>(variance.mutable_data_ptr()),
         static_cast<acc_t*>(entropy.mutable_data_ptr()),
-        static_cast<acc_t*>(expected_entropy.mutable_data_ptr()),
         static_cast<const acc_t*>(mean.const_data_ptr()), d);
   });
   return {mean, variance, entropy, expected_entropy};

@@ -13,7 +13,7 @@ struct StatisticsArgs {
   const scalar_t* logits;   // (T, N, K, S)
   acc_t* mean;              // (N, K, S)
   acc_t* m2;                // (N, K, S); the variance at the end
-  acc_t* expected_entropy;  // (N, S); the sum over replicas until the end
+  acc_t* expected_entropy;  // (N, S); the mean over the replicas so far
   acc_t* entropy;           // (N, S), or null: then more replicas will follow
   int64_t count;            // replicas in the state; 0: the state is not read
   Classes d;
@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(block_limit(kGroup), 1)
       welford(p, weight, mean[r], m2[r]);
     }
     // -sum p log p = sum of -p (l - max), plus log sum.
-    expected_entropy += team.second_sum(weighted) + s.log_sum;
+    const acc_t own = team.second_sum(weighted) + s.log_sum;
+    expected_entropy += (own - expected_entropy) * weight;
   }
 
   acc_t entropy = 0;
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(block_limit(kGroup), 1)
   }
   if (args.entropy) entropy = team.sum(entropy);
   if (!leads) return;
-  args.expected_entropy[team.position] = expected_entropy / replicas;
+  args.expected_entropy[team.position] = expected_entropy;
   if (args.entropy) args.entropy[team.position] = entropy;
 }
 
@@ -104,7 +105,8 @@ __global__ void __launch_bounds__(kMaxGroup) wide_statistics_kernel(StatisticsAr
       args.mean[first + k * d.S] = mean;
       args.m2[first + k * d.S] = m2;
     }
-    expected_entropy += team.second_sum(weighted) + acc_t(log(total));
+    const acc_t own = team.second_sum(weighted) + acc_t(log(total));
+    expected_entropy += (own - expected_entropy) * weight;
   }
   acc_t entropy = 0;
   const acc_t replicas = args.entropy ? acc_t(args.count + d.T) : acc_t(1);
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kMaxGroup) wide_statistics_kernel(StatisticsAr
     entropy = team.sum(entropy);
   }
   if (team.rank != 0) return;
-  args.expected_entropy[team.position] = expected_entropy / replicas;
+  args.expected_entropy[team.position] = expected_entropy;
   if (args.entropy) args.entropy[team.position] = entropy;
 }
 
