@@ -93,7 +93,8 @@ def proven_plan(
         plan = folding.standing(inputs, num_samples) or folding.plan(inputs)
         while plan.way != "loop" and num_samples not in plan.checked:
             try:
-                folding.run(plan, inputs, first_replica, num_samples)
+                with preserved_rng():
+                    folding.run(plan, inputs, first_replica, num_samples)
             except Exception as error:
                 plan = folding.give_up(plan, inputs, error)
     folding.stand(plan, inputs)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import data as torch_data
 
 import bnuq_ext as bnuq
-from bnuq_ext.batches import _draws
+from bnuq_ext.batches import Source, _draws
 from bnuq_ext.inputs import move, tensors
 
 # ---- what a batch may be -----------------------------------------------------------------------
@@ -302,3 +302,24 @@ def test_draws_follow_torchs_generator(source):
         return bnuq.collect(make_model(), Numbered(), 10, batch_size=8)
 
     assert bank(7).equal(bank(7)) and not bank(7).equal(bank(8))
+
+
+class Halved(torch_data.TensorDataset):
+    """Makes something else of its tensors."""
+
+    def __getitem__(self, index):
+        return (super().__getitem__(index)[0] / 2,)
+
+
+def test_a_tensor_dataset_with_rows_of_its_own_is_asked_for_them():
+    with pytest.warns(UserWarning, match="more than a tenth"):
+        bank = bnuq.collect(make_model(), Halved(ROWS), 1, batch_size=N)
+    expected = expected_bank([ROWS / 2])
+    assert torch.equal(bank.mean["1"], expected.mean["1"])
+    assert torch.equal(bank.var["1"], expected.var["1"])
+
+
+def test_a_loader_that_shuffles_and_gives_nothing_is_not_asked_for_ever():
+    passes = iter([["first", "second"], [], ["third"]])
+    source = Source(lambda: next(passes), reshuffles=True)
+    assert list(source.batches(5)) == [(0, "first"), (0, "second")]

@@ -119,6 +119,14 @@ def test_batch_norm_in_train_is_warned_of():
     assert model[1].training and model[0].training
 
 
+def test_batch_norm_that_was_left_out_is_warned_of_too():
+    model = nn.Sequential(block(), nn.BatchNorm1d(3)).eval()
+    model = bnuq.convert(model, filter_fn=lambda name, module: name == "0.1")
+    model[1].train()
+    (warning,) = warnings_of(model)
+    assert warning.startswith("batch norm in train(): 1. ")
+
+
 def test_frozen_statistics_normalise_in_train_and_do_not_move():
     model = bnuq.convert(block())
     model[1].running_mean.uniform_(-1, 1)
@@ -155,6 +163,15 @@ def test_the_switches_are_separate_and_can_be_undone():
     plain.load_state_dict(model.state_dict())
     torch.testing.assert_close(model.train()(ROWS), plain(ROWS))
     assert model[1].weight.requires_grad and model[1].training
+
+
+def test_a_layer_in_eval_stays_there_when_it_is_let_go():
+    model = bnuq.convert(block()).eval()
+    bnuq.freeze(model)
+    bnuq.freeze(model, statistics=False)
+    expected, before = model(ROWS), model[1].running_mean.clone()
+    assert not model[1].training
+    assert torch.equal(model(ROWS), expected) and torch.equal(model[1].running_mean, before)
 
 
 def test_what_predict_normalises_with_is_another_switch():

@@ -76,6 +76,20 @@ def test_every_replica_sees_the_input_that_was_given(strategy, inference):
         torch.testing.assert_close(pred.samples, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_plug_in_and_mc_dropout_spare_the_input_too():
+    model, x = nn.Sequential(CentredInPlace(), nn.Dropout(1e-12)).eval(), torch.randn(5, 4)
+    given = x.clone()
+    with torch.no_grad():
+        expected = model(x.clone())
+    options = {"likelihood": "gaussian", "keep_samples": True}
+    for _ in range(2):
+        samples = [bnuq.plug_in(model, given, **options).samples[0]]
+        samples += bnuq.mc_dropout(model, given, num_samples=3, **options).samples
+        for sample in samples:
+            torch.testing.assert_close(sample, expected)
+        assert torch.equal(given, x)
+
+
 def test_leaves_flags_after_an_exception(model):
     model.train()
     with pytest.raises(RuntimeError):

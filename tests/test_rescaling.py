@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from drawn import random_bank, sampler, statistics
+from predicting import X, equal, make_model, predict
 from torch import nn
 
 import bnuq_ext as bnuq
@@ -207,3 +208,17 @@ def test_warns_far_from_the_banks_batch_size(M):
         assert len(caught) == 1 and caught[0].filename == __file__
     bnuq.predict(model, torch.rand(3, 5), batch_size=8, **options)
     bnuq.predict(model, torch.rand(3, 5), batch_size=256, **options)
+
+
+@pytest.mark.parametrize("name", ["joint", "lognormal", "normal"])
+def test_an_ensemble_and_mc_dropout_have_the_statistics_of_predict(name):
+    """The dropout drops nothing."""
+    model = make_model()
+    model[3].p = 1e-12
+    options = {"num_samples": 4, "seed": 5, "likelihood": "categorical", "keep_samples": True}
+    options |= {"sampler": name, "batch_size": 20}
+    expected = predict(model, **options)
+    equal(bnuq.ensemble([model], X, **options), expected)
+    equal(bnuq.mc_dropout(model, X, **options), expected)
+    others = predict(model, **options | {"batch_size": None})
+    assert (expected.samples - others.samples).abs().max() > 1e-3

@@ -120,6 +120,59 @@ def test_the_sample_that_is_run_alone_is_not_always_the_last(monkeypatch):
     assert ways_after(model, 1) == {"loop"}
 
 
+class LateIfMany(LateGate):
+    """The rows of more than three samples meet."""
+
+    def forward(self, h):
+        return h - self.weight() * h.mean(0) * (len(h) > 3 * N)
+
+
+@pytest.mark.parametrize("drop", [0.0, 1e-14])
+def test_one_number_of_samples_says_nothing_of_another_in_a_new_state(drop, monkeypatch):
+    monkeypatch.setattr("bnuq_ext.moved._away_from_zero", lambda p: p.detach() * 1.01)
+    model = Net(middle=nn.Sequential(LateIfMany(), nn.Dropout(drop)))
+    for opened in (0.0, 0.1):
+        with torch.no_grad():
+            model.middle[0].gate.fill_(opened)
+        for num_samples in (3, 10):
+            expected = of_the_loop(model, 0, num_samples)
+            for a, e in zip(gradients(model, 0, num_samples), expected, strict=True):
+                torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+            assert ways(model) == {"loop" if opened and num_samples > 3 else "folded"}
+
+
+class Bypass(Net):
+    """The input goes round the first layer, where its rows are not those of the samples."""
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh() + x.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("drop", [0.0, 1e-14])
+def test_an_input_whose_rows_are_repeated_for_the_samples(drop):
+    model = nn.Sequential(Bypass(), nn.Dropout(drop))
+    for i in range(4):
+        assert ways_after(model, i) == {"expanded"}
+
+
+class Scaled(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = gate(0.0)
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+def test_what_could_not_be_told_does_not_stand():
+    """Outputs of zero tell no sample from another; those of later parameters do."""
+    model = Scaled()
+    assert ways_after(model, 0) == set()
+    with torch.no_grad():
+        model.scale.fill_(1)
+    assert ways_after(model, 1) == {"folded"}
+
+
 def test_a_branch_on_values_goes_one_after_another():
     for seed in range(5):
         model = Net(mix=lambda h: h if h.sum() > 0 else -h)

@@ -119,6 +119,20 @@ def test_dropout_draws_what_it_draws_in_a_chain():
         step(model)
 
 
+def test_dropout_that_is_always_on_draws_once_in_a_step():
+    """In eval too: the comparison puts torch's generator back."""
+    model = Net(mix=lambda h: nn.functional.dropout(h, 1e-14, training=True))
+    torch.manual_seed(5)
+    torch.empty(T * N, 9, dtype=torch.float64).bernoulli_(0.5)
+    expected = torch.get_rng_state()
+    for i in range(3):
+        torch.manual_seed(5)
+        gradients(model, i)
+        assert torch.equal(torch.get_rng_state(), expected)
+        step(model)
+    assert ways(model) == {"folded"}
+
+
 def test_a_model_that_changes_itself_goes_one_after_another():
     """Power iteration in train(): the samples of the loop change it T times, and nothing else does."""
     parametrizations = nn.utils.parametrizations
