@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import deque
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -40,8 +42,8 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     """Identity, type, plain attributes, hooks, and identity and version of every parameter and buffer.
 
     Two equal fingerprints of one model mean that its forward is still the same function, as far as it
-    can be seen from outside: in-place changes of tensors count, and items of short lists and dicts; changes
-    inside foreign objects, and those of tensors by way of `.data`, do not.
+    can be seen from outside: in-place changes of tensors count, items of short lists, sets and dicts, and fields of
+    records; changes inside other objects, and those of tensors by way of `.data`, do not.
     The training flags are left out.
     """
     seen, versions = [], []
@@ -84,12 +86,22 @@ def _append(seen: list, value, depth: int = 0) -> None:
             _append(seen, item, depth)
     else:
         seen.append(id(value))
+        value = _held(value)
         if isinstance(value, _CONTAINERS):
             seen.append(len(value))
-            if len(value) <= _LONGEST and depth < _DEEPEST and not isinstance(value, set):
+            if len(value) <= _LONGEST and depth < _DEEPEST:
                 items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
                 for item in items:
                     _append(seen, item, depth + 1)
+
+
+def _held(value):
+    """The fields of a record as their dict (a model's configuration is often one); any other value itself."""
+    if isinstance(value, (nn.Module, *_CONTAINERS)):
+        return value
+    record = isinstance(value, (SimpleNamespace, Namespace))
+    record = record or hasattr(type(value), "__dataclass_fields__")
+    return getattr(value, "__dict__", value) if record else value
 
 
 class State:
@@ -131,6 +143,7 @@ def _content(value) -> list[Tensor]:
 
 def _copy(value, depth: int = 0):
     """What `_put_back` needs; None for a container that is too deep inside others."""
+    value = _held(value)
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -151,11 +164,11 @@ def _put_back(value, saved):
             value.copy_(saved)
     elif isinstance(value, torch.Generator):
         value.set_state(saved)
-    elif isinstance(value, _CONTAINERS) and saved is not None:
-        if isinstance(value, dict):
+    elif isinstance(held := _held(value), _CONTAINERS) and saved is not None:
+        if isinstance(held, dict):
             saved = {key: _put_back(*pair) for key, pair in saved.items()}
-        elif not isinstance(value, set):
+        elif not isinstance(held, set):
             saved = [_put_back(*pair) for pair in saved]
-        value.clear()
-        value.extend(saved) if isinstance(value, (list, deque)) else value.update(saved)
+        held.clear()
+        held.extend(saved) if isinstance(held, (list, deque)) else held.update(saved)
     return value

@@ -2,12 +2,19 @@
 
 import operator
 from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from bnuq_ext.fingerprint import State, fingerprint, modules_of
+
+
+@dataclass
+class Config:
+    on: bool = False
 
 
 def network() -> nn.Sequential:
@@ -18,6 +25,7 @@ def network() -> nn.Sequential:
     model.options, model.scales = {"inner": {"on": False}}, [1.0, torch.ones(2)]
     model.scales.append(model.scales)
     model.long, model.names = list(range(99)), {"a"}
+    model.config, model.args = Config(), SimpleNamespace(on=[False])
     model.register_module("absent", None)
     return model
 
@@ -45,6 +53,9 @@ CHANGES = {
     "an item in place": lambda m: m.scales[1].add_(1),
     "a longer list": lambda m: m.long.append(0),
     "a larger set": lambda m: m.names.add("b"),
+    "an item of a set": lambda m: (m.names.clear(), m.names.add("b")),
+    "a field of a dataclass": lambda m: setattr(m.config, "on", True),
+    "an item in a field": lambda m: m.args.on.__setitem__(0, True),
     "a hook of the backward": lambda m: m[1].register_full_backward_hook(lambda *_: None),
     "a pre-hook of the backward": lambda m: m[1].register_full_backward_pre_hook(lambda *_: None),
     "a pre-hook": lambda m: m[1].register_forward_pre_hook(lambda *_: None),
@@ -95,6 +106,7 @@ def remembering() -> nn.Module:
     module.items, module.options = [1, torch.zeros(2), [3, {"a": 4}]], {"inner": {"on": [False]}}
     module.names, module.queue = {"a", "b"}, deque([1, torch.zeros(2)], maxlen=2)
     module.generator = torch.Generator().manual_seed(0)
+    module.config, module.args = Config(), SimpleNamespace(calls=[0])
     return module
 
 
@@ -109,6 +121,9 @@ WRITES = {
     "a list in dicts": lambda m: m.options["inner"]["on"].__setitem__(0, True),
     "a set": lambda m: m.names.add("c"),
     "a smaller set": lambda m: m.names.clear(),
+    "a field of a dataclass": lambda m: setattr(m.config, "on", True),
+    "a new field": lambda m: setattr(m.args, "depth", 2),
+    "an item in a field": lambda m: m.args.calls.append(1),
     "a queue": lambda m: m.queue.append(7),
     "a tensor in a queue": lambda m: m.queue[1].add_(1),
     "a generator": lambda m: torch.rand(3, generator=m.generator),
