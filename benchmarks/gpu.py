@@ -35,6 +35,7 @@ SPLIT = {"bench_linear.py": "test", "bench_models.py": "case"}
 FIRST_TESTS = [
     "test_gpu",
     "test_gpu_bayes",
+    "test_autocast",
     "test_philox",
     "test_batch_norm",
     "test_batch_norm_grad",
