@@ -23,7 +23,11 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     one among the others. Where train() draws random numbers or the samples hardly differ, that is done in eval.
     """
     T, folding = draw.num_samples, StandingFolding(forward, modules, 0, flags_of(modules))
-    plan, alone = _decide(folding, inputs, T)
+    try:
+        plan, alone = _decide(folding, inputs, T)
+    except Exception as error:  # in eval(), or without gradients, which the model need not bear
+        folding.refute(Plan("", {}, 0, (), {}, set()), inputs, _reason(error))
+        return None
     if plan.way == "loop":
         return None
     try:
@@ -38,10 +42,14 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
         folding.mark(inputs, repeatable=False)
         if folding.proven(inputs, T) is None:
             return None
-    except DoesNotFold as error:
-        folding.refute(plan, inputs, str(error))
+    except Exception as error:  # the model's own too, of more rows than it is made for
+        folding.refute(plan, inputs, _reason(error))
         return None
     return output
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, DoesNotFold) else f"{type(error).__name__}: {error}"
 
 
 def _decide(folding: StandingFolding, inputs, num_samples: int) -> tuple[Plan, Tensor | None]:
@@ -67,7 +75,11 @@ def _examined(
     state = State(folding.modules)
     with torch.no_grad(), preserved_rng():
         before = random_states()
-        alone = folding.alone(inputs, num_samples)
+        try:
+            alone = folding.alone(inputs, num_samples)
+        except Exception:
+            folding.undo(state)
+            raise
         repeatable = random_states() == before
     if folding.undo(state):
         folding.refute(plan, inputs, CHANGES)

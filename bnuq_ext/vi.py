@@ -143,7 +143,8 @@ def elbo_loss(
     modules, hooks, flags or shapes are new, with its parameters moved too, for a gate at zero hides what it will let
     through. After steps of an optimiser one sample is run alone, 1/T of a forward, and has to agree with the
     others; a model with random numbers in train(), dropout, repeats the T samples in eval for that. What
-    couples rows, or changes itself in train() (batch norm), takes the samples one after another.
+    couples rows, changes itself in train() (batch norm), or needs train() or gradients to run at all takes the
+    samples one after another.
 
     Backward draws the same weights again, and so does what it computes again (`torch.utils.checkpoint`).
 

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import (
     Attention,
     N,
@@ -262,6 +263,71 @@ def test_rows_that_go_otherwise_in_training(make):
     model = make()
     assert ways_after(model, 0) == {"loop"}
     assert ways_after(model, 1) == {"loop"}
+
+
+def only_in_training(h):
+    raise RuntimeError("not in eval")
+
+
+def its_gradient(h):
+    z = h.detach().requires_grad_()
+    return h + torch.autograd.grad((z**3).sum(), z)[0]
+
+
+def with_a_hook(h):
+    h.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    return h
+
+
+class InTraining(nn.Module):
+    """Something else in train() and eval(); with `calls`, a count of those in train()."""
+
+    def __init__(self, train, evaluate=lambda h: h):
+        super().__init__()
+        self.train_fn, self.eval_fn = train, evaluate
+        self.register_buffer("calls", None)
+
+    def forward(self, h):
+        if not self.training:
+            return self.eval_fn(h)
+        if self.calls is not None:
+            self.calls += 1
+        return self.train_fn(h)
+
+
+NEEDS = {
+    "training": lambda: InTraining(lambda h: h, only_in_training),
+    "gradients": lambda: InTraining(its_gradient, its_gradient),
+    "gradients in training": lambda: InTraining(its_gradient),
+    "a hook": lambda: InTraining(with_a_hook, with_a_hook),
+    "a hook in training": lambda: InTraining(with_a_hook),
+    "its number of rows": lambda: InTraining(lambda h: h.view(N, 9) ** 2, lambda h: h**2),
+}
+
+
+@pytest.mark.parametrize("make", NEEDS.values(), ids=NEEDS)
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_model_that_bears_no_trial_goes_one_after_another(make, counts):
+    model = Net(middle=make())
+    if counts:
+        model.middle.calls = torch.zeros(())
+    for seed in range(3):
+        assert ways_after(model, seed) == {"loop"}
+    assert not counts or model.middle.calls == 3 * T
+
+
+def test_what_fails_in_every_way_raises_what_the_model_raises():
+    model = Net(middle=InTraining(only_in_training, only_in_training))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="^not in eval$"):
+            gradients(model, 0)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_warning_of_the_trial_is_no_error_of_the_step(use_reentrant):
+    inner = nn.Linear(9, 9, dtype=torch.float64)  # torch warns of a checkpoint without gradients
+    model = Net(mix=lambda h: checkpoint(inner, h, use_reentrant=use_reentrant))
+    assert ways_after(model, 0) == {"loop" if use_reentrant else "folded"}
 
 
 def test_moved_parameters():
