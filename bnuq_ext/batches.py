@@ -1,7 +1,7 @@
 """Where mini-batches come from: a loader, any iterable of batches, or draws from a data set."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -23,6 +23,7 @@ class Source:
         dataset_size: N, or None where nothing tells.
         in_order: whether the batches are known to follow the order of the data.
         generators: the source's own random generators.
+        name: of the argument that it came by, for messages.
     """
 
     start: Callable[[], Iterable]
@@ -31,6 +32,7 @@ class Source:
     dataset_size: int | None = None
     in_order: bool = False
     generators: tuple[torch.Generator, ...] = ()
+    name: str = "data"
 
     def batches(self, num_batches: int) -> Iterator[tuple[int, object]]:
         """(number of the pass, batch), at most `num_batches` of them, over as many passes as it takes."""
@@ -70,15 +72,27 @@ def find_source(op: str, data, batch_size: int | None) -> Source:
         return _loader_source(data)
     if batch_size is not None:
         return _dataset_source(op, data, batch_size)
-    map_style = isinstance(data, torch_data.Dataset) and not isinstance(
-        data, torch_data.IterableDataset
-    )
-    if map_style or isinstance(data, Tensor):
+    if _is_map_style(data):
         refuse(op, "batch_size", "be given for a data set", None)
     if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
         requirement = "be a loader, an iterable of batches, or a data set"
         refuse(op, "data", requirement, type(data).__name__, TypeError)
     return Source(lambda: data)
+
+
+def find_loader(op: str, loader) -> Source:
+    """The source that `predict`'s `loader` means: batches, not a data set."""
+    other = isinstance(loader, (str, bytes, Mapping)) or not isinstance(loader, Iterable)
+    if other or _is_map_style(loader):
+        got = type(loader).__name__
+        refuse(op, "loader", "be a DataLoader or an iterable of batches", got, TypeError)
+    return replace(find_source(op, loader, None), name="loader")
+
+
+def _is_map_style(data) -> bool:
+    return isinstance(data, (torch_data.Dataset, Tensor)) and not isinstance(
+        data, torch_data.IterableDataset
+    )
 
 
 def _dataset_source(op: str, dataset, batch_size: int) -> Source:

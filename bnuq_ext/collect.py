@@ -203,7 +203,7 @@ class _Record:
         """The bank of what was kept; the lists are used up, so that it is never there twice."""
         if not self.rows:
             got = f"{self.seen}, of which {self.small} too small and {self.nonfinite} not finite"
-            refuse(self.op, "data", "hold a batch with two finite values a channel", got)
+            refuse(self.op, source.name, "hold a batch with two finite values a channel", got)
         if not self.called:
             got = "calls of none"
             refuse(self.op, "model", "call its stochastic layers in eval", got)

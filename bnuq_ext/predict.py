@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .bank import stochastic_layers
-from .batches import find_source
+from .batches import find_loader
 from .bayes import bayes_layers
 from .chunks import check_chunk
 from .collect import gather
@@ -195,7 +195,7 @@ def check_x(op: str, x, device: torch.device, single: bool) -> None:
 
 
 def _batch_sampler(model: nn.Module, loader, num_batches: int, device: torch.device) -> Sampler:
-    source = find_source("predict", loader, None)
+    source = find_loader("predict", loader)
     # A loader's last batch may be too small to be used, once a pass.
     most = 2 * num_batches + 1
     options = {"device": device, "most": most, "input_fn": lambda b: split_batch("predict", b)[0]}

@@ -74,7 +74,10 @@ class Prediction:
         op = "Prediction.from_samples"
         check_likelihood(op, likelihood, noise_var)
         check_floating(op, "samples", samples)
-        if samples.dim() < 1 or samples.shape[0] < 1:
+        form = "(T, N, K, *)" if likelihood == "categorical" else "(T, N, ...)"
+        if samples.dim() < (3 if likelihood == "categorical" else 2):
+            refuse(op, "samples", f"have shape {form}", list(samples.shape))
+        if samples.shape[0] < 1:
             refuse(op, "samples", "have at least 1 replica", list(samples.shape))
         with torch.no_grad():
             summary = summarise(op, likelihood, samples)

@@ -7,7 +7,7 @@ from contextlib import closing, nullcontext
 import torch
 from torch import Tensor, nn
 
-from .batches import find_source
+from .batches import find_loader
 from .collect import CollectPass
 from .forward import Forward
 from .inputs import map_tensors, model_input, move, num_rows, tensors
@@ -95,7 +95,7 @@ class JointPass(CollectPass):
 
 def take_batches(op: str, loader, first: int, count: int, device: torch.device) -> list[Tensor]:
     """The batches number `first` to `first + count` - 1 of a loader, of those that have two rows."""
-    source = find_source(op, loader, None)
+    source = find_loader(op, loader)
     kept, found, seen, most = [], 0, 0, 2 * (first + count) + 1
     with preserved_rng(*source.generators), closing(source.batches(most)) as batches:
         for _, given in batches:

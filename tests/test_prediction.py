@@ -77,7 +77,18 @@ def test_from_samples_is_predict(model):
             TypeError,
             "samples must be a floating-point tensor",
         ),
-        (torch.zeros(4, 3), "categorical", ValueError, r"the output must be logits \(N, K, \*\)"),
+        (
+            torch.zeros(4, 3),
+            "categorical",
+            ValueError,
+            r"samples must have shape \(T, N, K, \*\), got \[4, 3\]",
+        ),
+        (
+            torch.zeros(4),
+            "gaussian",
+            ValueError,
+            r"samples must have shape \(T, N, ...\), got \[4\]",
+        ),
         (
             torch.zeros(4, 3, 1),
             "categorical",
