@@ -40,7 +40,7 @@ def chunk_of(plan: Plan, chunk: int | str, num_samples: int, device: torch.devic
         if device.type == "cuda":
             budget = min(CUDA_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
         chunk = budget // max(plan.largest, 1)
-    chunk = min(max(int(chunk), 1), num_samples)
+    chunk = max(int(chunk), 1)
     return -(-num_samples // -(-num_samples // chunk))
 
 

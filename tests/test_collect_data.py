@@ -126,6 +126,11 @@ class Stream(torch_data.IterableDataset):
         return iter(ROWS)
 
 
+class SizedStream(Stream):
+    def __len__(self):
+        return N
+
+
 class Chunks(torch_data.Dataset):
     def __len__(self):
         return 15
@@ -206,6 +211,7 @@ KNOWLEDGE = {
         0.0,
     ),
     "stream": (torch_data.DataLoader(Stream(), batch_size=8), 12, 12, 96, 1.0),
+    "stream of known size": (torch_data.DataLoader(SizedStream(), batch_size=8), 12, 12, N, 1.0),
     "data set of batches": (
         torch_data.DataLoader(Chunks(), batch_size=None, shuffle=True),
         12,

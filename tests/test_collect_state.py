@@ -126,6 +126,19 @@ def test_after_success(source):
     assert banks(model) == [bank, bank] and held[0] is not bank
 
 
+class NoisyStream(torch_data.IterableDataset):
+    def __iter__(self):
+        return (torch.randn(ROWS.shape[1]) for _ in range(60))
+
+
+def test_the_generator_of_a_loader_of_a_stream():
+    own, model = torch.Generator().manual_seed(1), make_model()
+    data = torch_data.DataLoader(NoisyStream(), batch_size=6, generator=own)
+    before = state(model, own)
+    bnuq.collect(model, data, 10)
+    assert state(model, own) == before
+
+
 def test_generators_of_a_loader():
     own, samplers = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     sampler = torch_data.RandomSampler(range(60), generator=samplers)

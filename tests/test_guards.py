@@ -174,6 +174,15 @@ def test_a_layer_in_eval_stays_there_when_it_is_let_go():
     assert torch.equal(model(ROWS), expected) and torch.equal(model[1].running_mean, before)
 
 
+def test_a_layer_that_is_turned_back_is_frozen_no_more():
+    model = bnuq.convert(block())
+    bnuq.freeze(model)
+    model = bnuq.convert(bnuq.revert(model)).train()
+    before = model[1].running_mean.clone()
+    model(ROWS)
+    assert model[1].training and not torch.equal(model[1].running_mean, before)
+
+
 def test_what_predict_normalises_with_is_another_switch():
     model = make_model()
     expected = predict(model)

@@ -218,7 +218,8 @@ def test_batch_sampler_of_a_loader_whose_last_batch_is_one_row():
 
 
 def test_no_rows_and_one_row(model):
-    assert predict(model, X[:0]).mean.shape == (0, 5)
+    for strategy in ("auto", "folded", "loop"):
+        assert predict(model, X[:0], strategy=strategy).mean.shape == (0, 5)
     one = predict(model, X[:1], keep_samples=True)
     torch.testing.assert_close(one.samples, predict(model, keep_samples=True).samples[:, :1])
 
