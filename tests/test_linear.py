@@ -208,6 +208,41 @@ def test_accepts_strided_inputs(T, N):
     assert not seed.is_contiguous() and torch.equal(run(inputs, seed, T), expected)
 
 
+def in_steps(t):
+    """The same values, of which memory holds every second one."""
+    return torch.stack([t, t], -1)[..., 0]
+
+
+def turned(t):
+    """The same values, transposed in memory."""
+    return in_steps(t) if t.dim() == 1 else t.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("N", [2, FEW + 2])
+@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("layout", [in_steps, turned])
+def test_gradients_of_strided_inputs(layout, T, N, dtype):
+    """An expanded gradient too, which is what a sum has."""
+    x, *parameters = make(N, 20, 9, T, False)
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    inputs = [x.to(dtype), *(p.to(kind) for p in parameters)]
+    strided = [layout(t) for t in inputs]
+    weights = torch.linspace(-1, 1, 9, dtype=dtype)
+
+    def gradients(given, expanded):
+        leaves = [t.detach().requires_grad_() for t in given]
+        y = run(leaves, ops.new_seed(6), T)
+        grad = weights.expand_as(y)
+        return torch.autograd.grad(y, leaves, grad if expanded else grad.contiguous())
+
+    assert not any(t.is_contiguous() for t in strided)
+    expected = gradients(inputs, False)
+    for given, expanded in ((strided, False), (inputs, True), (strided, True)):
+        for actual, wanted in zip(gradients(given, expanded), expected, strict=True):
+            torch.testing.assert_close(actual, wanted)
+
+
 @pytest.mark.parametrize("T", [1, 2])
 def test_extreme_rho(T, device):
     """sigma is rho at +100 and 0 at -100; nothing overflows."""

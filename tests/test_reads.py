@@ -196,6 +196,24 @@ def test_rows_that_are_picked_behind_stochastic_layers_fold():
     assert way(model) == "folded"
 
 
+@pytest.mark.parametrize("places", [False, True])
+def test_infinities_do_not_become_indices(places):
+    """On a GPU an index out of range ends the process; the trial gives none to what looks values up."""
+    finite = []
+
+    class Bins(Norms):
+        def forward(self, x):
+            h = self.second(self.first(x))
+            finite.append(h.isfinite().all())
+            shown = torch.linspace(0, 1, 9)[h.mul(4).long().clamp(0, 8)] if places else h
+            return self.head(h + shown)
+
+    x = torch.randn(48, D)
+    model = prepared(Bins, x)
+    samples(model, x[:N])
+    assert way(model) == "folded" and all(finite) == places
+
+
 def test_scripted_branches():
     class Branch(nn.Module):
         def forward(self, h: torch.Tensor) -> torch.Tensor:
