@@ -72,8 +72,10 @@ inline Tensor empty_on(const Tensor& x, const std::vector<int64_t>& sizes, Scala
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      int64_t(sizes.size()), sizes.data(), strides.data(), dtype, device, index, &made));
+  const AOTITorchError error = aoti_torch_empty_strided(
+      int64_t(sizes.size()), sizes.data(), strides.data(), dtype, device, index, &made);
+  STD_TORCH_CHECK(
+      error == AOTI_TORCH_SUCCESS, "bnuq: not enough memory for a result of ", stride, " numbers");
   return Tensor(made);
 }
 

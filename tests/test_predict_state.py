@@ -10,7 +10,7 @@ from predicting import SAMPLERS, X, equal, make_model, predict
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import chunks, folding, prediction
+from bnuq_ext import chunks, folding, ops, prediction
 
 
 @pytest.fixture
@@ -203,6 +203,11 @@ CPU_MESSAGE = (
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory"),
     RuntimeError(CPU_MESSAGE),
+    # From inside of an op, whose exceptions are of this type.
+    RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError(
+        'torch_call_dispatcher( "aten::new_empty", "", 0) API call failed at ops.h, line 9'
+    ),
     MemoryError(),
 ]
 
@@ -216,6 +221,38 @@ def test_too_little_memory_halves_the_chunk(model, error):
         torch.testing.assert_close(pred.samples, expected.samples, rtol=1e-5, atol=1e-6)
     equal(predict(model, keep_samples=True), expected)
     assert max(memory.seen) == 180 and 45 in memory.seen
+
+
+def bank_op(x, num_samples):
+    statistics = torch.zeros(1, x.shape[1]), torch.ones(1, x.shape[1])
+    seed = ops.new_seed(0)
+    return ops.batch_norm_bank(x, *statistics, seed, num_samples=num_samples, shared=True)
+
+
+LAST = torch.zeros(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+WEIGHTS = torch.zeros(4, 3), torch.zeros(4, 3)
+TOO_MUCH = {
+    "contiguous": lambda: bank_op(torch.zeros(2, 3), 2**52),
+    "channels_last": lambda: bank_op(LAST, 2**50),
+    "copied": lambda: ops.predictive_statistics(torch.zeros(1, 1, 1).expand(1, 2**30, 2**30)),
+    "philox_normal": lambda: ops.philox_normal(ops.new_seed(0), 0, (2**30, 2**30)),
+    "bayes_linear": lambda: ops.bayes_linear(
+        torch.zeros(2, 3), *WEIGHTS, seed=ops.new_seed(0), stream=0, num_samples=2**52
+    ),
+}
+
+
+@pytest.mark.parametrize("call", TOO_MUCH.values(), ids=TOO_MUCH)
+def test_an_op_that_finds_no_memory_is_known(call):
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    assert chunks.is_out_of_memory(caught.value)
+
+
+def test_another_failure_is_not_taken_for_it():
+    other = "torch_call_dispatcher( aten::mm ) API call failed at ops.h, line 9"
+    assert not chunks.is_out_of_memory(RuntimeError(other))
+    assert not chunks.is_out_of_memory(ValueError("out of memory"))
 
 
 def test_memory_that_ends_while_a_chunk_is_taken_in(model, monkeypatch):
