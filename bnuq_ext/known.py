@@ -53,7 +53,7 @@ class Known:
         self, op: str, model: nn.Module, name: str, batch_size: int | None, device: torch.device
     ) -> Sampler:
         """The sampler of the model's bank; see `make_sampler`."""
-        place = (name, batch_size, device)
+        place = (name, batch_size, device, _stream(device))
         if place not in self.samplers:
             if named_stochastic_layers(model):
                 bank = find_bank(model, op)
@@ -100,6 +100,11 @@ class Known:
                 "and are the same in all replicas; see bnuq_ext.doctor"
             )
         self.examined = True  # not where the warning is an error, and somebody has caught it
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream of a GPU, which alone waits for what a sampler makes and keeps; 0 on the CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def know(model: nn.Module, modules: list[nn.Module]) -> Known:

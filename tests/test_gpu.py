@@ -252,6 +252,21 @@ def test_predict_agrees_with_the_cpu(model, sampler):
         torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("sampler", ["bank", "joint"])
+def test_streams_share_no_draw(model, sampler):
+    model, x = copy.deepcopy(model).cuda(), torch.randn(64, 3, 64, 64, device="cuda")
+    expected = [predict(model, x, 16, sampler=sampler, seed=seed).mean for seed in (1, 2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    results = []
+    for stream, which in [(streams[0], 0), (streams[1], 0), (streams[0], 1)] * 10:
+        with torch.cuda.stream(stream):
+            results.append((predict(model, x, 16, sampler=sampler, seed=which + 1).mean, which))
+    torch.cuda.synchronize()
+    for actual, which in results:
+        torch.testing.assert_close(actual, expected[which], rtol=1e-4, atol=1e-5)
+
+
 def peak_of_predict(model, x, num_samples, **options):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -11,7 +11,7 @@ from drawn import random_bank, sampler, statistics
 from scipy import stats
 
 import bnuq_ext as bnuq
-from bnuq_ext import ops
+from bnuq_ext import known, ops
 
 # ---- number by number ------------------------------------------------------------------------
 
@@ -24,6 +24,18 @@ def test_bank_draws_the_snapshots_of_snapshot_indices():
     for key in bank.mean:
         assert torch.equal(draw.tables[key].mean, bank.mean[key])
         assert torch.equal(draw.tables[key].var, bank.var[key])
+
+
+def test_what_a_sampler_keeps_stays_on_its_stream(monkeypatch):
+    """On a GPU another stream would neither wait for it nor be waited for before its memory is used again."""
+    streams = iter([0, 7, 0, 7])
+    monkeypatch.setattr(known, "_stream", lambda device: next(streams))
+    model = bnuq.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)).eval())
+    bnuq.collect(model, torch.randn(8, 6, 3).unbind(), num_batches=8, progress=False)
+    seen = known.Known(None)
+    call = "predict", model, "bank", None, torch.device("cpu")
+    first, second, *again = (seen.sampler(*call) for _ in range(4))
+    assert first is not second and again == [first, second]
 
 
 def test_batch_draws_one_batch_a_replica():

@@ -78,6 +78,7 @@ STAND_INS = {
 # What has no answer here, by a part of the test's name.
 LEFT_OUT = {
     "a_graph": "nothing records what runs on the CPU",
+    "streams_share_no_draw": "there is one stream",
     "out_of_memory": "the CPU's memory has no limit",
     "no_memory_is_left_behind": "the CPU's allocator does not count",
     "outside_the_bank_is_nan": "snapshots on the CPU are looked at before the call",
