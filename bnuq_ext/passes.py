@@ -96,7 +96,10 @@ class Pass:
     Attributes:
         streams: of each layer's first call; 65,536 calls later comes the next layer's.
         calls: of each layer so far.
+        outer: the pass around it, which other models are left to.
     """
+
+    outer: Pass | None = None
 
     def __init__(self, layers: dict[str, nn.Module]):
         self.names = {id(layer): name for name, layer in layers.items()}

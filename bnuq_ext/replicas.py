@@ -40,7 +40,7 @@ def replicas(
     shape, and again, by T replicas and one alone, when parameters have changed; dropout in train() draws for
     each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in the
     forward. The state is this thread's (or task's): other threads may use the model with other replicas, or
-    none, at the same time.
+    none, at the same time. Bodies for several models may lie in each other; for one model the innermost counts.
 
     Args:
         model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not one made by
@@ -62,14 +62,13 @@ def replicas(
     check_key(op, seed)
     if sampler == "batch":
         refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
-    if current_pass() is not None:
-        refuse(op, "the body of another pass", "be left first", "a call inside it")
+    outer = _outer_session(model)
     known, device = know(model, modules), device_of(modules)
     drawn = known.sampler(op, model, sampler, batch_size, device)
     layers = layers_by_bank(modules) | bayes_layers(model, modules)
     key = draw_key(seed, device)
     forward = Forward(model, layers, drawn, key, _flat, known, op, _call)
-    session = _Session(forward, first_replica, num_samples)
+    session = _Session(forward, first_replica, num_samples, outer)
     handles = [
         model.register_forward_pre_hook(_Before(session), prepend=True, with_kwargs=True),
         model.register_forward_hook(_After(session)),
@@ -83,17 +82,20 @@ def replicas(
 
 
 class _Session(Pass):
-    """The pass of a body: each call of the model is a ReplicaPass of its own."""
+    """The pass of a body: each call of the model is a ReplicaPass of its own; other models are left to the outer one."""
 
-    def __init__(self, forward: Forward, first_replica: int, num_samples: int):
+    def __init__(
+        self, forward: Forward, first_replica: int, num_samples: int, outer: _Session | None
+    ):
         super().__init__(forward.layers)
+        self.outer: _Session | None = outer
         self.forward, self.first, self.num_samples = forward, first_replica, num_samples
         self.draw = forward.draw(first_replica, num_samples)
         self.active: ReplicaPass | None = None
 
     def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
         if id(layer) not in self.names:
-            return layer.plain_forward(x)
+            return self.outer.visit(layer, x) if self.outer else layer.plain_forward(x)
         active = self.active or replayed_pass()
         if active is None:
             refuse("replicas", "model", "be called itself", "a call of one of its parts")
@@ -130,8 +132,30 @@ class _Session(Pass):
             active.follow(tensors(output))
 
 
+def _outer_session(model: nn.Module) -> _Session | None:
+    """The session of the body around a new one for the model."""
+    outer = current_pass()
+    if outer is not None and not isinstance(outer, _Session):
+        refuse("replicas", "the body of another pass", "be left first", "a call inside it")
+    for session in _sessions():
+        other = session.forward.model
+        if other is not model and not session.names.keys().isdisjoint(map(id, model.modules())):
+            requirement = "share no stochastic layer with the model of an outer body"
+            refuse("replicas", "model", requirement, f"one within {type(other).__name__}")
+    return outer
+
+
+def _sessions():
+    """Those of this thread (or task), the innermost first."""
+    session = current_pass()
+    while isinstance(session, _Session):
+        yield session
+        session = session.outer
+
+
 class _Hook:
-    """A hook of the model: does nothing outside the session's own thread and body, and in a copy of the model."""
+    """A hook of the model: does nothing outside the session's own thread and body, inside a further body for the
+    model, and in a copy of the model."""
 
     def __init__(self, session: _Session | None = None):
         self.session = session
@@ -140,8 +164,9 @@ class _Hook:
     def __reduce__(self):
         return type(self), ()
 
-    def applies(self) -> bool:
-        return self.session is not None and current_pass() is self.session
+    def applies(self, model: nn.Module) -> bool:
+        found = next((s for s in _sessions() if s.forward.model is model), None)
+        return found is not None and found is self.session
 
 
 class _Before(_Hook):
@@ -149,7 +174,7 @@ class _Before(_Hook):
 
     def __call__(self, model, args, kwargs=None):
         # Another thread may call in the middle of the registration, which is when kwargs are missing.
-        if not self.applies():
+        if not self.applies(model):
             return None
         inputs = self.session.begin({"args": args, "kwargs": kwargs})
         return inputs["args"], inputs["kwargs"]
@@ -159,7 +184,7 @@ class _After(_Hook):
     """Forward hook."""
 
     def __call__(self, model, args, output):
-        if self.applies():
+        if self.applies(model):
             self.session.end(output)
 
 

@@ -87,7 +87,9 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     check_key(op, seed)
     active = current_pass()
-    if active is not None and all(id(layer) in active.names for layer in layers.values()):
+    while active is not None and not all(id(m) in active.names for m in layers.values()):
+        active = active.outer
+    if active is not None:
         streams = {n: active.streams[active.names[id(m)]] for n, m in layers.items()}
         return _divergence(layers, active.draw, streams)
     device = next(iter(layers.values())).weight_mu.device

@@ -74,6 +74,26 @@ def test_a_copy_made_inside_is_an_ordinary_model(model):
     assert torch.equal(copied(X), plain)
 
 
+def test_bodies_in_each_other(model):
+    other = make_model()
+    torch.nn.init.normal_(other[8].weight)
+    plain, theirs = model(X), expected(other, seed=4, num_samples=2)
+    with torch.no_grad(), bnuq.replicas(model, T, 3):
+        with bnuq.replicas(other, 2, 4):
+            for _ in range(2):
+                close(model(X), expected(model))
+                close(other(X), theirs)
+            assert torch.equal(expected(other, seed=4, num_samples=2), theirs)
+        with bnuq.replicas(model, 2, 5):
+            close(model(X), expected(model, seed=5, num_samples=2))
+            with bnuq.replicas(other, 2, 4), pytest.raises(KeyError):
+                close(model(X), expected(model, seed=5, num_samples=2))
+                raise KeyError
+        close(model(X), expected(model))
+        assert torch.equal(other(X), bnuq.revert(other)(X))
+    assert torch.equal(model(X), plain)
+
+
 def test_gradients_are_those_of_the_loop(model):
     with bnuq.replicas(model, T, 3):
         loss = F.cross_entropy(model(X), torch.arange(9).repeat(T) % 5)
@@ -311,10 +331,17 @@ def test_rejects(model):
     ):
         enter(torch.compile(model, backend="eager"), 2)
     with bnuq.replicas(model, 2, 0):
-        with pytest.raises(
-            ValueError, match="replicas: the body of another pass must be left first"
-        ):
-            enter(model, 2)
+        with pytest.raises(ValueError, match="replicas: model must share no stochastic layer with"):
+            enter(nn.Sequential(model), 2)
+        with pytest.raises(ValueError, match="replicas: model must share no stochastic layer with"):
+            enter(model[1], 2)
+
+        def inside(*_):
+            enter(make_model(), 2)
+
+        with model[0].register_forward_pre_hook(inside):
+            with pytest.raises(ValueError, match="replicas: the body of another pass must be left"):
+                bnuq.predict(model, X, likelihood="gaussian", strategy="loop")
         with pytest.raises(
             ValueError, match="replicas: model must be called itself, got a call of one of its"
         ):

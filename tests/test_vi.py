@@ -107,6 +107,8 @@ def test_mixture_is_taken_at_the_weights_of_the_forward():
     with bnuq.replicas(model, 3, seed=4):
         model(x)
         inside = bnuq.kl_divergence(model)
+        with bnuq.replicas(network(), 2, seed=5):
+            assert torch.equal(bnuq.kl_divergence(model), inside)
     torch.testing.assert_close(inside, out.kl)
 
 
