@@ -62,6 +62,22 @@ def test_matches_reference(N, I, O, T, shared, bias, device, assert_close):  # n
         assert_close(actual, wanted, scale=scale * max(1.0, float(wanted.abs().max())))
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("N,I,O", LARGE)
+def test_large_products_in_float64(N, I, O, T, shared):  # noqa: E741
+    inputs, seed = make(N, I, O, T, shared), ops.new_seed(4)
+    inputs64 = [t.detach().requires_grad_() for t in inputs]
+    y, expected = (
+        run(inputs, seed, T),
+        reference_bayes.bayes_linear(*inputs64, *noise(seed, T, O, I)),
+    )
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+    grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).double()
+    mine, wanted = grads(y, inputs, grad_y), grads(expected, inputs64, grad_y)
+    torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("N", [2, FEW + 3])
 def test_dtypes(N, dtype, device, assert_close):
     T, I, O = 3, 65, 18  # noqa: E741

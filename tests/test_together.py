@@ -349,6 +349,13 @@ def test_moved_parameters():
     assert seen["1.weight"].abs().max() > 0.1
 
 
+def test_a_parameter_that_is_given_by_name_is_moved_too():
+    layer = nn.Linear(3, 2)
+    with torch.no_grad(), Moved([layer]) as moved:
+        y = nn.functional.linear(torch.zeros(1, 3), layer.weight, bias=layer.bias)
+    assert moved.complete and (y.abs() > layer.bias.abs()).all()
+
+
 def test_a_parameter_that_is_not_met_leaves_doubt(monkeypatch):
     made, model = proofs(monkeypatch), Net(middle=Residual())
     model.idle = gate(0.0)
@@ -381,81 +388,3 @@ def test_replicas_and_rows_that_differ():
     for same in (same_replicas, same_rows, two_rows):
         with pytest.raises(Undecided, match="do not tell replicas and rows apart"):
             check_informative(same, 1e-4)
-
-
-class Balanced(torch.autograd.Function):
-    """The identity, whose gradient is normalised over the rows."""
-
-    @staticmethod
-    def forward(ctx, h):
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad / grad.norm()
-
-
-class Hooked(nn.Module):
-    def forward(self, h):
-        if h.requires_grad:
-            h.register_hook(lambda grad: grad - grad.mean(0))
-        return h * 1
-
-
-class HookedOutput(Net):
-    """Whose hook makes nothing of gradients that are the same for all rows."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad - grad.mean(0))
-        return y * 1
-
-
-GRADIENTS = {
-    "a hook of the output": HookedOutput,
-    "a function": lambda: Net(mix=Balanced.apply),
-    "a hook": lambda: Net(middle=Hooked()),
-    "detached": lambda: Net(mix=lambda h: h + h.mean(0) - h.mean(0).detach()),
-}
-
-
-@pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS)
-def test_gradients_of_rows_that_meet_where_their_values_do_not(make):
-    model = make()
-    assert ways_after(model, 0) == {"loop"}
-
-
-def test_another_part_whose_gradients_alone_meet_is_proved():
-    """The outputs are those of the plan that stands."""
-    model = Net()
-    assert ways_after(model, 0) == {"folded"}
-    model.mix = Balanced.apply
-    assert ways_after(model, 1) == {"loop"}
-
-
-class CentredChain(nn.Sequential):
-    def forward(self, h):
-        return super().forward(h - h.mean(0))
-
-
-def test_a_class_of_one_s_own_chain_is_proved():
-    options = dict(dtype=torch.float64, rho_init=-2.0)
-    tail = CentredChain(nn.Tanh(), bnuq.BayesLinear(9, 4, **options))
-    model = nn.Sequential(bnuq.BayesLinear(6, 9, **options), tail)
-    assert ways_after(model, 0) == {"loop"}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m.register_full_backward_hook(lambda m, grads, _: (grads[0] / grads[0].norm(),)),
-        lambda m: setattr(m, "forward", lambda h: h - h.mean(0)),
-    ],
-)
-def test_a_chain_that_is_changed_is_proved(change):
-    options = dict(dtype=torch.float64, rho_init=-2.0)
-    first, last = bnuq.BayesLinear(6, 9, **options), bnuq.BayesLinear(9, 4, **options)
-    model = nn.Sequential(first, nn.Tanh(), last)
-    change(model[1])
-    assert ways_after(model, 0) == {"loop"}

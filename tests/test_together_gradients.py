@@ -1,0 +1,86 @@
+"""Training steps with T samples as one batch: rows whose gradients alone meet, and chains that are none."""
+
+import pytest
+import torch
+from torch import nn
+from training import Net, ways_after
+
+import bnuq_ext as bnuq
+
+
+class Balanced(torch.autograd.Function):
+    """The identity, whose gradient is normalised over the rows."""
+
+    @staticmethod
+    def forward(ctx, h):
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.norm()
+
+
+class Hooked(nn.Module):
+    def forward(self, h):
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad - grad.mean(0))
+        return h * 1
+
+
+class HookedOutput(Net):
+    """Whose hook makes nothing of gradients that are the same for all rows."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad - grad.mean(0))
+        return y * 1
+
+
+GRADIENTS = {
+    "a hook of the output": HookedOutput,
+    "a function": lambda: Net(mix=Balanced.apply),
+    "a hook": lambda: Net(middle=Hooked()),
+    "detached": lambda: Net(mix=lambda h: h + h.mean(0) - h.mean(0).detach()),
+}
+
+
+@pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_of_rows_that_meet_where_their_values_do_not(make):
+    model = make()
+    assert ways_after(model, 0) == {"loop"}
+
+
+def test_another_part_whose_gradients_alone_meet_is_proved():
+    """The outputs are those of the plan that stands."""
+    model = Net()
+    assert ways_after(model, 0) == {"folded"}
+    model.mix = Balanced.apply
+    assert ways_after(model, 1) == {"loop"}
+
+
+class CentredChain(nn.Sequential):
+    def forward(self, h):
+        return super().forward(h - h.mean(0))
+
+
+def test_a_class_of_one_s_own_chain_is_proved():
+    options = dict(dtype=torch.float64, rho_init=-2.0)
+    tail = CentredChain(nn.Tanh(), bnuq.BayesLinear(9, 4, **options))
+    model = nn.Sequential(bnuq.BayesLinear(6, 9, **options), tail)
+    assert ways_after(model, 0) == {"loop"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.register_full_backward_hook(lambda m, grads, _: (grads[0] / grads[0].norm(),)),
+        lambda m: setattr(m, "forward", lambda h: h - h.mean(0)),
+    ],
+)
+def test_a_chain_that_is_changed_is_proved(change):
+    options = dict(dtype=torch.float64, rho_init=-2.0)
+    first, last = bnuq.BayesLinear(6, 9, **options), bnuq.BayesLinear(9, 4, **options)
+    model = nn.Sequential(first, nn.Tanh(), last)
+    change(model[1])
+    assert ways_after(model, 0) == {"loop"}
