@@ -168,23 +168,22 @@ __global__ void __launch_bounds__(kThreads, 2) shared_gradients_kernel(
 template <typename acc_t, int V>
 BNUQ_DEVICE void block_sums(
     acc_t* out, acc_t* scratch, const Column<V>& column, const acc_t (&sum)[V]) {
-  const int bx = blockDim.x, by = blockDim.y, threads = bx * by, length = bx * V;
-  const int thread = block_thread();
+  const int by = blockDim.y, length = blockDim.x * V, thread = block_thread();
   __syncthreads();  // the scratch is free
 #pragma unroll
-  for (int e = 0; e < V; ++e) scratch[(threadIdx.y * V + e) * bx + threadIdx.x] = sum[e];
+  for (int e = 0; e < V; ++e) scratch[slot_of(thread * V + e)] = sum[e];
   __syncthreads();
   const int widest = smaller(column.period, length);
-  const bool by_warp = widest * by >= 2 * kWarp && threads % kWarp == 0;
+  const bool by_warp = widest * by >= 2 * kWarp;
   const int lanes = by_warp ? kWarp : 1, lane = thread % lanes;
-  for (int k = thread / lanes; k < column.channels; k += threads / lanes) {
+  const int teams = block_threads() / lanes, team = thread / lanes;
+  if (team == teams) return;  // lanes of an incomplete warp
+  for (int k = team; k < column.channels; k += teams) {
     const int first = k == 0 ? 0 : column.left + (k - 1) * column.period;
     const int last = smaller(length, column.left + k * column.period), span = last - first;
     acc_t total = 0;
-    for (int i = lane; i < span * by; i += lanes) {
-      const int q = first + i % span;
-      total += scratch[(i / span * V + q % V) * bx + q / V];
-    }
+    for (int i = lane; i < span * by; i += lanes)
+      total += scratch[slot_of(i / span * length + first + i % span)];
     if (by_warp) total = lanes_sum(total);
     if (lane == 0) out[k] = total;
   }
@@ -320,8 +319,8 @@ SumsPlan plan_sums(const BackwardArgs<scalar_t>& args) {
            d.C * d.S % kVector<scalar_t> == 0;
   const int V = p.wide ? kVector<scalar_t> : 1;
   p.columns = plan_columns(d, V, kGradUnroll, false, size);
-  const size_t scratch = size_t(p.columns.block.x) * p.columns.block.y * V * size;
-  p.columns.shared = larger(p.columns.shared, scratch);
+  const int scratch = slot_of(int(p.columns.block.x * p.columns.block.y) * V) * size;
+  p.columns.shared = larger(p.columns.shared, size_t(scratch));
   p.partials = 2 * int64_t(p.columns.grid.x) * p.columns.channels;
   return p;
 }

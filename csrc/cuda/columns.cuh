@@ -3,8 +3,7 @@
 //
 // A block is bx columns (V neighbours each) by `by` rows. The table holds, for each replica, three
 // runs (mean, scale, bias) over the channels of the tile, in groups of eight channels: one group is
-// what one Philox call gives. A slot of padding after each group keeps the reads of lanes that own
-// eight channels apart free of bank conflicts.
+// what one Philox call gives.
 #pragma once
 #include "../batch_norm.h"
 #include "device.cuh"
@@ -47,8 +46,10 @@ inline int merged_rows(Extents d, int V) {
   return merged == 1 || (d.N % merged == 0 && d.C <= kMergedChannels) ? merged : 0;
 }
 
-constexpr int slot_of(int channel) {
-  return channel + (channel >> 3);
+// Where number i stands in shared memory: padding after each 32 keeps accesses of lanes that are 1,
+// 4 or 8 numbers apart free of bank conflicts.
+constexpr int slot_of(int i) {
+  return i + (i >> 5);
 }
 
 // `unroll` rows a thread at a time. Shared x: a block keeps its rows while it passes over replicas.
@@ -66,7 +67,7 @@ inline ColumnsPlan plan_columns(
   const int bx = int(ceil_div(p.columns, p.tiles)), by = kThreads / bx;
   p.block = dim3(bx, by);
   p.channels = int(merged > 1 ? d.C : smaller<int64_t>(d.C, (int64_t(bx) * V - 1) / d.S + 2));
-  p.slots = (p.channels + 14) / 8 * 9;
+  p.slots = slot_of((p.channels + 14) / 8 * 8);
   const int run_bytes = 3 * p.slots * acc_size;
   p.replicas = shared ? larger(1, smaller(kTableBytes / run_bytes, kTableReplicas)) : 1;
   p.shared = size_t(p.replicas) * run_bytes;
@@ -209,7 +210,8 @@ BNUQ_DEVICE void fill_table(
   const int groups = int(((column.first_channel + column.channels - 1) >> 3) - first_group) + 1;
   for (int i = thread; i < count * groups; i += threads) {
     const int j = i / groups, g = i % groups;
-    draw_group(source, rows[j], first_group + g, table + j * 3 * p.slots + g * 9, p.slots);
+    acc_t* run = table + j * 3 * p.slots + slot_of(g * 8);
+    draw_group(source, rows[j], first_group + g, run, p.slots);
   }
   __syncthreads();
 #pragma unroll 1
