@@ -98,8 +98,7 @@ Grads mixture_kl_backward_cuda(
     double std1, double std2) {
   check_on_device_of(mu, {grad});
   const MixtureCall call = {mu, rho, seed, stream, num_samples, pi, std1, std2};
-  const Tensor grad_mu = torch::stable::new_zeros(mu, mu.sizes());
-  const Tensor grad_rho = torch::stable::new_zeros(rho, rho.sizes());
+  const Tensor grad_mu = torch::stable::empty_like(mu), grad_rho = torch::stable::empty_like(rho);
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const DeviceGuard guard(mu.get_device_index());

@@ -54,26 +54,57 @@ struct MixtureArgs {
   Mixture<acc_t> prior;
 };
 
-// body(element, posterior, eps) for the eight neighbours of Philox call `group` in replica t.
-template <typename acc_t, typename Body>
-BNUQ_DEVICE void for_mixture_group(
-    const MixtureArgs<acc_t>& p, Key sub, int64_t group, int64_t t, const Body& body) {
-  float z[8];
-  const uint64_t replica = uint64_t(p.seed[1] + t);
-  if (p.matrix) {
-    const int64_t tiles_i = ceil_div<int64_t>(p.I, 16), tile = group / kWarp;
-    const int64_t tile_o = tile / tiles_i, tile_i = tile % tiles_i;
-    const int lane = int(group % kWarp);
-    normals8(philox_at(sub, weight_index(tile_o, tile_i, lane), replica), z);
-    for_lane_weights(
-        tile_o, tile_i, lane, p.O, p.I, [&](int slot, int64_t k) { body(k, acc_t(z[slot])); });
-  } else {
-    normals8(philox_at(sub, uint64_t(group), replica), z);
+// The eight neighbours of one Philox call: read once, however many the replicas.
+template <typename acc_t>
+struct MixtureGroup {
+  uint64_t place;  // of their noise
+  acc_t mu[8];
+  Posterior<acc_t> q[8];
+
+  BNUQ_DEVICE MixtureGroup(const MixtureArgs<acc_t>& p, int64_t group) {
+    acc_t rho[8];
+    // Outside the matrix as if pruned: a term of 0.
+#pragma unroll
+    for (int slot = 0; slot < 8; ++slot) {
+      mu[slot] = 0;
+      rho[slot] = -acc_t(INFINITY);
+    }
+    place = for_group(p, group, [&](int slot, int64_t k) {
+      mu[slot] = p.mu[k];
+      rho[slot] = p.rho[k];
+    });
+#pragma unroll
+    for (int slot = 0; slot < 8; ++slot) q[slot] = posterior(rho[slot]);
+  }
+
+  // body(slot, element) for those inside the matrix; returns the place of their noise.
+  template <typename Body>
+  BNUQ_DEVICE static uint64_t for_group(
+      const MixtureArgs<acc_t>& p, int64_t group, const Body& body) {
+    if (p.matrix) {
+      const int64_t tiles_i = ceil_div<int64_t>(p.I, 16), tile = group / kWarp;
+      const int64_t tile_o = tile / tiles_i, tile_i = tile % tiles_i;
+      const int lane = int(group % kWarp);
+      for_lane_weights(tile_o, tile_i, lane, p.O, p.I, body);
+      return weight_index(tile_o, tile_i, lane);
+    }
 #pragma unroll
     for (int slot = 0; slot < 8; ++slot)
-      if (group * 8 + slot < p.I) body(group * 8 + slot, acc_t(z[slot]));
+      if (group * 8 + slot < p.I) body(slot, group * 8 + slot);
+    return uint64_t(group);
   }
-}
+
+  // body(slot, term) for all eight in replica t.
+  template <typename Body>
+  BNUQ_DEVICE void for_terms(
+      const MixtureArgs<acc_t>& p, Key sub, uint64_t replica, const Body& body) const {
+    float z[8];
+    normals8(philox_at(sub, place, replica), z);
+#pragma unroll
+    for (int slot = 0; slot < 8; ++slot)
+      body(slot, mixture_kl_term(mu[slot], q[slot], acc_t(z[slot]), p.prior));
+  }
+};
 
 template <typename acc_t>
 BNUQ_HD int64_t mixture_groups(const MixtureArgs<acc_t>& p) {
@@ -84,13 +115,15 @@ template <typename acc_t>
 __global__ void __launch_bounds__(kKlThreads)
     mixture_kl_kernel(double* __restrict__ partial, MixtureArgs<acc_t> p) {
   const Key sub = subkey(p.seed[0], p.stream, p.matrix ? kTagWeight : kTagBias);
+  const uint64_t first = uint64_t(p.seed[1]);
   const int64_t stride = int64_t(gridDim.x) * kKlThreads, groups = mixture_groups(p);
   double sum = 0;
-  for (int64_t g = int64_t(blockIdx.x) * kKlThreads + threadIdx.x; g < groups; g += stride)
+  for (int64_t g = int64_t(blockIdx.x) * kKlThreads + threadIdx.x; g < groups; g += stride) {
+    const MixtureGroup<acc_t> group(p, g);
     for (int64_t t = 0; t < p.T; ++t)
-      for_mixture_group(p, sub, g, t, [&](int64_t k, acc_t eps) {
-        sum += double(mixture_kl_term(p.mu[k], posterior(p.rho[k]), eps, p.prior).value);
-      });
+      group.for_terms(
+          p, sub, first + t, [&](int, const KlTerm<acc_t>& term) { sum += double(term.value); });
+  }
   sum = block_sum(sum);
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
@@ -100,15 +133,22 @@ __global__ void __launch_bounds__(kKlThreads) mixture_kl_backward_kernel(
     acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_rho, const acc_t* __restrict__ grad,
     MixtureArgs<acc_t> p) {
   const Key sub = subkey(p.seed[0], p.stream, p.matrix ? kTagWeight : kTagBias);
+  const uint64_t first = uint64_t(p.seed[1]);
   const int64_t stride = int64_t(gridDim.x) * kKlThreads, groups = mixture_groups(p);
   const acc_t scale = *grad / acc_t(p.T);
-  for (int64_t g = int64_t(blockIdx.x) * kKlThreads + threadIdx.x; g < groups; g += stride)
+  for (int64_t g = int64_t(blockIdx.x) * kKlThreads + threadIdx.x; g < groups; g += stride) {
+    const MixtureGroup<acc_t> group(p, g);
+    acc_t by_mu[8] = {}, by_rho[8] = {};
     for (int64_t t = 0; t < p.T; ++t)
-      for_mixture_group(p, sub, g, t, [&](int64_t k, acc_t eps) {
-        const KlTerm<acc_t> term = mixture_kl_term(p.mu[k], posterior(p.rho[k]), eps, p.prior);
-        grad_mu[k] += scale * term.by_mu;
-        grad_rho[k] += scale * term.by_rho;
+      group.for_terms(p, sub, first + t, [&](int slot, const KlTerm<acc_t>& term) {
+        by_mu[slot] += term.by_mu;
+        by_rho[slot] += term.by_rho;
       });
+    MixtureGroup<acc_t>::for_group(p, g, [&](int slot, int64_t k) {
+      grad_mu[k] = scale * by_mu[slot];
+      grad_rho[k] = scale * by_rho[slot];
+    });
+  }
 }
 
 // out = scale * the sum of the partials, by one block.
@@ -164,7 +204,6 @@ void run_mixture_kl(acc_t* out, double* partial, const MixtureArgs<acc_t>& p, cu
   run_add_partials(out, partial, blocks, 1.0 / double(p.T), stream);
 }
 
-// Adds to grad_mu and grad_rho.
 template <typename acc_t>
 void run_mixture_kl_backward(
     acc_t* grad_mu, acc_t* grad_rho, const acc_t* grad, const MixtureArgs<acc_t>& p,
