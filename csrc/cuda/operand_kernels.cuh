@@ -57,25 +57,34 @@ BNUQ_DEVICE Scale power_of_two(float largest, int exponent) {
 }
 
 // (rows, columns) to (rows, columns padded to 16), eight numbers a thread. The largest lies in
-// [2^13, 2^14) for float16; bfloat16 has the range of float32: no partials, and no scale.
+// [2^13, 2^14) for float16; bfloat16 has the range of float32: no partials, and no scale. `wide`:
+// four neighbours of v lie on 16 bytes.
 template <typename half_t>
 __global__ void __launch_bounds__(kOperandThreads) half_operand_kernel(
     uint4* __restrict__ out, float* __restrict__ scale, const float* __restrict__ v,
-    const float* __restrict__ partial, int partials, int64_t rows, int64_t columns) {
+    const float* __restrict__ partial, int partials, int64_t rows, int64_t columns, bool wide) {
   const Scale s = partials ? power_of_two(largest_of(partial, partials), 14) : Scale{1.0f, 1.0f};
   const int64_t i = int64_t(blockIdx.x) * kOperandThreads + threadIdx.x;
   const int64_t groups = ceil_div<int64_t>(columns, kEdge) * 2;
   if (i == 0) *scale = s.factor;
   if (i >= rows * groups) return;
   const int64_t first = i % groups * 8;
-  const float* row = v + i / groups * columns;
+  const float* from = v + i / groups * columns + first;
+  const int inside = int(smaller<int64_t>(8, columns - first));
+  float z[2][4] = {};
   uint32_t pairs[4];
+  if (wide) {
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const int64_t c = first + 2 * e;
-    pairs[e] = pack2<half_t>(
-        c < columns ? row[c] * s.inverse : 0.0f, c + 1 < columns ? row[c + 1] * s.inverse : 0.0f);
+    for (int h = 0; h < 2; ++h)
+      if (4 * h < inside) unpack(load_stream<4>(from + 4 * h), z[h]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      if (e < inside) z[e / 4][e % 4] = from[e];
   }
+#pragma unroll
+  for (int e = 0; e < 4; ++e)
+    pairs[e] = pack2<half_t>(z[e / 2][e % 2 * 2] * s.inverse, z[e / 2][e % 2 * 2 + 1] * s.inverse);
   out[i] = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
@@ -119,7 +128,7 @@ __global__ void __launch_bounds__(kOperandThreads) sample_noise_kernel(
   const RoundKeys keys(subkey(seed[0], stream, kTagWeight));
   uint32_t a[4];
   weight_fragment<half_t>(
-      a, sigma[own], keys, uint32_t(tile_o), uint32_t(tile_i * kWarp) + lane,
+      a, __ldg(sigma + own), keys, uint32_t(tile_o), uint32_t(tile_i * kWarp) + lane,
       uint64_t(seed[1] + first + replica));
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
@@ -158,7 +167,7 @@ void run_half_operand(
   const int64_t threads = rows * ceil_div<int64_t>(columns, kEdge) * 2;
   BNUQ_LAUNCH(
       kernel, operand_grid(threads), dim3(kOperandThreads), 0, stream, out, scale, v, partial,
-      count, rows, columns);
+      count, rows, columns, columns % 4 == 0 && aligned(v));
 }
 
 template <typename half_t>
