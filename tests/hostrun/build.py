@@ -133,7 +133,9 @@ def build(variant):
 
 
 def load_file(path):
-    spec = importlib.util.spec_from_file_location("hostrun_module", path)
+    # By a name of its own: pybind11 hands out the module that it made first under a name.
+    name = f"{Path(path).stem}.hostrun_module"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
