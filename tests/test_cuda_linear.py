@@ -113,6 +113,18 @@ def test_gradient_loops_are_bound_by_their_noise(backward):
 
 
 @needs_nvcc
+def test_the_mixture_reads_a_weight_once_for_all_replicas(hopper):
+    """The loop over them makes noise and terms alone; it may read the seed again. No softplus, 75 slots a term."""
+    kernels = [
+        kernel for name, kernel in hopper.items() if re.search("mixture_kl_.*kernelIf", name)
+    ]
+    assert len(kernels) == 2
+    for loop in map(noise_loop, kernels):
+        assert loop["LDG"] <= 1 and loop["STG"] == 0
+        assert sum(loop.values()) <= 75 * WEIGHTS
+
+
+@needs_nvcc
 def test_a_stage_costs_a_fraction_of_its_noise(fused, backward):
     """What lies between two loops over the tiles of a stage: copies of the next, a barrier. No place is found anew."""
     staged = [kernel for (blocks, _, _), kernel in fused.items() if blocks > 1]

@@ -25,6 +25,8 @@ KINDS = {  # of objects: what they are compiled with
     # The kernels' accesses alone are watched: the machinery says which barriers order them. A memcpy
     # is seen where it is a call.
     "races": f"{RACES} -fno-builtin -g1",
+    # One instruction for each access of the source, as wide as it is there.
+    "accesses": f"{RACES} -fno-builtin -g1 -fno-tree-sra -fno-tree-fre -fno-tree-forwprop",
     "unwatched": "-fno-builtin -DHOSTRUN_RACES",
     "torch": f"-O2 {TORCH}",
     # Bounds alone: the rest is seen where the kernels run without torch.
@@ -41,10 +43,12 @@ VARIANTS = {  # of the module: its objects
     "ucontext": {"plain": ["module.cpp", *KERNELS], "ucontext": MACHINE},
     "sanitized": {"plain": ["module.cpp"], "sanitized": [*MACHINE, *KERNELS]},
     "races": {"unwatched": ["module.cpp", *MACHINE], "races": KERNELS},
+    "accesses": {"plain": ["module.cpp", *MACHINE, "accesses.cpp"], "accesses": KERNELS},
     # Libraries for torch.ops.load_library.
     "torch": {"torch": [*MACHINE, *OPS]},
     "torch_sanitized": {"torch_sanitized": [*MACHINE, *OPS]},
 }
+COUNTED = ["memcpy", "_Znwm", "_ZN7hostrun10begin_copyEPvPKvbNS_4SiteE"]  # see accesses.cpp
 WRAPPED = [  # functions of torch that torch_library.cpp stands in for
     "aoti_torch_library_init_impl",
     "aoti_torch_device_type_cuda",
@@ -80,6 +84,7 @@ def torch_folder():
 def link_flags(variant):
     flags = [SANITIZE] if variant.endswith("sanitized") else []
     flags += [RACES] if variant == "races" else []
+    flags += [f"-Wl,--wrap={name}" for name in COUNTED] if variant == "accesses" else []
     if variant.startswith("torch"):
         flags += [f"-Wl,--wrap={name}" for name in WRAPPED]
         flags += ["-L$torch/lib", "-ltorch_cpu", "-lc10"]

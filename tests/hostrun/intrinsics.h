@@ -104,17 +104,18 @@ inline int __all_sync(unsigned mask, int predicate, HOSTRUN_FROM_HERE) {
   return hostrun::ballot(mask, predicate != 0, {file, line}) == mask;
 }
 
-#define HOSTRUN_LOAD(name)                               \
-  template <typename T>                                  \
-  T name(const T* p, HOSTRUN_FROM_HERE) {                \
-    hostrun::check_aligned(p, alignof(T), {file, line}); \
-    return *p;                                           \
+// Inlined, so that an access is one of its kernel's.
+#define HOSTRUN_LOAD(name)                                              \
+  template <typename T>                                                 \
+  [[gnu::always_inline]] inline T name(const T* p, HOSTRUN_FROM_HERE) { \
+    hostrun::check_aligned(p, alignof(T), {file, line});                \
+    return *p;                                                          \
   }
-#define HOSTRUN_STORE(name)                              \
-  template <typename T>                                  \
-  void name(T* p, T value, HOSTRUN_FROM_HERE) {          \
-    hostrun::check_aligned(p, alignof(T), {file, line}); \
-    *p = value;                                          \
+#define HOSTRUN_STORE(name)                                                   \
+  template <typename T>                                                       \
+  [[gnu::always_inline]] inline void name(T* p, T value, HOSTRUN_FROM_HERE) { \
+    hostrun::check_aligned(p, alignof(T), {file, line});                      \
+    *p = value;                                                               \
   }
 HOSTRUN_LOAD(__ldg)
 HOSTRUN_LOAD(__ldca)

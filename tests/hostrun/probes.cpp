@@ -163,6 +163,22 @@ __global__ void staged_kernel(const float* x, float* y, int64_t) {
   y[threadIdx.x] = sum;
 }
 
+// Through shared memory, n numbers from lane to lane.
+__global__ void strided_kernel(const float* x, float* y, int64_t n) {
+  BNUQ_DYNAMIC_SHARED(float, table);
+  const int64_t i = threadIdx.x * n;
+  table[i] = x[i];
+  y[i] = table[i];
+}
+
+// The same with 16 bytes a lane.
+__global__ void strided_vectors_kernel(const float* x, float* y, int64_t n) {
+  BNUQ_DYNAMIC_SHARED(float4, table);
+  const int64_t i = threadIdx.x * n;
+  table[i] = __ldg(reinterpret_cast<const float4*>(x) + i);
+  reinterpret_cast<float4*>(y)[i] = table[i];
+}
+
 // A shuffle makes no other thread's store visible.
 __global__ void shuffle_for_barrier_kernel(const float* x, float* y, int64_t) {
   BNUQ_SHARED(float, table, [64]);
@@ -196,6 +212,8 @@ Kernel find_kernel(const std::string& name) {
       {"staged", staged_kernel<true, true>},
       {"staged_waits_late", staged_kernel<false, true>},
       {"staged_without_barrier", staged_kernel<true, false>},
+      {"strided", strided_kernel},
+      {"strided_vectors", strided_vectors_kernel},
       {"shuffle_for_barrier", shuffle_for_barrier_kernel},
   };
   for (const auto& [known, kernel] : kernels)
