@@ -1,7 +1,7 @@
 // predictive_statistics, backward: d loss / d logits, with the softmax made again.
 //
 // Floor: bytes. Each logit is read and each gradient written once, 2 b bytes; what a class needs of
-// the upstream gradients is read again for every replica, from the cache.
+// the upstream gradients stays in registers. (Wide teams read it again for every replica.)
 #pragma once
 #include "predictive_team.cuh"
 
@@ -47,6 +47,10 @@ __global__ void __launch_bounds__(block_limit(kGroup), 1)
       inside && args.grad_entropy ? args.grad_entropy[team.position] : acc_t(0);
   const acc_t grad_expected =
       inside && args.grad_expected_entropy ? args.grad_expected_entropy[team.position] : acc_t(0);
+  Upstream<acc_t> up[kSlots<acc_t>] = {};
+#pragma unroll
+  for (int r = 0; r < kSlots<acc_t>; ++r)
+    if (r < at.count) up[r] = Upstream<acc_t>::at(args, at.first + r * at.stride);
   for (int64_t t = 0; t < d.T; ++t) {
     const int64_t replica = t * d.N * d.K * d.S;
     acc_t shifted[kSlots<acc_t>], e[kSlots<acc_t>], grad[kSlots<acc_t>], expected = 0;
@@ -55,11 +59,10 @@ __global__ void __launch_bounds__(block_limit(kGroup), 1)
 #pragma unroll
     for (int r = 0; r < kSlots<acc_t>; ++r) {
       if (r >= at.count) break;
-      const Upstream<acc_t> up = Upstream<acc_t>::at(args, at.first + r * at.stride);
       e[r] *= s.inverse_sum;
       grad[r] = probability_grad(
-          e[r], e[r] == acc_t(0) ? acc_t(0) : shifted[r] - s.log_sum, up.mean, up.log_mean,
-          up.grad_mean, up.grad_variance, grad_entropy, grad_expected, acc_t(d.T));
+          e[r], e[r] == acc_t(0) ? acc_t(0) : shifted[r] - s.log_sum, up[r].mean, up[r].log_mean,
+          up[r].grad_mean, up[r].grad_variance, grad_entropy, grad_expected, acc_t(d.T));
       expected += e[r] * grad[r];
     }
     expected = team.second_sum(expected);
