@@ -19,6 +19,7 @@ def network():
     "call,message",
     [
         (lambda: bnuq.GaussianPrior("wide"), "GaussianPrior: std must be a number, got 'wide'"),
+        (lambda: bnuq.GaussianPrior(True), "GaussianPrior: std must be a number, got True"),
         (lambda: bnuq.GaussianPrior(math.inf), "GaussianPrior: std must be finite, got inf"),
         (lambda: bnuq.GaussianPrior(math.nan), "GaussianPrior: std must be positive, got nan"),
         (lambda: bnuq.ScaleMixturePrior(None), "ScaleMixturePrior: pi must be a number, got None"),

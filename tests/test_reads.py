@@ -42,6 +42,7 @@ READS = {
     "equal": lambda h: torch.equal(h.sum() > 8, torch.tensor(True)),
     "allclose": lambda h: torch.allclose(h, h.new_zeros(()), atol=2.0),
     "a view": lambda h: h[0, 0] > 0.2,
+    "before a constant": lambda h: (h.sum() > 8).item() > torch.zeros(()).item(),
 }
 
 
