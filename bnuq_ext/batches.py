@@ -74,7 +74,7 @@ def find_source(op: str, data, batch_size: int | None) -> Source:
         return _dataset_source(op, data, batch_size)
     if _is_map_style(data):
         refuse(op, "batch_size", "be given for a data set", None)
-    if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
+    if not _gives_batches(data):
         requirement = "be a loader, an iterable of batches, or a data set"
         refuse(op, "data", requirement, type(data).__name__, TypeError)
     return Source(lambda: data)
@@ -82,11 +82,14 @@ def find_source(op: str, data, batch_size: int | None) -> Source:
 
 def find_loader(op: str, loader) -> Source:
     """The source that `predict`'s `loader` means: batches, not a data set."""
-    other = isinstance(loader, (str, bytes, Mapping)) or not isinstance(loader, Iterable)
-    if other or _is_map_style(loader):
+    if _is_map_style(loader) or not _gives_batches(loader):
         got = type(loader).__name__
         refuse(op, "loader", "be a DataLoader or an iterable of batches", got, TypeError)
     return replace(find_source(op, loader, None), name="loader")
+
+
+def _gives_batches(data) -> bool:
+    return isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping))
 
 
 def _is_map_style(data) -> bool:

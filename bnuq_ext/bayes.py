@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from numbers import Real
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional
 
 from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
-from .ops.checks import check_integer, refuse
+from .ops.checks import check_integer, past_autocast, refuse
 from .ops.linear_parts import spread
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
@@ -221,7 +220,7 @@ def _local(
 ) -> Tensor:
     """`ops.bayes_linear` with fresh noise in each row."""
     xs = x.to(mu.dtype)
-    with _without_autocast(x.device):  # in float16 the squares of sigma are 0
+    with past_autocast(x.device):  # in float16 the squares of sigma are 0
         mean = functional.linear(xs, mu, bias_mu)
         var = functional.linear(xs.square(), spread(rho).square())
     if bias_rho is not None:
@@ -231,13 +230,6 @@ def _local(
     # The root's slope is infinite at 0, where every weight's spread is 0.
     std = torch.where(var > 0, var, 1.0).sqrt() * (var > 0)
     return (mean + std * z).to(x.dtype)
-
-
-def _without_autocast(device: torch.device):
-    kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
 
 
 def check_initial(op: str, name: str, value) -> None:

@@ -14,6 +14,7 @@ _BASE = frozenset(nn.Module().__dict__)
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
 _SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.Size})
 _CONTAINERS = (list, dict, set, deque)
+_RECORDS = (SimpleNamespace, Namespace)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEEPEST = 3  # of containers in containers
 _LONGEST = 64  # of containers whose items are looked at
@@ -97,11 +98,10 @@ def _append(seen: list, value, depth: int = 0) -> None:
 
 def _held(value):
     """The fields of a record as their dict (a model's configuration is often one); any other value itself."""
-    if isinstance(value, (nn.Module, *_CONTAINERS)):
+    record = isinstance(value, _RECORDS) or hasattr(type(value), "__dataclass_fields__")
+    if not record or isinstance(value, (nn.Module, *_CONTAINERS)):
         return value
-    record = isinstance(value, (SimpleNamespace, Namespace))
-    record = record or hasattr(type(value), "__dataclass_fields__")
-    return getattr(value, "__dict__", value) if record else value
+    return getattr(value, "__dict__", value)
 
 
 class State:

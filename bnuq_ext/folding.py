@@ -70,6 +70,9 @@ class Plan(NamedTuple):
     repeatable: bool | None = None
 
 
+LOOP = Plan("loop", {}, 0, (), {}, set())  # of which nothing has been tried
+
+
 class Folding:
     """The plans of a model for one prediction.
 

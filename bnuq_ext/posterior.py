@@ -189,13 +189,15 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     if by not in RANKINGS:
         refuse("prune", "by", f"be one of {', '.join(RANKINGS)}", repr(by))
     layers = require_bayes_layers("prune", model)
-    summary = posterior_summary(model)
-    scores = summary.magnitude if by == "magnitude" else _signal_to_noise(*_weights(layers))
+    check_whole("prune", layers)
+    mu, rho = _weights(layers)
+    scores = mu.abs() if by == "magnitude" else _signal_to_noise(mu, rho)
     count = round(fraction * len(scores))
     keep = torch.ones(len(scores), dtype=torch.bool, device="cpu")
     # By rank, not by threshold: equal scores are pruned up to the fraction too.
     keep[scores.argsort(stable=True)[:count]] = False
-    for name, layer in layers.items():
-        mask = keep[summary.layers[name]].view_as(layer.weight_mu).to(layer.weight_mu.device)
+    parts = keep.split([layer.weight_mu.numel() for layer in layers.values()])
+    for layer, part in zip(layers.values(), parts, strict=True):
+        mask = part.view_as(layer.weight_mu).to(layer.weight_mu.device)
         layer.weight_mask = mask if count else None
     return count / len(scores) if len(scores) else 0.0

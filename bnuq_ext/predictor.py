@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .chunks import chunk_of, free_memory, is_out_of_memory, keep_freed_pages, out_of_memory
-from .folding import Folding, Plan
+from .folding import LOOP, Folding, Plan
 from .forward import Forward
 from .inputs import model_input, move, num_rows
 from .ops.checks import refuse
@@ -19,7 +19,6 @@ from .prediction import make_moments, summarise
 
 STRATEGIES = ("auto", "folded", "loop")
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
-_LOOP = Plan("loop", {}, 0, (), {}, set())
 
 
 def check_strategy(op: str, strategy) -> None:
@@ -151,10 +150,10 @@ class Predictor:
     def _plan(self, inputs) -> Plan:
         strategy, chunk = self.request.strategy, self.request.chunk
         if strategy == "loop" or self.request.count == 1 or chunk == 1:
-            return _LOOP
+            return LOOP
         rows = num_rows(self.forward.op, inputs)
         if rows == 0:
-            return _LOOP
+            return LOOP
         try:
             plan = self.folding.plan(inputs, lambda plan: self._trial_pays(plan, inputs))
         except Exception as error:

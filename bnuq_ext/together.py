@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .fingerprint import State
-from .folding import CHANGES, Plan
+from .folding import CHANGES, LOOP, Plan
 from .forward import Forward
 from .passes import DoesNotFold, Undecided
 from .probe import expand
@@ -26,7 +26,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     try:
         plan, alone = _decide(folding, inputs, T)
     except Exception as error:  # in eval(), or without gradients, which the model need not bear
-        folding.refute(Plan("", {}, 0, (), {}, set()), inputs, _reason(error))
+        folding.refute(LOOP, inputs, _reason(error))
         return None
     if plan.way == "loop":
         return None
@@ -77,11 +77,10 @@ def _examined(
         before = random_states()
         try:
             alone = folding.alone(inputs, num_samples)
-        except Exception:
-            folding.undo(state)
-            raise
-        repeatable = random_states() == before
-    if folding.undo(state):
+            repeatable = random_states() == before
+        finally:
+            changed = folding.undo(state)
+    if changed:
         folding.refute(plan, inputs, CHANGES)
         return folding.known.plans[folding.place(inputs)], None
     folding.mark(inputs, repeatable)

@@ -79,9 +79,15 @@ def test_weights_in_parts_are_refused(alone, name, sharded):
         got = r"DTensor \[3, 6\]"
     setattr(net[1], name, nn.Parameter(part))
     requirement = r"have its weights whole \(gather what is sharded among processes first\)"
-    for op in ("kl_divergence", "posterior_summary"):
+    calls = {
+        "kl_divergence": bnuq.kl_divergence,
+        "posterior_summary": bnuq.posterior_summary,
+        "prune": lambda net: bnuq.prune(net, 0.5),
+    }
+    for op, call in calls.items():
         with pytest.raises(ValueError, match=f"^{op}: layer '1' must {requirement}, got {got}$"):
-            getattr(bnuq, op)(net)
+            call(net)
+    assert net[0].weight_mask is None
 
 
 class Doubled(nn.Module):

@@ -112,6 +112,14 @@ def past_autograd():
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def past_autocast(device: torch.device):
+    """Around float32 products that autocast would round to 16 bits; it reaches into an op too."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
 def refuse_second_derivatives(op: str) -> None:
     """Makes a gradient through `<op>_backward` an error; without a rule torch only warns."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import linear_batched as batched
 from . import linear_parts as parts
+from .checks import past_autocast
 from .linear_parts import Noise
 
 # The fused kernel makes a weight's noise once for 128 rows. At the rate of its loop that costs more than
@@ -30,12 +31,10 @@ def _is_bfloat16(x: Tensor) -> bool:
 
 
 def _past_autocast(kernel: Callable) -> Callable:
-    """The kernel without autocast, which reaches into an op and would round its products to 16 bits."""
-
     @functools.wraps(kernel)
-    def run(*args):
-        with torch._C._DisableAutocast():
-            return kernel(*args)
+    def run(x, *args):
+        with past_autocast(x.device):
+            return kernel(x, *args)
 
     return run
 
