@@ -71,7 +71,7 @@ def replicas(
     session = _Session(forward, first_replica, num_samples, outer)
     handles = [
         model.register_forward_pre_hook(_Before(session), prepend=True, with_kwargs=True),
-        model.register_forward_hook(_After(session)),
+        model.register_forward_hook(_After(session), always_call=True),
     ]
     try:
         with running(session):
@@ -125,9 +125,9 @@ class _Session(Pass):
         return plan
 
     def end(self, output) -> None:
-        """Checks that the call of the model was a whole one, and follows its output."""
-        if self.active is not None:
-            active, self.active = self.active, None
+        """Checks that the call of the model was a whole one, and follows its output; None if it raised."""
+        active, self.active = self.active, None
+        if active is not None and output is not None:
             _or_refuse(active.check_calls)
             active.follow(tensors(output))
 

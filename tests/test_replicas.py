@@ -373,6 +373,29 @@ def test_a_part_is_refused_after_a_call_of_the_whole_too():
             model[0](x)
 
 
+@pytest.mark.parametrize("num_samples", [1, T])
+def test_a_part_is_refused_after_a_call_that_raised(num_samples, monkeypatch):
+    """A pass left behind would take the part's call for one more of the call that failed."""
+    model, x = nn.Sequential(bnuq.BayesLinear(4, 4), Failing()), torch.randn(6, 4)
+    with torch.no_grad(), bnuq.replicas(model, num_samples, 3):
+        whole = model(x)
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="^on purpose$"):
+            patched.setattr(Failing, "fails", True)  # of the class: the plan stands
+            model(x)
+        with pytest.raises(ValueError, match="model must be called itself, got a call of one"):
+            model[0](x)
+        assert torch.equal(model(x), whole)
+
+
+class Failing(nn.Module):
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise RuntimeError("on purpose")
+        return x.tanh()
+
+
 def test_an_output_without_rows_is_refused(model):
     scalar = nn.Sequential(model, Mean())
     with (
