@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from bnuq_ext import collect, convert, predict
-from bnuq_ext.protocols.runner import one_thread
 from bnuq_ext.protocols.stacked import Network, Stack, Training, plain_network
 from bnuq_ext.protocols.uci import QUICK
 from bnuq_ext.protocols.uci_search import METHODS, ROWS, stacks
+from bnuq_ext.restore import one_thread
 
 from .timing import FULL, compare, record
 

@@ -95,6 +95,17 @@ def random_states() -> tuple:
 
 
 @contextmanager
+def one_thread():
+    """Torch computes in one thread in the body."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
 def without_gradients():
     """No autograd graph, and ordinary tensors even where the caller is in inference mode."""
     with torch.inference_mode(False), torch.no_grad():

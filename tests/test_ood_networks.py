@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from bnuq_ext.experiments.fitting import shifted
 from bnuq_ext.protocols import ood, ood_networks
 
 
@@ -46,7 +47,7 @@ def test_shifts_and_flips():
     plain = {crop.contiguous().numpy().tobytes() for crop in crops}
     turned = {crop.flip(2).contiguous().numpy().tobytes() for crop in crops}
     torch.manual_seed(0)
-    made = ood_networks._shifted(x.expand(500, 2, 6, 6))
+    made = shifted(x.expand(500, 2, 6, 6), 4)
     seen = [image.numpy().tobytes() for image in made]
     assert {*seen} <= plain | turned and len({*seen}) > 100
     # Half of 500 are turned: five standard errors.

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 import bnuq_ext as bnuq
+from bnuq_ext.experiments.fitting import batch_norm_chain
 from bnuq_ext.normality import lilliefors
 from bnuq_ext.protocols import normality, runner
 
@@ -152,11 +153,17 @@ def test_panels_of_means_and_of_deviations():
 
 
 def test_epochs_are_counted_from_the_start(data_root, monkeypatch):
-    trained = []
-    monkeypatch.setattr(normality, "train", lambda *arguments: trained.append(arguments[-1]))
+    trained, counts = [], []
+
+    def judge(*arguments, **options):
+        counts.append(len(trained))
+        return bnuq.statistics_normality(*arguments, **options)
+
+    monkeypatch.setattr(normality, "train_epoch", lambda *arguments: trained.append(arguments))
+    monkeypatch.setattr(normality, "statistics_normality", judge)
     settings = replace(TINY, epochs=(1, 3, 10), num_batches=8)
     normality.compute(normality.make_units(settings, data_root)[0], settings, data_root)
-    assert trained == [1, 2, 7]
+    assert counts == [1, 3, 10]
 
 
 def median(values):
@@ -167,7 +174,7 @@ def median(values):
 def test_summary_of_a_layer(data_root):
     x, _ = normality._inputs_and_targets("tiny", data_root)
     torch.manual_seed(0)
-    model = bnuq.convert(normality.make_network(5, (12, 10)))
+    model = bnuq.convert(batch_norm_chain(5, (12, 10), 1))
     data = torch.utils.data.TensorDataset(x)
     found = bnuq.statistics_normality(model, data, 20, num_batches=60, seed=0, progress=False)
     for name, layer in found.layers.items():

@@ -197,9 +197,8 @@ def test_images_that_are_shown():
 def test_how_a_network_is_trained(dataset, monkeypatch):
     images, seen = ood.read_images("digits", SETTINGS, None), {}
     monkeypatch.setattr(ood, "train", lambda network, x, y, **options: seen.update(options))
-    monkeypatch.setattr(
-        ood, "collect", lambda *a, **o: seen.update(o, batches=a[2], rows=len(a[1]))
-    )
+    names = ("model", "x", "batches", "batch_size")
+    monkeypatch.setattr(ood, "collect_random", lambda *a: seen.update(zip(names, a, strict=True)))
     arguments = {
         "dataset": dataset,
         "network": "lenet-5",
@@ -210,7 +209,7 @@ def test_how_a_network_is_trained(dataset, monkeypatch):
     model = ood.make_model(arguments, images.train, settings, torch.device("cpu"))
     assert (seen["epochs"], seen["augment"]) == (4, dataset == "cifar10")
     # 200 images are 12 whole batches of 16.
-    assert (seen["batches"], seen["batch_size"], seen["rows"]) == (2 * 12, 16, 200)
+    assert (seen["batches"], seen["batch_size"], len(seen["x"])) == (2 * 12, 16, 200)
     assert model[12].p == (0.5 if dataset == "digits" else 0.0) and model[13].out_features == 5
     for most, expected in ((7, 7), (100, 24)):
         ood.make_model(

@@ -107,10 +107,10 @@ def test_only_the_first_two_blocks_are_stochastic(root, monkeypatch):
     part = segmentation.load(TINY, str(root)).train
     seen = []
 
-    def collect(model, *arguments, **options):
+    def collect(model, *arguments):
         seen.append(list(named_stochastic_layers(model)))
 
-    monkeypatch.setattr(segmentation, "collect", collect)
+    monkeypatch.setattr(segmentation, "collect_random", collect)
     network = segmentation.SegNet(TINY.channels).eval()
     for blocks in segmentation.ROWS.values():
         segmentation.predictor(network, part, blocks, TINY, 0)

@@ -1,1 +1,1 @@
-"""The protocols, one a file, and the store that makes their runs resumable."""
+"""The runs of `bnuq demo` and `bnuq bbb`, and what the protocols share with them."""

@@ -6,7 +6,6 @@ number of epochs was set so that plug-in BN has the NLL of an earlier trial at n
 else was chosen by looking at the test part.
 """
 
-import warnings
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -14,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 from tqdm import tqdm
 
-from .. import Prediction, __version__, collect, convert, data, metrics, predict
+from .. import Prediction, __version__, convert, data, metrics, predict
 from ..ops.checks import refuse
+from ..restore import one_thread
+from .fitting import batch_norm_chain, collect_random, train_epoch
 from .store import Store
 
 PLUG_IN, TEMPERATURE = "plug-in BN", "plug-in, temperature"
@@ -73,30 +73,12 @@ class Outcome(NamedTuple):
     information: Tensor
 
 
-def make_network(settings: Settings, num_classes: int) -> nn.Sequential:
-    """64 pixels -> (Linear, BatchNorm1d, ReLU) for each width -> logits."""
-    widths = (64, *settings.widths)
-    blocks = [
-        (nn.Linear(i, o), nn.BatchNorm1d(o), nn.ReLU())
-        for i, o in zip(widths, widths[1:], strict=False)
-    ]
-    return nn.Sequential(
-        *(m for block in blocks for m in block), nn.Linear(widths[-1], num_classes)
-    )
-
-
 def train(part: data.Part, num_classes: int, settings: Settings) -> nn.Sequential:
-    """A network trained by Adam with a constant rate; the last rows of an epoch that fill no batch wait."""
-    network = make_network(settings, num_classes).train()
+    """A network from 64 pixels to logits, trained by Adam with a constant rate."""
+    network = batch_norm_chain(64, settings.widths, num_classes, bias=True)
     optimizer = torch.optim.Adam(network.parameters(), settings.learning_rate, fused=True)
-    batch = settings.train_batch_size
     for _ in range(settings.epochs):
-        for rows in torch.randperm(len(part.x)).split(batch):
-            if len(rows) < batch:
-                continue
-            optimizer.zero_grad()
-            functional.cross_entropy(network(part.x[rows]), part.y[rows]).backward()
-            optimizer.step()
+        train_epoch(network, optimizer, functional.cross_entropy, *part, settings.train_batch_size)
     return network.eval()
 
 
@@ -109,13 +91,7 @@ class Fitted(NamedTuple):
 
 def fit(split: data.Split, num_classes: int, settings: Settings) -> Fitted:
     model = convert(train(split.train, num_classes, settings))
-    collect(
-        model,
-        TensorDataset(*split.train),
-        settings.num_batches,
-        batch_size=settings.train_batch_size,
-        progress=False,
-    )
+    collect_random(model, split.train.x, settings.num_batches, settings.train_batch_size)
     with torch.no_grad():
         logits = model(split.validation.x)
     return Fitted(model, metrics.fit_temperature(logits, split.validation.y))
@@ -203,11 +179,7 @@ def batch_size_curve(settings: Settings) -> dict:
     }
     result = {name: {"mutual_information": [], "nll": []} for name in inputs}
     for M in settings.curve_batch_sizes:
-        with warnings.catch_warnings():
-            # Batches above a tenth of the data are what this curve is about.
-            warnings.simplefilter("ignore")
-            dataset = TensorDataset(*split.train)
-            collect(model, dataset, settings.num_batches, batch_size=M, progress=False)
+        collect_random(model, split.train.x, settings.num_batches, M)
         for name, x in inputs.items():
             pred = replicas(model, x, settings, strategy="loop", keep_samples=True)
             information = metrics.mutual_information(pred.samples.softmax(2)).item()
@@ -255,14 +227,9 @@ def alone(seed: int, compute):
 
     A second thread gains nothing on matrices this small, and costs tenfold where the cores are busy.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return compute()
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return compute()
 
 
 def run(folder, settings: Settings = Settings(), *, progress: bool = True) -> dict:  # noqa: B008

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from .. import collect, convert, fit_batch_size, implied_prior, metrics, plug_in, predict
+from .. import convert, fit_batch_size, implied_prior, metrics, plug_in, predict
 from ..data import Part, digits, mnist
+from ..experiments.fitting import collect_random, train_epoch
 from ..ops.checks import refuse
 from ..restore import preserved_rng
-from . import batch_size_report
-from .results import Report, Unit
+from .batch_size_report import report as report
+from .results import Unit
 
 TITLE = "Epistemic uncertainty against the batch size (Mukhoti et al., Figure 1 and Table 1)"
 
@@ -165,7 +165,7 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
 
 
 def train(network: nn.Module, part: Part, M: int, settings: Settings) -> None:
-    """SGD with momentum 0.9 in steps; the last rows of an epoch that fill no batch are dropped."""
+    """SGD with momentum 0.9 in steps."""
     network.train()
     device = next(network.parameters()).device
     x, y = part.x.to(device), part.y.to(device)
@@ -174,23 +174,15 @@ def train(network: nn.Module, part: Part, M: int, settings: Settings) -> None:
     )
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, settings.drops)
     for _ in range(settings.epochs):
-        for rows in torch.randperm(len(x)).split(M):
-            if len(rows) == M:
-                optimizer.zero_grad()
-                functional.cross_entropy(network(x[rows]), y[rows]).backward()
-                optimizer.step()
+        train_epoch(network, optimizer, functional.cross_entropy, x, y, M)
         schedule.step()
     network.eval()
 
 
 def scores(model: nn.Module, images: Images, M: int, settings: Settings, seed: int) -> dict:
     """What 20 replicas with statistics of batches of M say of known and of foreign images."""
-    with warnings.catch_warnings():
-        # Batches above a tenth of the data are what this protocol is about.
-        warnings.filterwarnings("ignore", "collect: the batches have")
-        torch.manual_seed(seed)
-        dataset = TensorDataset(images.train.x)
-        collect(model, dataset, settings.num_samples, batch_size=M, progress=False)
+    torch.manual_seed(seed)
+    collect_random(model, images.train.x, settings.num_samples, M)
     options = {"likelihood": "categorical", "num_samples": settings.num_samples, "seed": seed}
     known = predict(model, _parts(images.test.x), **options)
     foreign = predict(model, _parts(images.foreign), **options)
@@ -262,8 +254,3 @@ def informations(model, train: Part, N: int, known, settings: Settings, options:
         "batch_sizes": candidates,
         "information_in": fit.mutual_information.tolist(),
     }
-
-
-def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report:
-    """The paper's table and figure for networks trained with each M, and the choice of M for one of them."""
-    return batch_size_report.report(results, settings, folder)

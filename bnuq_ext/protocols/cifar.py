@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import collect, convert, data, metrics, plots, plug_in, predict
+from ..experiments.fitting import shifted
 from ..restore import preserved_rng
 from .results import Report, Table, Unit, agrees, mean_and_error, read_table, required_folder, shown
 
@@ -178,13 +179,7 @@ def augmented(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         (size, 3, H, W) standardised, and the rows of x (size,).
     """
     rows = torch.randperm(len(x), device=x.device)[:size]
-    images = functional.pad(x[rows], (2, 2, 2, 2))
-    top, left = torch.randint(5, (2, len(rows), 1), device=x.device)
-    height, width = (torch.arange(n, device=x.device) for n in x.shape[2:])
-    columns = torch.where(torch.rand_like(images[:, 0, 0, :1]) < 0.5, width, width.flip(0)) + left
-    image = torch.arange(len(rows), device=x.device)[:, None, None]
-    crops = images[image, :, (top + height)[:, :, None], columns[:, None]]
-    return standardised(crops.movedim(3, 1)), rows
+    return standardised(shifted(x[rows], 2)), rows
 
 
 def standardised(x: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from .. import convert, plots, statistics_normality
 from ..data import diabetes, table
+from ..experiments.fitting import batch_norm_chain, train_epoch
 from ..normality import LayerNormality
 from ..ops.checks import refuse
 from ..plots.canvas import new_figure
@@ -71,20 +72,16 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     found = {}
     with preserved_rng():
         torch.manual_seed(settings.seed)
-        model = convert(make_network(x.shape[1], settings.widths))
-        done = 0
+        model = convert(batch_norm_chain(x.shape[1], settings.widths, 1))
         optimizer = torch.optim.Adam(
             model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay
         )
-        for epoch in settings.epochs:
-            train(model, optimizer, x, y, M, epoch - done)
-            done = epoch
-            options = {
-                "num_batches": settings.num_batches,
-                "seed": settings.seed,
-                "progress": False,
-            }
-            normality = statistics_normality(model, TensorDataset(x), M, **options)
+        options = {"num_batches": settings.num_batches, "seed": settings.seed, "progress": False}
+        for epoch in range(1, settings.epochs[-1] + 1):
+            train_epoch(model.train(), optimizer, functional.mse_loss, x, y, M)
+            if epoch not in settings.epochs:
+                continue
+            normality = statistics_normality(model.eval(), TensorDataset(x), M, **options)
             found[str(epoch)] = [
                 _summary(layer, normality.bank.mean[name][:, 0], normality.bank.var[name][:, 0])
                 for name, layer in normality.layers.items()
@@ -97,27 +94,6 @@ def _inputs_and_targets(name: str, data_root: str | None) -> tuple[Tensor, Tenso
     x, y = diabetes() if data_root is None else table(Path(data_root) / "uci" / f"{name}.npz")
     x, y = x.double(), y.double()[:, None]
     return tuple(((v - v.mean(0)) / v.std(0).clamp_min(1e-9)).float() for v in (x, y))
-
-
-def make_network(inputs: int, widths: tuple[int, ...]) -> nn.Sequential:
-    sizes = (inputs, *widths)
-    blocks = [
-        (nn.Linear(i, o, bias=False), nn.BatchNorm1d(o), nn.ReLU())
-        for i, o in zip(sizes, sizes[1:], strict=False)
-    ]
-    return nn.Sequential(*(m for block in blocks for m in block), nn.Linear(sizes[-1], 1))
-
-
-def train(model, optimizer, x: Tensor, y: Tensor, M: int, epochs: int) -> None:
-    """Epochs of batches of M rows; the rest of an epoch is dropped."""
-    model.train()
-    for _ in range(epochs):
-        for rows in torch.randperm(len(x)).split(M):
-            if len(rows) == M:
-                optimizer.zero_grad()
-                functional.mse_loss(model(x[rows]), y[rows]).backward()
-                optimizer.step()
-    model.eval()
 
 
 def _summary(layer: LayerNormality, mean: Tensor, var: Tensor) -> dict:

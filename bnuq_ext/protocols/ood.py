@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
-from .. import Prediction, collect, convert, data, mc_dropout, plug_in, predict
+from .. import Prediction, convert, data, mc_dropout, plug_in, predict
+from ..experiments.fitting import collect_random
 from ..ops.checks import refuse
 from ..restore import preserved_rng
 from .ood_networks import NETWORKS, train
@@ -245,7 +245,7 @@ def make_model(
     model = convert(network, filter_fn=lambda name, module: isinstance(module, nn.BatchNorm2d))
     batches = settings.statistics_epochs * (len(x) // settings.batch_size)
     batches = min(batches, settings.most_batches or batches)
-    collect(model, TensorDataset(x), batches, batch_size=settings.batch_size, progress=False)
+    collect_random(model, x, batches, settings.batch_size)
     return model
 
 

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..experiments.fitting import shifted
+
 
 class LeNet5(nn.Sequential):
     """Two convolutions (20, 50) and a layer of 500, batch norm before each ReLU; dropout behind the last.
@@ -103,22 +105,9 @@ def train(
     for _ in range(epochs):
         order = torch.randperm(len(x))[: len(x) // batch_size * batch_size].to(x.device)
         for rows in order.split(batch_size):
-            inputs = _shifted(x[rows]) if augment else x[rows]
+            inputs = shifted(x[rows], 4).contiguous() if augment else x[rows]
             optimizer.zero_grad()
             functional.cross_entropy(network(inputs), y[rows]).backward()
             optimizer.step()
             scheduler.step()
     return network.eval()
-
-
-def _shifted(x: Tensor) -> Tensor:
-    """The images with up to 4 pixels cut off at one side and zeros at the other, half of them mirrored."""
-    n, _, height, width = x.shape
-    down, right = torch.randint(9, (2, n, 1), device=x.device)
-    rows = torch.arange(height, device=x.device) + down
-    columns = torch.arange(width, device=x.device) + right
-    mirrored = torch.rand(n, 1, device=x.device) < 0.5
-    columns = torch.where(mirrored, columns.flip(1), columns)
-    padded = functional.pad(x, (4, 4, 4, 4))
-    images = torch.arange(n, device=x.device).view(n, 1, 1)
-    return padded[images, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()

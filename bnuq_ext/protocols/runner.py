@@ -21,6 +21,7 @@ from .. import __version__
 from ..environment import environment
 from ..experiments.store import Store, write_json, write_whole
 from ..ops.checks import check_integer, refuse
+from ..restore import one_thread
 from . import protocol
 from .results import Report, Unit
 
@@ -113,17 +114,6 @@ def _end_with_parent() -> None:
     """Waits for the end of the parent: a killed one cannot end its workers."""
     wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
-
-
-@contextmanager
-def one_thread():
-    """One thread for the body, as in a worker."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _compute(compute, settings, data_root, store: Store, unit: Unit) -> tuple[str, dict]:

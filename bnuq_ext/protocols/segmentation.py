@@ -1,16 +1,15 @@
 """Street scenes: uncertainty of every pixel from the statistics of the first batch-norm layers alone."""
 
 import math
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
-from .. import Prediction, collect, convert, data, metrics, plots, plug_in, predict
+from .. import Prediction, convert, data, metrics, plots, plug_in, predict
+from ..experiments.fitting import collect_random
 from ..restore import preserved_rng
 from .results import Report, Table, Unit, mean_and_error, required_folder, shown
 
@@ -190,11 +189,7 @@ def predictor(network: nn.Module, part: data.Part, blocks: float, settings: Sett
     names = [name for name, m in network.named_modules() if isinstance(m, nn.BatchNorm2d)]
     first = names[: int(min(blocks, len(names)))]
     model = convert(network, filter_fn=lambda name, module: name in first)
-    frames, size = TensorDataset(part.x), settings.batch_size
-    with warnings.catch_warnings():
-        # Of few frames a batch of 10 is more than a tenth.
-        warnings.filterwarnings("ignore", "collect: the batches have")
-        collect(model, frames, settings.num_samples, batch_size=size, progress=False)
+    collect_random(model, part.x, settings.num_samples, settings.batch_size)
     options = {"likelihood": "categorical", "num_samples": settings.num_samples, "seed": seed}
     return lambda x: predict(model, x, **options)
 

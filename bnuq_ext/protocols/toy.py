@@ -1,15 +1,15 @@
 """Regression of one input: a picture of what drawn batch-norm statistics say, and where they say nothing."""
 
-import warnings
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
-from .. import collect, convert, mc_dropout, metrics, plots, predict
+from .. import convert, mc_dropout, metrics, plots, predict
+from ..experiments.fitting import batch_norm_chain, collect_random, train_epoch
 from ..plots.canvas import new_figure
 from ..restore import preserved_rng
 from .results import Report, Table, Unit, mean_and_error, shown
@@ -119,28 +119,22 @@ class Scale:
 
 def make_network(method: str, settings: Settings) -> nn.Sequential:
     """(Linear, BatchNorm1d, ReLU) or (Linear, ReLU, Dropout), three times, and a Linear."""
-    layers, inputs = [], 1
-    for _ in range(settings.num_layers):
-        if method == "MCBN":
-            linear = nn.Linear(inputs, settings.width, bias=False)
-            layers += [linear, nn.BatchNorm1d(settings.width), nn.ReLU()]
-        else:
-            layers += [nn.Linear(inputs, settings.width), nn.ReLU(), nn.Dropout(settings.dropout)]
-        inputs = settings.width
-    return nn.Sequential(*layers, nn.Linear(inputs, 1))
+    widths = [settings.width] * settings.num_layers
+    if method == "MCBN":
+        return batch_norm_chain(1, widths, 1)
+    layers = []
+    for i, o in pairwise((1, *widths)):
+        layers += [nn.Linear(i, o), nn.ReLU(), nn.Dropout(settings.dropout)]
+    return nn.Sequential(*layers, nn.Linear(settings.width, 1))
 
 
 def train(network: nn.Module, scale: Scale, settings: Settings) -> None:
-    """Adam on the squared error; the last rows of an epoch that fill no batch are dropped."""
+    """Adam on the squared error."""
     network.train()
     rate, decay = settings.learning_rate, settings.weight_decay
     optimizer = torch.optim.Adam(network.parameters(), rate, weight_decay=decay, fused=True)
     for _ in range(settings.epochs):
-        for rows in torch.randperm(len(scale.x)).split(settings.batch_size):
-            if len(rows) == settings.batch_size:
-                optimizer.zero_grad()
-                functional.mse_loss(network(scale.x[rows]), scale.y[rows]).backward()
-                optimizer.step()
+        train_epoch(network, optimizer, functional.mse_loss, scale.x, scale.y, settings.batch_size)
     network.eval()
 
 
@@ -149,11 +143,7 @@ def make_sampler(network: nn.Module, method: str, scale: Scale, settings: Settin
     options = {"likelihood": "gaussian", "num_samples": settings.num_samples, "seed": seed}
     if method == "MCBN":
         network = convert(network)
-        with warnings.catch_warnings():
-            # A third of the training points is in a batch, as the settings say.
-            warnings.filterwarnings("ignore", "collect: the batches have")
-            data, size = TensorDataset(scale.x), settings.batch_size
-            collect(network, data, settings.num_samples, batch_size=size, progress=False)
+        collect_random(network, scale.x, settings.num_samples, settings.batch_size)
     method = predict if method == "MCBN" else mc_dropout
 
     def sample(x: Tensor) -> Tensor:
