@@ -23,12 +23,17 @@ class Split(NamedTuple):
     test: Part
 
 
+def take(part: Part, rows) -> Part:
+    """Some rows of a part: a slice, a mask or indices."""
+    return Part(part.x[rows], part.y[rows])
+
+
 def hold_out(op: str, train: Part, num_validation: int, test: Part) -> Split:
     """The last `num_validation` training rows become the validation part."""
     if check_integer(op, "num_validation", num_validation, 0) >= len(train.x):
         refuse(op, "num_validation", f"lie in [0, {len(train.x)})", num_validation)
     cut = len(train.x) - num_validation
-    return Split(Part(train.x[:cut], train.y[:cut]), Part(train.x[cut:], train.y[cut:]), test)
+    return Split(take(train, slice(cut)), take(train, slice(cut, None)), test)
 
 
 def add_noise(x: Tensor, std: float, *, seed: int) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 
 from ..ops.checks import refuse
-from .parts import Part, Split
+from .parts import Part, Split, take
 
 
 def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> Split:
@@ -28,15 +28,13 @@ def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> S
         requirement = f"be positive and leave test rows out of {len(rows)}"
         refuse("digits", "num_train and num_validation", requirement, (num_train, num_validation))
 
-    def take(some, count):
-        first, rest = sklearn.model_selection.train_test_split(
-            some, train_size=count, stratify=y[some], random_state=seed
-        )
-        return Part(x[first], y[first]), rest
+    def split(some, count):
+        options = {"train_size": count, "stratify": y[some], "random_state": seed}
+        return sklearn.model_selection.train_test_split(some, **options)
 
-    train, rest = take(rows, num_train)
-    validation, rest = take(rest, num_validation)
-    return Split(train, validation, Part(x[rest], y[rest]))
+    train, rest = split(rows, num_train)
+    validation, rest = split(rest, num_validation)
+    return Split(*(take(Part(x, y), some) for some in (train, validation, rest)))
 
 
 def diabetes() -> Part:

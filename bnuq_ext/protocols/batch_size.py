@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from .. import convert, fit_batch_size, implied_prior, metrics, plug_in, predict
 from ..data import Part, digits, mnist
+from ..data.parts import take
 from ..experiments.fitting import collect_random, train_epoch
 from ..ops.checks import refuse
 from ..restore import preserved_rng
@@ -105,7 +106,7 @@ def load(settings: Settings, data_root: str | None, seed: int) -> Images:
     known = mnist(root / "fashion-mnist", num_validation=settings.num_validation)
     foreign = mnist(root / "mnist", num_validation=1).test.x
     some = slice(settings.num_train), slice(None), slice(settings.num_test)
-    known = [Part(p.x[rows], p.y[rows]) for p, rows in zip(known, some, strict=True)]
+    known = [take(part, rows) for part, rows in zip(known, some, strict=True)]
     return _scaled(known, foreign[some[2]], 10)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import Prediction, convert, data, mc_dropout, plug_in, predict
+from ..data.parts import take
 from ..experiments.fitting import collect_random
 from ..ops.checks import refuse
 from ..restore import preserved_rng
@@ -162,24 +163,16 @@ def read_images(dataset: str, settings: Settings, data_root: str | None) -> Imag
         if others:
             train_part, test_parts = split.train, (split.test, others[0].test)
         else:
-            train_part, test = _where(split.train, split.train.y < known), split.test
-            test_parts = _where(test, test.y < known), _where(test, test.y >= known)
-    train_part = _first(train_part, settings.num_train)
-    inside, outside = (_first(part, settings.num_test) for part in test_parts)
+            train_part, test = take(split.train, split.train.y < known), split.test
+            test_parts = take(test, test.y < known), take(test, test.y >= known)
+    train_part = take(train_part, slice(settings.num_train))
+    inside, outside = (take(part, slice(settings.num_test)) for part in test_parts)
     shape = (-1, *_image_shape(train_part.x))
     return Images(
         data.Part(train_part.x.view(shape), train_part.y),
         data.Part(inside.x.view(shape), inside.y),
         outside.x.view(shape),
     )
-
-
-def _where(part: data.Part, chosen: Tensor) -> data.Part:
-    return data.Part(part.x[chosen], part.y[chosen])
-
-
-def _first(part: data.Part, count: int | None) -> data.Part:
-    return data.Part(part.x[:count], part.y[:count])
 
 
 def _image_shape(x: Tensor) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import collect, convert, mc_dropout, predict
 from ..data import Part
+from ..data.parts import take
 from ..ops.checks import refuse
 from .stacked import Network, Stack, Training, networks_at_once
 
@@ -90,11 +91,6 @@ def scale(train: Part, test: Part) -> Scaled:
         refuse("uci", "y", "take more than one value", center)
     x, test_x = (((part.x - mean) / std).float() for part in (train, test))
     return Scaled(x, ((train.y - center) / spread).float(), test_x, test.y, center, spread)
-
-
-def take(part: Part, rows) -> Part:
-    rows = torch.as_tensor(np.array(rows))
-    return Part(part.x[rows], part.y[rows])
 
 
 def split_of(part: Part, split: int) -> tuple[Part, Part]:
