@@ -302,7 +302,7 @@ def test_noise_has_a_bound():
     scaled = uci_search.scale(part(60), part(9, 2))
     found = uci_search.search(part(60), "MCBN", TINY, 8, 1)
     settings = replace(TINY, least_noise=5.0)
-    free, held = (uci.scores(found, [], scaled, s, range(0)) for s in (TINY, settings))
+    free, held = (uci.scores(found, {}, scaled, s) for s in (TINY, settings))
     assert held["noise_var"] == pytest.approx(5 * table()[1].var())
     samples = np.concatenate(
         [

@@ -165,13 +165,9 @@ def histograms(panels: dict[str, list[dict]]):
     for column, (title, found) in enumerate(panels.items()):
         axes[0, column].set_title(title, fontsize="medium")
         for k, layer in enumerate(found):
-            _panel(axes[2 * k, column], layer["unit"], "mean", f"layer {k + 1}, $\\mu_B$ of unit 1")
-            _panel(
-                axes[2 * k + 1, column],
-                layer["unit"],
-                "std",
-                f"layer {k + 1}, $\\sigma_B$ of unit 1",
-            )
+            for row, statistic, symbol in (2 * k, "mean", "mu"), (2 * k + 1, "std", "sigma"):
+                label = f"layer {k + 1}, $\\{symbol}_B$ of unit 1"
+                _panel(axes[row, column], layer["unit"], statistic, label)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     for ax in axes.flat:
         ax.get_legend().remove()

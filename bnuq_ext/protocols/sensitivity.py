@@ -8,8 +8,8 @@ import torch
 from ..ops.checks import refuse
 from ..plots.canvas import COLORS, GREY, new_figure
 from . import uci
-from .results import Report, Table, mean_and_error, read_table, shown
-from .uci_search import Regression, scale, search, split_of, train_final
+from .results import Report, Table, Unit, mean_and_error, read_table, shown
+from .uci_search import Regression, fit_split
 
 TITLE = "UCI regression: MCBN against batch size and number of replicas (Teye et al. 2018, Tables 8 to 11)"
 SCORES = ("crps", "pll")
@@ -44,11 +44,11 @@ QUICK = Settings(
 )
 
 
-def make_units(settings: Settings, data_root: str | None) -> list[uci.Unit]:
+def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     """One per data set, split and batch size that a fold can fill."""
     sizes, least = uci.by_size(data_root), min(settings.batch_sizes)
     units = [
-        uci.Unit(f"{name}-{M}-{split}", {"data": name, "batch_size": M, "split": split})
+        Unit(f"{name}-{M}-{split}", {"data": name, "batch_size": M, "split": split})
         for name, num_rows in sizes.items()
         for split in range(1, settings.num_splits + 1)
         for M in settings.batch_sizes
@@ -60,21 +60,16 @@ def make_units(settings: Settings, data_root: str | None) -> list[uci.Unit]:
     return units
 
 
-def compute(unit: uci.Unit, settings: Settings, data_root: str | None) -> dict:
+def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """The choice with one batch size, and by T the noise and the scores of each seed."""
     name, M, split = (unit.arguments[key] for key in ("data", "batch_size", "split"))
     part = uci.load(data_root, name)
-    train, test = split_of(part, split)
-    hidden = settings.width(len(part.y))
-    found = search(train, "MCBN", replace(settings, batch_sizes=(M,)), hidden, 1000 * split)
-    scaled = scale(train, test)
-    seeds = range(1000 * split + 500, 1000 * split + 500 + settings.num_seeds)
-    networks = train_final(scaled, found.choice, hidden, seeds)
+    found, scaled, networks = fit_split(part, split, "MCBN", replace(settings, batch_sizes=(M,)))
     counts = {settings.num_samples}
     if settings.sampled_batch_size == M:
         counts |= set(settings.sample_counts)
     by_count = {
-        str(T): uci.scores(found, networks, scaled, replace(settings, num_samples=T), seeds)
+        str(T): uci.scores(found, networks, scaled, replace(settings, num_samples=T))
         for T in sorted(counts)
     }
     return {"choice": found.choice._asdict(), "by_count": by_count}

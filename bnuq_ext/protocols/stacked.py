@@ -8,6 +8,7 @@ once, and Adam runs over one flat vector. On the CPU, in one thread.
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -37,14 +38,13 @@ def plain_network(num_features: int, hidden: int, dropout: float | None = None) 
     """(Linear, BatchNorm1d, ReLU) twice and a Linear, or the same with Dropout before each Linear and no BN."""
     widths = (num_features, hidden, hidden)
     layers = []
-    for i, o in zip(widths, widths[1:], strict=False):
+    for i, o in pairwise(widths):
         if dropout is None:
             layers += [nn.Linear(i, o, bias=False), nn.BatchNorm1d(o, eps=EPS), nn.ReLU()]
         else:
             layers += [nn.Dropout(dropout), nn.Linear(i, o), nn.ReLU()]
-    return nn.Sequential(
-        *layers, *([] if dropout is None else [nn.Dropout(dropout)]), nn.Linear(hidden, 1)
-    )
+    last = [] if dropout is None else [nn.Dropout(dropout)]
+    return nn.Sequential(*layers, *last, nn.Linear(hidden, 1))
 
 
 class Stack:

@@ -17,12 +17,9 @@ from .uci_search import (
     Found,
     Regression,
     Scaled,
+    fit_split,
     plain_mean,
     replicas,
-    scale,
-    search,
-    split_of,
-    train_final,
 )
 
 TITLE = "UCI regression: normalised CRPS and PLL (Teye et al. 2018, Tables 1 and 4 to 7)"
@@ -91,29 +88,25 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """One split of a data set with one method: the choice, the noise, and the scores of each seed."""
     name, method, split = (unit.arguments[key] for key in ("data", "method", "split"))
     part = load(data_root, name)
-    train, test = split_of(part, split)
-    hidden = settings.width(len(part.y))
-    found = search(train, method, settings, hidden, 1000 * split)
-    scaled = scale(train, test)
-    seeds = range(1000 * split + 500, 1000 * split + 500 + settings.num_seeds)
-    networks = train_final(scaled, found.choice, hidden, seeds)
+    found, scaled, networks = fit_split(part, split, method, settings)
     result = {"choice": found.choice._asdict(), "rows": len(part.y), "features": part.x.shape[1]}
-    return result | scores(found, networks, scaled, settings, seeds, points=split == 1)
+    return result | scores(found, networks, scaled, settings, points=split == 1)
 
 
 def scores(
-    found: Found, networks: list[nn.Sequential], scaled: Scaled, settings, seeds, points=False
+    found: Found, networks: dict[int, nn.Sequential], scaled: Scaled, settings, points=False
 ) -> dict:
     """The noise by the CRPS of the held-out folds, and the test scores of each network.
 
     Args:
+        networks: by the seeds of their replicas.
         points: whether the first network's predictive means, standard deviations and targets are wanted.
     """
     num_samples = settings.num_samples
     noise = fit_noise(found, num_samples, settings.least_noise * scaled.spread**2)
     runs = []
     result = noise._asdict() | {"runs": runs}
-    for net, seed in zip(networks, seeds, strict=True):
+    for seed, net in networks.items():
         samples = replicas(net, scaled, found.choice, num_samples, seed)
         run = run_scores(samples, scaled.test_y, noise.noise_var, noise.constant_var)
         plain = plain_mean(net, scaled)

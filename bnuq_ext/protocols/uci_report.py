@@ -74,22 +74,10 @@ def normalised(groups: dict) -> tuple[Table, list[str]]:
             values = over_runs(splits, f"normalised_{score}")
             paper = printed(f"teye_table{number}", dataset=name, method=method)
             p = metrics.t_test(values)[1] if len(values) > 1 else math.nan
-            cells = beside(values, paper)
-            paper_p = paper["p"] if paper else None
-            p_cell = None if math.isnan(p) else p
-            rows.append(
-                [
-                    name,
-                    score.upper(),
-                    method,
-                    cells[0],
-                    p_cell,
-                    stars(p),
-                    cells[1],
-                    paper_p,
-                    cells[2],
-                ]
-            )
+            ours, theirs, same = beside(values, paper)
+            significance = [None if math.isnan(p) else p, stars(p)]
+            printed_cells = [theirs, paper and paper["p"], same]
+            rows.append([name, score.upper(), method, ours, *significance, *printed_cells])
             better.setdefault(method, []).append((name, mean_and_error(values)[0], p))
         remarks += [verdict(score.upper(), method, found) for method, found in better.items()]
     title = "Normalised scores: 0 is a constant variance, 100 the best variance of each point"

@@ -223,10 +223,21 @@ def train_final(data: Scaled, choice: Choice, hidden: int, seeds: range) -> list
     """Networks of a choice, one a seed, trained on all of a training part."""
     networks = [Network(seed, choice.weight_decay, choice.dropout) for seed in seeds]
     stack, S = Stack(networks, data.x.shape[1], hidden), len(seeds)
-    Training(stack, data.x.repeat(S, 1, 1), data.y.repeat(S, 1), choice.batch_size).run(
-        choice.epochs
-    )
+    x, y = data.x.repeat(S, 1, 1), data.y.repeat(S, 1)
+    Training(stack, x, y, choice.batch_size).run(choice.epochs)
     return [stack.network(s, data.x) for s in range(S)]
+
+
+def fit_split(
+    part: Part, split: int, method: str, settings: Regression
+) -> tuple[Found, Scaled, dict[int, nn.Sequential]]:
+    """The search on a split's training part, its scaled parts, and the networks of the choice by their seeds."""
+    train, test = split_of(part, split)
+    hidden, first = settings.width(len(part.y)), 1000 * split
+    found, scaled = search(train, method, settings, hidden, first), scale(train, test)
+    seeds = range(first + 500, first + 500 + settings.num_seeds)
+    networks = train_final(scaled, found.choice, hidden, seeds)
+    return found, scaled, dict(zip(seeds, networks, strict=True))
 
 
 def replicas(
