@@ -18,10 +18,7 @@ def demo(arguments) -> str:
         settings = digits.with_seeds(settings, arguments.seeds)
     units = digits.run(arguments.output, settings, progress=not arguments.json)
     results = digits_report.write(arguments.output, units, settings)
-    if arguments.json:
-        return json.dumps(results)
-    paths = "\n".join(f"  {Path(arguments.output) / name}" for name in results["figures"])
-    return f"{digits_report.text(results, settings)}\n\nFigures:\n{paths}"
+    return _shown(arguments, results, digits_report.text(results, settings))
 
 
 def bbb(arguments) -> str:
@@ -33,10 +30,14 @@ def bbb(arguments) -> str:
     options = {"data_root": arguments.data_root, "progress": not arguments.json}
     split, states = bbb.run(arguments.output, arguments.prior, settings, **options)
     results = bbb_report.write(arguments.output, split, states, settings)
+    return _shown(arguments, results, bbb_report.text(results))
+
+
+def _shown(arguments, results: dict, text: str) -> str:
     if arguments.json:
         return json.dumps(results)
     paths = "\n".join(f"  {Path(arguments.output) / name}" for name in results["figures"])
-    return f"{bbb_report.text(results)}\n\nFigures:\n{paths}"
+    return f"{text}\n\nFigures:\n{paths}"
 
 
 def reproduce(arguments) -> str:
@@ -45,11 +46,8 @@ def reproduce(arguments) -> str:
 
     if arguments.list:
         titles = {name: protocols.protocol(name).TITLE for name in protocols.NAMES}
-        return (
-            json.dumps(titles)
-            if arguments.json
-            else "\n".join(f"{name:<12}  {title}" for name, title in titles.items())
-        )
+        text = "\n".join(f"{name:<12}  {title}" for name, title in titles.items())
+        return json.dumps(titles) if arguments.json else text
     size = "full" if arguments.full else "quick"
     folder = arguments.output or f"reproduce-output/{arguments.name}-{size}"
     options = {"data_root": arguments.data_root, "jobs": arguments.jobs}
