@@ -240,8 +240,8 @@ void forward_into(
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
     forward<scalar_t, acc_t>(
-        static_cast<scalar_t*>(y.mutable_data_ptr()),
-        static_cast<const scalar_t*>(x.const_data_ptr()), pointer<scalar_t>(residual),
+        static_cast<scalar_t*>(y.mutable_data_ptr()), pointer<scalar_t>(x),
+        pointer<scalar_t>(residual),
         affine_table<acc_t>(statistics, T, d.C, table_width(d), weight, bias, eps), d, T,
         acc_t(slope), shared);
   });

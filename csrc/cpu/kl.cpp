@@ -46,16 +46,15 @@ double sum_slices(int64_t n, int64_t slice, const Part& part) {
 Tensor scalar_like(const Tensor& like, double value) {
   Tensor out = st::new_empty(like, {});
   if (like.scalar_type() == ScalarType::Double)
-    *static_cast<double*>(out.mutable_data_ptr()) = value;
+    *out.mutable_data_ptr<double>() = value;
   else
-    *static_cast<float*>(out.mutable_data_ptr()) = float(value);
+    *out.mutable_data_ptr<float>() = float(value);
   return out;
 }
 
 double value_of(const Tensor& scalar) {
-  const void* data = scalar.const_data_ptr();
-  return scalar.scalar_type() == ScalarType::Double ? *static_cast<const double*>(data)
-                                                    : *static_cast<const float*>(data);
+  return scalar.scalar_type() == ScalarType::Double ? *scalar.const_data_ptr<double>()
+                                                    : *scalar.const_data_ptr<float>();
 }
 
 // ---- the Gaussian prior -------------------------------------------------------------------------
@@ -117,8 +116,7 @@ double gaussian_kl_of(const Tensor& mu, const Tensor& rho, double prior_std) {
   double sum = 0;
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
-    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
+    const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
     const acc_t log_std = acc_t(std::log(prior_std)),
                 precision = acc_t(1 / (prior_std * prior_std));
     sum = sum_slices(mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
@@ -145,10 +143,8 @@ std::tuple<Tensor, Tensor> gaussian_kl_backward_cpu(
   const double factor = value_of(grad);
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
-    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
-    acc_t* gm = static_cast<acc_t*>(grad_mu.mutable_data_ptr());
-    acc_t* gr = static_cast<acc_t*>(grad_rho.mutable_data_ptr());
+    const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
+    acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
     const acc_t g = acc_t(factor), precision = acc_t(1 / (prior_std * prior_std));
     st::parallel_for(0, mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
       gaussian_grad_slice(gm + begin, gr + begin, m + begin, r + begin, g, precision, end - begin);
@@ -206,7 +202,7 @@ struct Places {
     const bool matrix = mu.dim() == 2;
     O = matrix ? mu.size(0) : 1;
     I = mu.size(matrix ? 1 : 0);
-    bands = matrix ? (O + kTile - 1) / kTile : 0;
+    bands = matrix ? tiles_of(O) : 0;
     sub = subkey(s[0], uint32_t(stream), matrix ? kTagWeight : kTagBias);
     first = s[1];
   }
@@ -216,7 +212,7 @@ struct Places {
   template <typename Row>
   void for_rows(int64_t task, uint64_t t, const Row& row) const {
     const uint64_t replica = uint64_t(first) + t;
-    if (bands) return for_band_rows(sub, replica, task, O, 0, (I + kTile - 1) / kTile, row);
+    if (bands) return for_band_rows(sub, replica, task, O, 0, tiles_of(I), row);
     std::vector<float> z(I);
     vector_normals(z.data(), sub, replica, I);
     row(0, z.data());
@@ -229,8 +225,7 @@ Tensor mixture_kl_cpu(
   Tensor out;
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
-    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
+    const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
     const Mixture<acc_t> p = mixture_of<acc_t>(pi, std1, std2);
     const Places places(mu, seed, stream);
     const double sum = sum_slices(num_samples * places.tasks(), 1, [&](int64_t j, int64_t) {
@@ -253,11 +248,9 @@ std::tuple<Tensor, Tensor> mixture_kl_backward_cpu(
   Tensor grad_mu = st::new_zeros(mu, mu.sizes()), grad_rho = st::new_zeros(rho, rho.sizes());
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t* m = static_cast<const acc_t*>(mu.const_data_ptr());
-    const acc_t* r = static_cast<const acc_t*>(rho.const_data_ptr());
-    const acc_t g = *static_cast<const acc_t*>(grad.const_data_ptr()) / acc_t(num_samples);
-    acc_t* gm = static_cast<acc_t*>(grad_mu.mutable_data_ptr());
-    acc_t* gr = static_cast<acc_t*>(grad_rho.mutable_data_ptr());
+    const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
+    const acc_t g = *grad.const_data_ptr<acc_t>() / acc_t(num_samples);
+    acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
     const Mixture<acc_t> p = mixture_of<acc_t>(pi, std1, std2);
     const Places places(mu, seed, stream);
     st::parallel_for(0, places.tasks(), 1, [&](int64_t begin, int64_t end) {

@@ -78,10 +78,6 @@ struct Noise {
   uint64_t first;  // number of the first replica
 };
 
-inline int64_t tiles_of(int64_t n) {
-  return (n + kTile - 1) / kTile;
-}
-
 // row(o, z) for every row o of one replica's weights, in parallel.
 template <typename Row>
 void for_rows(const Noise& noise, int64_t replica, int64_t O, int64_t I, const Row& row) {

@@ -37,7 +37,7 @@ BNUQ_CLONES void normal_block(float* out, Key sub, uint64_t first, uint64_t repl
 // The weights of one band of 16 rows, of which the matrix may hold fewer.
 void weight_band(float* out, Key sub, uint64_t replica, int64_t tile_o, int64_t O, int64_t I) {
   const auto copy = [&](int64_t o, const float* z) { std::copy_n(z, I, out + o * I); };
-  for_band_rows(sub, replica, tile_o, O, 0, (I + kTile - 1) / kTile, copy);
+  for_band_rows(sub, replica, tile_o, O, 0, tiles_of(I), copy);
 }
 
 constexpr int kReplicas = 16;
@@ -74,7 +74,7 @@ Tensor philox_normal_cpu(
   const Key sub = subkey(s[0], uint32_t(stream), uint32_t(tag));
   const bool weights = shape.size() == 3;
   const int64_t T = shape[0], O = shape[1], I = shape.back();
-  const int64_t bands = weights ? (O + kTile - 1) / kTile : 1;
+  const int64_t bands = weights ? tiles_of(O) : 1;
   float* data = out.mutable_data_ptr<float>();
   const int64_t grain = 1 + 16384 / ((weights ? kTile : 1) * I + 1);
   st::parallel_for(0, T * bands, grain, [&](int64_t begin, int64_t end) {

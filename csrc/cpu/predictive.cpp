@@ -185,9 +185,8 @@ void accumulate_into(
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
     accumulate<kFresh, scalar_t, acc_t>(
-        static_cast<acc_t*>(mean.mutable_data_ptr()), static_cast<acc_t*>(m2.mutable_data_ptr()),
-        static_cast<acc_t*>(expected_entropy.mutable_data_ptr()),
-        static_cast<const scalar_t*>(logits.const_data_ptr()), d, count);
+        mean.mutable_data_ptr<acc_t>(), m2.mutable_data_ptr<acc_t>(),
+        expected_entropy.mutable_data_ptr<acc_t>(), pointer<scalar_t>(logits), d, count);
   });
 }
 
@@ -213,9 +212,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> predictive_statistics_cpu(Tensor logi
   dispatch(acc, [&](auto zero) {
     using acc_t = typename AccType<decltype(zero)>::type;
     finish<acc_t>(
-        static_cast<acc_t*>(variance.mutable_data_ptr()),
-        static_cast<acc_t*>(entropy.mutable_data_ptr()),
-        static_cast<const acc_t*>(mean.const_data_ptr()), d);
+        variance.mutable_data_ptr<acc_t>(), entropy.mutable_data_ptr<acc_t>(), pointer<acc_t>(mean),
+        d);
   });
   return {mean, variance, entropy, expected_entropy};
 }
@@ -265,7 +263,7 @@ Tensor predictive_statistics_backward_cpu(
     std::optional<Tensor> grad_expected_entropy) {
   const Classes d = classes_of(logits_);
   const ScalarType acc = acc_of(logits_.scalar_type());
-  const Tensor logits = st::contiguous(logits_), mean = st::contiguous(mean_);
+  const Tensor logits = st::contiguous(logits_);
   const auto prepare = [&](std::optional<Tensor>& t, int64_t numel) {
     if (!t) return;
     STD_TORCH_CHECK(
@@ -273,8 +271,8 @@ Tensor predictive_statistics_backward_cpu(
         "predictive_statistics_backward: a gradient must be like its result");
     t = st::contiguous(*t);
   };
-  std::optional<Tensor> mean_checked = mean;
-  prepare(mean_checked, d.N * d.K * d.S);
+  std::optional<Tensor> mean = mean_;
+  prepare(mean, d.N * d.K * d.S);
   prepare(grad_mean, d.N * d.K * d.S);
   prepare(grad_variance, d.N * d.K * d.S);
   prepare(grad_entropy, d.N * d.S);
@@ -289,9 +287,8 @@ Tensor predictive_statistics_backward_cpu(
         pointer<acc_t>(grad_mean), pointer<acc_t>(grad_variance), pointer<acc_t>(grad_entropy),
         pointer<acc_t>(grad_expected_entropy)};
     backward<scalar_t, acc_t>(
-        static_cast<scalar_t*>(grad_logits.mutable_data_ptr()),
-        static_cast<const scalar_t*>(logits.const_data_ptr()),
-        static_cast<const acc_t*>(mean.const_data_ptr()), up, d);
+        static_cast<scalar_t*>(grad_logits.mutable_data_ptr()), pointer<scalar_t>(logits),
+        pointer<acc_t>(mean), up, d);
   });
   return grad_logits;
 }

@@ -12,6 +12,10 @@ namespace bnuq {
 constexpr int kTile = 16;
 constexpr int kCalls = 64;  // Philox calls made together: 16 tiles' worth of one row pair
 
+inline int64_t tiles_of(int64_t n) {
+  return (n + kTile - 1) / kTile;
+}
+
 // The words of row o of a band go to `lo`, those of row o + 8 to `hi`: of each tile from `first` on
 // four words of its left half, then four of its right one. `calls` is a multiple of 8, two tiles.
 BNUQ_CLONES [[gnu::unused]] static void weight_words_portable(
