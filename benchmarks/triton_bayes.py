@@ -8,7 +8,7 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["seed"])
 def bayes_kernel(
-    x, mu, sigma, bias, y, seed, N, O, I, x_stride,  # noqa: E741
+    x, mu, sigma, bias, y, seed, N, O, I: tl.constexpr, x_stride,  # noqa: E741
     ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """A tile of y[t] = x[t] @ (mu + sigma * randn)^T + bias: every tile of rows draws the weights again."""

@@ -199,7 +199,7 @@ from benchmarks.triton_bayes import bayes_kernel
 
 pointers = {name: "*fp32" for name in ("x", "mu", "sigma", "bias", "y")}
 for rows in (16, 128):
-    sizes = {"ROWS": rows, "OUT": 64, "DEPTH": 32}
+    sizes = {"I": 784, "ROWS": rows, "OUT": 64, "DEPTH": 32}
     signature = {n: "constexpr" if n in sizes else pointers.get(n, "i32") for n in bayes_kernel.arg_names}
     kernel = compile(ASTSource(bayes_kernel, signature, sizes), target=GPUTarget("cuda", 90, 32))
     assert "mma" in kernel.asm["ptx"]
