@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from .bayes import bayes_layers
 from .chunks import check_chunk
 from .dropout import Dropping
-from .forward import Forward, check_output_fn
+from .forward import Forward
 from .inputs import device_of
 from .known import know
 from .nn import check_model
 from .ops import new_seed, snapshot_indices
-from .ops.checks import check_integer, refuse
+from .ops.checks import check_callable, check_integer, refuse
 from .passes import Pass, running
 from .predict import check_x, layers_by_bank, take_model, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
@@ -147,7 +147,7 @@ def ensemble(
     first_replica, num_samples = task.replicas(first_replica, num_samples, seed)
     check_strategy(op, strategy)
     check_chunk(op, chunk)
-    key = draw_key(seed, device_of(list(models[0].modules())))
+    key = draw_key(seed, device_of(models[0].modules()))
     predictors = []
     for place, model in enumerate(models):
         forward = task.forward(model, sampler, batch_size, _wrapped(key + place))
@@ -175,7 +175,7 @@ class DroppingForward:
 
     def __init__(self, inner: Forward):
         self.inner, self.op, self.known, self.model = inner, inner.op, inner.known, inner.model
-        self.generator = torch.Generator(device_of(list(inner.model.modules())))
+        self.generator = torch.Generator(device_of(inner.model.modules()))
 
     def draw(self, first_replica: int, num_samples: int) -> tuple:
         # A permutation of 31 bits, which is what torch's generator on the CPU takes of a seed.
@@ -244,7 +244,7 @@ class _Task:
 
     def __post_init__(self):
         check_likelihood(self.op, self.likelihood, self.noise_var)
-        check_output_fn(self.op, self.output_fn)
+        check_callable(self.op, "output_fn", self.output_fn)
 
     @property
     def single(self) -> bool:

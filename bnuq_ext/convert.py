@@ -13,7 +13,7 @@ from .adapters import find_adapter
 from .batch_norm_like import EXCLUDED, Survey, describe, survey
 from .inputs import tensors
 from .nn import STOCHASTIC_CLASSES, Stochastic, check_model, named_stochastic_layers, original_class
-from .ops.checks import refuse
+from .ops.checks import check_callable, refuse
 from .warn import warn
 
 _ORIGINAL = "_bnuq_original"  # attribute of a layer that took the place of another object
@@ -50,8 +50,7 @@ def convert(
         `strict` one that cannot be.
     """
     check_model("convert", model)
-    if filter_fn is not None and not callable(filter_fn):
-        refuse("convert", "filter_fn", "be callable", type(filter_fn).__name__, TypeError)
+    check_callable("convert", "filter_fn", filter_fn)
     found = survey(model)
     candidates = found.convertible | found.excluded
     chosen = [n for n, m in candidates.items() if filter_fn is None or filter_fn(n, m)]

@@ -14,12 +14,6 @@ from .passes import ReplicaPass, running
 from .samplers import Draw, Sampler
 
 
-def check_output_fn(op: str, output_fn) -> None:
-    """Checks that `output_fn` is None or can be called."""
-    if output_fn is not None and not callable(output_fn):
-        refuse(op, "output_fn", "be callable", type(output_fn).__name__, TypeError)
-
-
 class Forward(NamedTuple):
     """How to run a model: what is the same for every chunk of a prediction."""
 

@@ -13,7 +13,7 @@ from .batch_norm_like import describe
 from .bayes import BayesLinear, check_initial, check_whole, require_bayes_layers
 from .convert import copied
 from .nn import check_model
-from .ops.checks import check_number, refuse
+from .ops.checks import check_callable, check_number, refuse
 from .ops.linear_parts import spread
 from .priors import GaussianPrior, check_prior
 
@@ -47,8 +47,7 @@ def to_bayesian(
     """
     op = "to_bayesian"
     check_model(op, model)
-    if filter_fn is not None and not callable(filter_fn):
-        refuse(op, "filter_fn", "be callable", type(filter_fn).__name__, TypeError)
+    check_callable(op, "filter_fn", filter_fn)
     check_initial(op, "rho_init", rho_init)
     check_prior(op, prior)
     chosen = {

@@ -13,11 +13,11 @@ from .bayes import bayes_layers
 from .chunks import check_chunk
 from .collect import gather
 from .fingerprint import modules_of
-from .forward import Forward, check_output_fn
+from .forward import Forward
 from .inputs import device_of, num_rows, tensors
 from .known import know
 from .nn import Stochastic, check_model, named_stochastic_layers
-from .ops.checks import check_integer, refuse
+from .ops.checks import check_callable, check_integer, refuse
 from .passes import Replicated
 from .prediction import Prediction, check_likelihood, check_noise_shape
 from .predictor import Predictor, Request, check_strategy, split_batch
@@ -169,7 +169,7 @@ def _check_options(sampler, seed, loader, strategy, output_fn) -> None:
     if (sampler == "batch") != (loader is not None):
         got = "none" if loader is None else f'one with sampler "{sampler}"'
         refuse(op, "loader", 'be given with sampler "batch" and no other', got)
-    check_output_fn(op, output_fn)
+    check_callable(op, "output_fn", output_fn)
     check_key(op, seed)
 
 

@@ -153,18 +153,8 @@ def batch_norm_fitted(
     negative_slope = slope_of(op, activation, slope)
     acc = acc_dtype(x.dtype)
     params, weight, bias = (prepare(t, acc) for t in (params, weight, bias))
-    args = (
-        x,
-        params,
-        seed.contiguous(),
-        stream,
-        FAMILIES[family],
-        num_samples,
-        weight,
-        bias,
-        residual,
-    )
-    args += (eps, negative_slope, shared)
+    args = (x, params, seed.contiguous(), stream, FAMILIES[family], num_samples)
+    args += (weight, bias, residual, eps, negative_slope, shared)
     if out is None:
         return _call(torch.ops.bnuq.batch_norm_fitted.default, *args)
     needs_grad = wants_grad(x, params, weight, bias, residual)

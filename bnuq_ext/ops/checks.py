@@ -70,6 +70,12 @@ def check_number(op: str, name: str, value) -> None:
         refuse(op, name, "be a number", repr(value), TypeError)
 
 
+def check_callable(op: str, name: str, value) -> None:
+    """TypeError for what is neither None nor a function."""
+    if value is not None and not callable(value):
+        refuse(op, name, "be callable", type(value).__name__, TypeError)
+
+
 def check_positive(op: str, name: str, value) -> None:
     check_number(op, name, value)
     if not value > 0:

@@ -49,18 +49,15 @@ def share_axes(ax, labels: list[str], place: int, *, rows=False, ratios=None, **
     shape = {"nrows": len(labels), "ncols": 1} if rows else {"nrows": 1, "ncols": len(labels)}
     shape["height_ratios" if rows else "width_ratios"] = ratios
     if spec is not None:
-        cells = spec.subgridspec(**shape)
-        ax.set_subplotspec(cells[place])
-        return [
-            ax if i == place else figure.add_subplot(cells[i], label=label, **options)
-            for i, label in enumerate(labels)
-        ]
-    sides = zip(("left", "bottom", "right", "top"), ax.get_position().extents, strict=True)
-    cells = GridSpec(figure=figure, **dict(sides), **shape)
-    boxes = [cells[i].get_position(figure) for i in range(len(labels))]
-    ax.set_position(boxes[place])
+        places, add = spec.subgridspec(**shape), figure.add_subplot
+        ax.set_subplotspec(places[place])
+    else:
+        sides = zip(("left", "bottom", "right", "top"), ax.get_position().extents, strict=True)
+        cells = GridSpec(figure=figure, **dict(sides), **shape)
+        places, add = [cell.get_position(figure) for cell in cells], figure.add_axes
+        ax.set_position(places[place])
     return [
-        ax if i == place else figure.add_axes(boxes[i], label=label, **options)
+        ax if i == place else add(places[i], label=label, **options)
         for i, label in enumerate(labels)
     ]
 

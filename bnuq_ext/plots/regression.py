@@ -10,12 +10,18 @@ HALF_WIDTHS = {"95 %": 1.959964, "50 %": 0.674490}
 ALPHAS = {"95 %": 0.2, "50 %": 0.45}
 
 
-def _take_std(op: str, name: str, std, count: int):
-    std = take_values(op, name, std)
-    if len(std) != count:
-        refuse(op, name, f"have {count} values like mean", len(std))
+def _take_like(op: str, name: str, values, mean):
+    """As many values as there are means."""
+    values = take_values(op, name, values)
+    if len(values) != len(mean):
+        refuse(op, name, f"have {len(mean)} values like mean", len(values))
+    return values
+
+
+def _take_std(op: str, std, mean):
+    std = _take_like(op, "std", std, mean)
     if (std < 0).any():
-        refuse(op, name, "not be negative", std.min())
+        refuse(op, "std", "not be negative", std.min())
     return std
 
 
@@ -43,10 +49,8 @@ def uncertainty_error(
         Axes.
     """
     op, ax = "uncertainty_error", take_axes(ax)
-    mean, y = take_values(op, "mean", mean), take_values(op, "y", y)
-    std = _take_std(op, "std", std, len(mean))
-    if len(y) != len(mean):
-        refuse(op, "y", f"have {len(mean)} values like mean", len(y))
+    mean = take_values(op, "mean", mean)
+    std, y = _take_std(op, std, mean), _take_like(op, "y", y, mean)
     window = max(len(y) // 10, 1) if window is None else check_integer(op, "window", window, 1)
     if window > len(y):
         refuse(op, "window", f"lie in [1, {len(y)}]", window)
@@ -90,10 +94,8 @@ def regression_band(
         Axes.
     """
     op, ax = "regression_band", take_axes(ax)
-    x, mean = take_values(op, "x", x), take_values(op, "mean", mean)
-    std = _take_std(op, "std", std, len(mean))
-    if len(x) != len(mean):
-        refuse(op, "x", f"have {len(mean)} values like mean", len(x))
+    mean = take_values(op, "mean", mean)
+    std, x = _take_std(op, std, mean), _take_like(op, "x", x, mean)
     order = np.argsort(x, kind="stable")
     x, mean, std = x[order], mean[order], std[order]
     for level, width in HALF_WIDTHS.items():
