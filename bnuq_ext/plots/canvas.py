@@ -62,6 +62,16 @@ def share_axes(ax, labels: list[str], place: int, *, rows=False, ratios=None, **
     ]
 
 
+def legend_outside(panels, place: str, **options) -> None:
+    """The first panel's legend for all of them, `place` (upper, lower) of these; their own are taken away."""
+    for ax in panels:
+        if ax.get_legend():
+            ax.get_legend().remove()
+    handles, labels = panels[0].get_legend_handles_labels()
+    options = {"ncols": len(labels), "frameon": False, **options}
+    panels[0].figure.legend(handles, labels, loc=f"outside {place} center", **options)
+
+
 def take_array(values, dtype=None):
     """Numbers as numpy has them; a tensor may be on any device, of any dtype, with a gradient."""
     if isinstance(values, Tensor):

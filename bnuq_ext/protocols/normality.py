@@ -15,7 +15,7 @@ from ..data import diabetes, table
 from ..experiments.fitting import batch_norm_chain, train_epoch
 from ..normality import LayerNormality
 from ..ops.checks import refuse
-from ..plots.canvas import new_figure
+from ..plots.canvas import legend_outside, new_figure
 from ..restore import preserved_rng
 from .results import Report, Table, Unit
 
@@ -168,12 +168,9 @@ def histograms(panels: dict[str, list[dict]]):
             for row, statistic, symbol in (2 * k, "mean", "mu"), (2 * k + 1, "std", "sigma"):
                 label = f"layer {k + 1}, $\\{symbol}_B$ of unit 1"
                 _panel(axes[row, column], layer["unit"], statistic, label)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    for ax in axes.flat:
-        ax.get_legend().remove()
     for ax in axes[:, 1:].flat:
         ax.set_ylabel("")
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    legend_outside(axes.flat, "upper")
     return figure
 
 

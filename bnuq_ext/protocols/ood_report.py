@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import metrics, plots
-from ..plots.canvas import COLORS, new_figure
+from ..plots.canvas import COLORS, GREY, legend_outside, new_figure
 from .results import Report, Table, agrees, mean_and_error, read_table, shown
 
 STATISTICS = {"running": None, "SBN": "lognormal", "MCBN": "bank"}
@@ -280,10 +280,9 @@ def draw_entropies(outcomes: Outcomes):
                 line = "-" if kind == "unseen" else "--"
                 styles[label] = {"color": color, "linestyle": line, "linewidth": width}
         plots.entropy_cdf(curves, num_classes=outcomes.num_classes, styles=styles, ax=ax)
-        ax.get_legend().remove()
         ax.set_title(method, fontsize="medium")
         ax.set_ylabel("fraction of images at or below" if ax is panels[0] else "")
-    _legend(figure, panels[0])
+    legend_outside(panels, "upper")
     return figure
 
 
@@ -300,18 +299,13 @@ def draw_corrupted(outcomes: Outcomes):
             means, errors = np.array(scores).T
             bars = {"yerr": np.nan_to_num(errors), "capsize": 2, "fmt": "o", "markersize": 4}
             ax.errorbar(places + shift, means, **bars, color=color, label=name)
-        ax.axhline(np.log(outcomes.num_classes), color=plots.canvas.GREY, linewidth=0.8)
+        ax.axhline(np.log(outcomes.num_classes), color=GREY, linewidth=0.8)
         labels = ["clean", *outcomes.images[1:]]
         ax.set_xticks(places, labels, rotation=45, ha="right", rotation_mode="anchor")
         ax.set_title(method, fontsize="medium")
     panels[0].set(ylabel="NLL [nats], mean ± standard error")
     panels[0].set_ylim(bottom=-0.03 * panels[0].get_ylim()[1])
-    note = {"color": plots.canvas.GREY, "fontsize": "small", "va": "bottom"}
+    note = {"color": GREY, "fontsize": "small", "va": "bottom"}
     panels[0].text(-0.3, np.log(outcomes.num_classes), f"log {outcomes.num_classes}", **note)
-    _legend(figure, panels[0])
+    legend_outside(panels, "upper")
     return figure
-
-
-def _legend(figure, ax) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)

@@ -6,7 +6,7 @@ from statistics import median
 
 from .. import metrics
 from ..plots import uncertainty_error
-from ..plots.canvas import new_figure
+from ..plots.canvas import legend_outside, new_figure
 from .results import Report, Table, agrees, mean_and_error, read_table, shown
 
 PLAIN = {"MCBN": "BN", "MCDO": "DO"}
@@ -194,10 +194,7 @@ def draw(name: str, groups: dict, folder: Path) -> str:
         uncertainty_error(**split["points"], constant_std=split["constant_var"] ** 0.5, ax=ax)
         ax.set_title(f"{name}, {method} and {CONSTANT[method]}", fontsize="medium")
         ax.set_ylabel("absolute error [unit of the target]" if ax is axes[0] else "")
-        ax.get_legend().remove()  # it would hide errors
-    handles, labels = axes[0].get_legend_handles_labels()
-    options = {"ncols": 3, "fontsize": "small", "frameon": False}
-    figure.legend(handles, labels, loc="outside lower center", **options)
+    legend_outside(axes, "lower", ncols=3, fontsize="small")  # inside it would hide errors
     file = f"uncertainty-{name}.png"
     figure.savefig(folder / file, dpi=110)
     return file
