@@ -65,6 +65,32 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
         Axes.
     """
     op, ax = "reliability_diagram", take_axes(ax)
+    probs, y = _take_labelled(op, probs, y)
+    num_bins = check_integer(op, "num_bins", num_bins, 1)
+    confidence = probs.max(1)
+    bins = np.clip(np.ceil(confidence * num_bins).astype(int), 1, num_bins) - 1
+    count, right, total = (
+        np.bincount(bins, weights, num_bins) for weights in (None, probs.argmax(1) == y, confidence)
+    )
+    seen, edges = count > 0, np.linspace(0, 1, num_bins + 1)
+    accuracy, claimed = right[seen] / count[seen], total[seen] / count[seen]
+    ece = (count[seen] * np.abs(accuracy - claimed)).sum() / len(y)
+    left, gap = edges[:-1][seen], "gap to the mean confidence"
+    place = {"align": "edge", "width": 1 / num_bins}
+    hatched = {"facecolor": "none", "edgecolor": ORANGE, "hatch": "////", "linewidth": 0.8}
+    handles = [
+        ax.bar(left, accuracy, color=BLUE, alpha=0.5, ec="white", label="accuracy", **place),
+        ax.bar(left, claimed - accuracy, bottom=accuracy, label=gap, **place, **hatched),
+        ax.stairs(count / len(y), edges, color="black", label="fraction of rows"),
+        *ax.plot([0, 1], [0, 1], "--", color=GREY, linewidth=1, label="calibrated"),
+    ]
+    ax.set(xlabel="confidence, the largest probability", ylabel="accuracy, fraction of rows")
+    ax.set(xlim=(0, 1), ylim=(0, 1), title=f"ECE {ece:.3f} in {num_bins} bins")
+    ax.legend(handles=handles, frameon=False, fontsize="small", loc="upper left")
+    return ax
+
+
+def _take_labelled(op: str, probs, y) -> tuple:
     probs, y = take_array(probs, float), take_array(y)
     if probs.ndim != 2 or len(probs) == 0:
         refuse(op, "probs", "have shape (N, K) with N > 0", list(probs.shape))
@@ -75,37 +101,7 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
         refuse(op, "y", f"have shape {list(probs.shape[:1])}", list(y.shape))
     if not (0 <= y.min() and y.max() < probs.shape[1]):
         refuse(op, "y", f"lie in [0, {probs.shape[1]})", [y.min().item(), y.max().item()])
-    num_bins = check_integer(op, "num_bins", num_bins, 1)
-    confidence = probs.max(1)
-    bins = np.clip(np.ceil(confidence * num_bins).astype(int), 1, num_bins) - 1
-    count, right, total = (
-        np.bincount(bins, weights, num_bins) for weights in (None, probs.argmax(1) == y, confidence)
-    )
-    seen, edges = count > 0, np.linspace(0, 1, num_bins + 1)
-    accuracy, claimed = right[seen] / count[seen], total[seen] / count[seen]
-    ece = (count[seen] * np.abs(accuracy - claimed)).sum() / len(y)
-    left = edges[:-1][seen]
-    style = {"align": "edge", "width": 1 / num_bins}
-    handles = [
-        ax.bar(left, accuracy, color=BLUE, alpha=0.5, ec="white", label="accuracy", **style),
-        ax.bar(
-            left,
-            claimed - accuracy,
-            bottom=accuracy,
-            label="gap to the mean confidence",
-            facecolor="none",
-            edgecolor=ORANGE,
-            hatch="////",
-            linewidth=0.8,
-            **style,
-        ),
-        ax.stairs(count / len(y), edges, color="black", label="fraction of rows"),
-        *ax.plot([0, 1], [0, 1], "--", color=GREY, linewidth=1, label="calibrated"),
-    ]
-    ax.set(xlabel="confidence, the largest probability", ylabel="accuracy, fraction of rows")
-    ax.set(xlim=(0, 1), ylim=(0, 1), title=f"ECE {ece:.3f} in {num_bins} bins")
-    ax.legend(handles=handles, frameon=False, fontsize="small", loc="upper left")
-    return ax
+    return probs, y
 
 
 def stacked_probabilities(probs, *, shown, ax=None):
