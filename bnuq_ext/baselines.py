@@ -17,11 +17,11 @@ from .inputs import device_of
 from .known import know
 from .nn import check_model
 from .ops import new_seed, snapshot_indices
-from .ops.checks import check_callable, check_integer, refuse
+from .ops.checks import check_callable, check_integer, check_one_of, refuse
 from .passes import Pass, running
 from .predict import check_x, layers_by_bank, take_model, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
-from .predictor import Predictor, Request, check_strategy
+from .predictor import STRATEGIES, Predictor, Request
 from .restore import evaluating
 from .samplers import check_key, check_sampler, draw_key, snapshots_of
 
@@ -145,7 +145,7 @@ def ensemble(
     if num_samples is None:
         num_samples = 1 if sampler is None else 32
     first_replica, num_samples = task.replicas(first_replica, num_samples, seed)
-    check_strategy(op, strategy)
+    check_one_of(op, "strategy", strategy, STRATEGIES)
     check_chunk(op, chunk)
     key = draw_key(seed, device_of(models[0].modules()))
     predictors = []

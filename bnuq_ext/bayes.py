@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
-from .ops.checks import check_integer, past_autocast, refuse
+from .ops.checks import check_integer, check_one_of, past_autocast, refuse
 from .ops.linear_parts import spread
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
@@ -81,8 +81,7 @@ class BayesLinear(Replicated, nn.Module):
         if mu_init is not None:
             check_initial(op, "mu_init", mu_init)
         check_initial(op, "rho_init", rho_init)
-        if estimator not in ESTIMATORS:
-            refuse(op, "estimator", f"be one of {', '.join(ESTIMATORS)}", repr(estimator))
+        check_one_of(op, "estimator", estimator, ESTIMATORS)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in (torch.float32, torch.float64):
             refuse(op, "dtype", "be float32 or float64", dtype, TypeError)

@@ -13,7 +13,7 @@ from .batch_norm_like import describe
 from .bayes import BayesLinear, check_initial, check_whole, require_bayes_layers
 from .convert import copied
 from .nn import check_model
-from .ops.checks import check_callable, check_number, refuse
+from .ops.checks import check_callable, check_number, check_one_of, refuse
 from .ops.linear_parts import spread
 from .priors import GaussianPrior, check_prior
 
@@ -185,8 +185,7 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     check_number("prune", "fraction", fraction)
     if not 0 <= fraction <= 1:
         refuse("prune", "fraction", "lie in [0, 1]", fraction)
-    if by not in RANKINGS:
-        refuse("prune", "by", f"be one of {', '.join(RANKINGS)}", repr(by))
+    check_one_of("prune", "by", by, RANKINGS)
     layers = require_bayes_layers("prune", model)
     check_whole("prune", layers)
     mu, rho = _weights(layers)

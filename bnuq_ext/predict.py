@@ -17,10 +17,10 @@ from .forward import Forward
 from .inputs import device_of, num_rows, tensors
 from .known import know
 from .nn import Stochastic, check_model, named_stochastic_layers
-from .ops.checks import check_callable, check_integer, refuse
+from .ops.checks import check_callable, check_integer, check_one_of, refuse
 from .passes import Replicated
 from .prediction import Prediction, check_likelihood, check_noise_shape
-from .predictor import Predictor, Request, check_strategy, split_batch
+from .predictor import STRATEGIES, Predictor, Request, split_batch
 from .query import JoiningForward, take_batches
 from .restore import evaluating, unmoved_by_errors
 from .samplers import (
@@ -165,7 +165,7 @@ def layers_by_bank(modules: list[nn.Module]) -> dict[str, nn.Module]:
 
 def _check_options(sampler, seed, loader, strategy, output_fn) -> None:
     op = "predict"
-    check_strategy(op, strategy)
+    check_one_of(op, "strategy", strategy, STRATEGIES)
     if (sampler == "batch") != (loader is not None):
         got = "none" if loader is None else f'one with sampler "{sampler}"'
         refuse(op, "loader", 'be given with sampler "batch" and no other', got)

@@ -21,12 +21,6 @@ STRATEGIES = ("auto", "folded", "loop")
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
 
 
-def check_strategy(op: str, strategy) -> None:
-    """Checks a strategy's name."""
-    if strategy not in STRATEGIES:
-        refuse(op, "strategy", f"be one of {', '.join(STRATEGIES)}", repr(strategy))
-
-
 class Request(NamedTuple):
     """Which replicas to run, and how; as in `predict`."""
 

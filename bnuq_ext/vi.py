@@ -19,7 +19,14 @@ from .forward import Forward
 from .inputs import device_of, num_rows
 from .known import know, run_once
 from .ops import new_seed
-from .ops.checks import acc_dtype, check_integer, check_number, check_tensor, refuse
+from .ops.checks import (
+    acc_dtype,
+    check_integer,
+    check_number,
+    check_one_of,
+    check_tensor,
+    refuse,
+)
 from .ops.kl import gaussian_kl_sum
 from .ops.philox import new_key
 from .passes import Pass, current_pass
@@ -57,8 +64,7 @@ def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
     i = check_integer("kl_weight", "i", i, -(2**63))
     if not 0 <= i < num_batches:
         refuse("kl_weight", "i", f"lie in [0, {num_batches})", i)
-    if scheme not in SCHEMES:
-        refuse("kl_weight", "scheme", f"be one of {', '.join(SCHEMES)}", repr(scheme))
+    check_one_of("kl_weight", "scheme", scheme, SCHEMES)
     if scheme == "uniform":
         return 1 / num_batches
     return math.ldexp(1.0, -(i + 1)) / (1 - math.ldexp(1.0, -num_batches))
@@ -268,8 +274,7 @@ def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | Non
 
 def _check_loss(likelihood: str, noise_std: float, reduction: str) -> None:
     check_likelihood("elbo_loss", likelihood, None)
-    if reduction not in REDUCTIONS:
-        refuse("elbo_loss", "reduction", f"be one of {', '.join(REDUCTIONS)}", repr(reduction))
+    check_one_of("elbo_loss", "reduction", reduction, REDUCTIONS)
     _check_factor("noise_std", noise_std)
     if not noise_std > 0:
         refuse("elbo_loss", "noise_std", "be positive", noise_std)

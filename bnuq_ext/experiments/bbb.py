@@ -32,7 +32,7 @@ from .. import (
     kl_weight,
     predict,
 )
-from ..ops.checks import refuse
+from ..ops.checks import check_one_of, refuse
 from ..vi import SCHEMES
 from .store import Store, write_json, write_whole
 
@@ -73,9 +73,7 @@ class Settings:
             if getattr(self, name) < 1:
                 refuse("bbb", name, "be positive", getattr(self, name))
         for name, known in (("scheme", SCHEMES), ("scaling", SCALINGS)):
-            if getattr(self, name) not in known:
-                requirement = f"be one of {', '.join(known)}"
-                refuse("bbb", name, requirement, repr(getattr(self, name)))
+            check_one_of("bbb", name, getattr(self, name), known)
         if not 0 <= self.seed < 2**20:
             refuse("bbb", "seed", "lie in [0, 2^20)", self.seed)
 
@@ -260,8 +258,7 @@ def run(
         ValueError: an unknown prior, another run's folder, missing data, a loss that is not finite.
     """
     for name in priors:
-        if name not in PRIORS:
-            refuse("bbb", "prior", f"be one of {', '.join(PRIORS)}", repr(name))
+        check_one_of("bbb", "prior", name, PRIORS)
     split = load_data(data_root, settings.scaling)
     fixed = {k: v for k, v in asdict(settings).items() if k != "epochs"}
     versions = {"bnuq_ext": __version__, "torch": torch.__version__}

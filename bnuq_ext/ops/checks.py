@@ -64,6 +64,11 @@ def check_integer(op: str, name: str, value, least: int) -> int:
     return number
 
 
+def check_one_of(op: str, name: str, value, choices) -> None:
+    if value not in choices:
+        refuse(op, name, f"be one of {', '.join(choices)}", repr(value))
+
+
 def check_number(op: str, name: str, value) -> None:
     """TypeError for what is no real number."""
     if isinstance(value, bool) or not isinstance(value, Real):

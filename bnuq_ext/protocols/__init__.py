@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from ..ops.checks import refuse
+from ..ops.checks import check_one_of
 
 NAMES = (
     "batch-size",
@@ -20,6 +20,5 @@ NAMES = (
 
 def protocol(name: str) -> ModuleType:
     """The module of a protocol: TITLE, Settings, QUICK, FULL, make_units, compute, report."""
-    if name not in NAMES:
-        refuse("reproduce", "name", f"be one of {', '.join(NAMES)}", repr(name))
+    check_one_of("reproduce", "name", name, NAMES)
     return import_module(f".{name.replace('-', '_')}", __name__)
