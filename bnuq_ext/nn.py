@@ -105,7 +105,7 @@ def check_model(op: str, model) -> None:
 
 def uncompiled_name(name: str) -> str:
     """The qualified name of a module without torch.compile's wrappers."""
-    return name.replace("_orig_mod.", "")
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def named_stochastic_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -43,8 +43,8 @@ def replicas(
     none, at the same time. Bodies for several models may lie in each other; for one model the innermost counts.
 
     Args:
-        model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not one made by
-            torch.compile. Call it itself, not its parts.
+        model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not compiled
+            itself, by torch.compile or its own compile(); its parts may be. Call it itself, not its parts.
         num_samples: T, at least 1.
         seed, sampler, first_replica, batch_size: see `predict`; any sampler but "batch".
 
@@ -53,8 +53,8 @@ def replicas(
             that is not stochastic and would take the replicas together.
     """
     op = "replicas"
-    if "_orig_mod" in getattr(model, "_modules", ()):
-        refuse(op, "model", "not be compiled", type(model).__name__, TypeError)
+    if "_orig_mod" in getattr(model, "_modules", ()) or getattr(model, "_compiled_call_impl", None):
+        refuse(op, "model", "not be compiled (its parts may be)", type(model).__name__, TypeError)
     _, modules = take_model(op, model)
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     first_replica = check_integer(op, "first_replica", first_replica, 0)

@@ -334,3 +334,14 @@ def test_a_compiled_model():
     compiled(images(4))
     other = bnuq.collect(compiled, batches(), 5)
     assert other.equal(bank) and model.bn1.bank is other
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch's own, while compiling
+def test_a_compiled_layer_keeps_its_name():
+    model = bnuq.convert(make_net())
+    bank = bnuq.collect(model, batches(), 5)
+    model.bn1 = torch.compile(model.bn1, backend="eager")
+    assert bnuq.collect(model, batches(), 5).equal(bank)
+    bnuq.attach(model, bank)

@@ -326,10 +326,13 @@ def test_rejects(model):
     for message, (args, options) in refusals.items():
         with pytest.raises(ValueError, match=f"replicas: {message}"):
             enter(*args, **options)
-    with pytest.raises(
-        TypeError, match="replicas: model must not be compiled, got OptimizedModule"
-    ):
+    message = r"replicas: model must not be compiled \(its parts may be\), got "
+    with pytest.raises(TypeError, match=message + "OptimizedModule"):
         enter(torch.compile(model, backend="eager"), 2)
+    itself = copy.deepcopy(model)
+    itself.compile(backend="eager")
+    with pytest.raises(TypeError, match=message + "Sequential"):
+        enter(itself, 2)
     with bnuq.replicas(model, 2, 0):
         with pytest.raises(ValueError, match="replicas: model must share no stochastic layer with"):
             enter(nn.Sequential(model), 2)
