@@ -44,14 +44,8 @@ def _(x, params, seed, stream, family, num_samples, weight, bias, residual, eps,
 
 
 @torch.library.register_fake("bnuq::batch_norm_bank_out")
-def _(out, x, mean, var, seed, snapshot, num_samples, weight, bias, residual, eps, slope, shared):
-    return None
-
-
 @torch.library.register_fake("bnuq::batch_norm_fitted_out")
-def _(
-    out, x, params, seed, stream, family, num_samples, weight, bias, residual, eps, slope, shared
-):
+def _(*args):
     return None
 
 
@@ -102,15 +96,11 @@ def _backward_bank(ctx, grad_y):
         grad_x if needs[0] else None,
         grad_mean if needs[1] else None,
         grad_var if needs[2] else None,
-        None,
-        None,
-        None,
+        *(None, None, None),
         sums[1].sum(0) if needs[6] else None,
         sums[0].sum(0) if needs[7] else None,
         grad_residual if needs[8] else None,
-        None,
-        None,
-        None,
+        *(None, None, None),
     )
 
 
@@ -152,16 +142,11 @@ def _backward_fitted(ctx, grad_y):
     return (
         grad_x if needs[0] else None,
         grad_params,
-        None,
-        None,
-        None,
-        None,
+        *(None, None, None, None),
         sums[1].sum(0) if needs[6] else None,
         sums[0].sum(0) if needs[7] else None,
         grad_residual if needs[8] else None,
-        None,
-        None,
-        None,
+        *(None, None, None),
     )
 
 

@@ -157,17 +157,14 @@ def _check_no_tensor(op: str, name: str, value) -> None:
 
 
 @torch.library.register_fake("bnuq::gaussian_kl")
-def _(mu, rho, prior_std):
-    return mu.new_empty(())
-
-
 @torch.library.register_fake("bnuq::mixture_kl")
-def _(mu, rho, seed, stream, num_samples, pi, std1, std2):
+def _(mu, *others):
     return mu.new_empty(())
 
 
 @torch.library.register_fake("bnuq::gaussian_kl_backward")
-def _(grad, mu, rho, prior_std):
+@torch.library.register_fake("bnuq::mixture_kl_backward")
+def _(grad, mu, rho, *others):
     return torch.empty_like(mu), torch.empty_like(rho)
 
 
@@ -179,11 +176,6 @@ def _(mu, rho, prior_std):
 @torch.library.register_fake("bnuq::gaussian_kl_sum_backward")
 def _(grad, mu, rho, prior_std):
     return [torch.empty_like(t) for pair in zip(mu, rho, strict=True) for t in pair]
-
-
-@torch.library.register_fake("bnuq::mixture_kl_backward")
-def _(grad, mu, rho, seed, stream, num_samples, pi, std1, std2):
-    return torch.empty_like(mu), torch.empty_like(rho)
 
 
 def _setup_gaussian(ctx, inputs, output):
