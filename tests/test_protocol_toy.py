@@ -1,15 +1,14 @@
-"""The toy figure: its data, its scores against quadrature, and what the picture holds."""
+"""The toy figure: its data, and what the picture holds."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from quadrature import crps_scores
 from torch import nn
 
 from bnuq_ext import metrics
-from bnuq_ext.protocols import runner, toy
+from bnuq_ext.protocols import runner, toy, uci
 
 TINY = toy.Settings(
     num_train=40,
@@ -34,7 +33,7 @@ def test_report(run):
     rows = found["tables"]["toy"]["rows"]
     assert [row[0] for row in rows] == ["MCBN", "MCDO"]
     units = {u.name: toy.compute(u, TINY, None) for u in toy.make_units(TINY, None)}
-    digits = {"rmse": 3, "crps": 3, "crps_constant": 3, "crps_normalised": 1}
+    digits = {"rmse": 3, "crps": 3, "constant_crps": 3, "normalised_crps": 1}
     digits |= {"noise_std": 2, "std_inside": 2, "std_outside": 2}
     for method, *cells in rows:
         for cell, (name, places) in zip(cells, digits.items(), strict=True):
@@ -70,18 +69,6 @@ def test_networks():
         assert sum(isinstance(m, between) for m in network) == 3
 
 
-def test_scores_against_quadrature():
-    generator = np.random.default_rng(0)
-    samples, y = generator.normal(size=(7, 5)), generator.normal(size=5)
-    found = toy.scores(torch.from_numpy(samples), torch.from_numpy(y), 0.2, 0.5)
-    mean, std = samples.mean(0), (samples.var(0) + 0.2) ** 0.5
-    crps, constant, normalised = crps_scores(mean, std, y, 0.5**0.5)
-    assert found["crps"] == pytest.approx(crps, rel=1e-6)
-    assert found["crps_constant"] == pytest.approx(constant, rel=1e-6)
-    assert found["crps_normalised"] == pytest.approx(normalised, rel=1e-4)
-    assert found["rmse"] == pytest.approx(np.sqrt(np.mean((mean - y) ** 2)))
-
-
 def test_replicas_are_in_the_unit_of_y():
     x = torch.linspace(-5, 5, 40)
     scale = toy.Scale(x, 100 + 7 * x)
@@ -114,7 +101,7 @@ def test_a_unit_is_fitted_on_validation_and_scored_on_test(method):
     constant = metrics.fit_constant_variance(held_out.mean(0), validation[1])
     assert found["noise_std"] == pytest.approx(noise**0.5, rel=1e-6)
     assert found["constant_std"] == pytest.approx(constant**0.5, rel=1e-6)
-    scores = toy.scores(tested, test[1], noise, constant)
+    scores = uci.run_scores(tested, test[1], noise, constant)
     assert {k: found[k] for k in scores} == pytest.approx(scores, rel=1e-5)
     grid, values = np.array(found["grid"]), on_grid.double().numpy()
     variance = values.var(0)
@@ -145,7 +132,7 @@ def test_remarks_by_hand():
     def runs(normalised, noise):
         inside, outside = (1.0, 2.0, 3.0), (5.0, 6.0, 7.0)
         columns = zip(normalised, noise, inside, outside, strict=True)
-        names = ("crps_normalised", "noise_std", "std_inside", "std_outside")
+        names = ("normalised_crps", "noise_std", "std_inside", "std_outside")
         return [dict(zip(names, column, strict=True)) for column in columns]
 
     settings = replace(TINY, num_runs=3, noise_std=0.3)

@@ -13,6 +13,7 @@ from ..experiments.fitting import batch_norm_chain, collect_random, train_epoch
 from ..plots.canvas import new_figure
 from ..restore import preserved_rng
 from .results import Report, Table, Unit, mean_and_error, shown
+from .uci import run_scores
 
 TITLE = "Toy regression (Teye et al. 2018, Figure 1)"
 METHODS = ("MCBN", "MCDO")
@@ -20,8 +21,8 @@ EDGE, GRID = 5.0, 7.0  # inputs of the data, and of the figure
 COLUMNS = {
     "rmse": ("RMSE", 3),
     "crps": ("CRPS", 3),
-    "crps_constant": ("CRPS, constant", 3),
-    "crps_normalised": ("CRPS, normalised (%)", 1),
+    "constant_crps": ("CRPS, constant", 3),
+    "normalised_crps": ("CRPS, normalised (%)", 1),
     "noise_std": ("noise sd, fitted", 2),
     "std_inside": ("epistemic sd, |x| < 5", 2),
     "std_outside": ("epistemic sd, 5 < |x| < 7", 2),
@@ -86,7 +87,7 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
         "std": (spread + noise_var).sqrt().tolist(),
         "constant_std": constant_var**0.5,
         "noise_std": noise_var**0.5,
-        **scores(test, parts[2][1], noise_var, constant_var),
+        **run_scores(test, parts[2][1], noise_var, constant_var),
         "std_inside": spread[inside].mean().sqrt().item(),
         "std_outside": spread[~inside].mean().sqrt().item(),
     }
@@ -153,20 +154,6 @@ def make_sampler(network: nn.Module, method: str, scale: Scale, settings: Settin
     return sample
 
 
-def scores(samples: Tensor, y: Tensor, noise_var: float, constant_var: float) -> dict[str, float]:
-    """Scores of replicas (T, N) with fitted noise, and of their mean with a constant variance."""
-    spread, mean = torch.var_mean(samples, 0, correction=0)
-    crps = metrics.gaussian_crps(mean, (spread + noise_var).sqrt(), y).item()
-    crps_constant = metrics.gaussian_crps(mean, constant_var**0.5, y).item()
-    best = metrics.best_crps(mean, y)
-    return {
-        "rmse": metrics.rmse(mean, y).item(),
-        "crps": crps,
-        "crps_constant": crps_constant,
-        "crps_normalised": metrics.normalised_score(crps, crps_constant, best).item(),
-    }
-
-
 def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report:
     """A row of means over the runs for each method, and the picture of the first run."""
     found = {m: [results[f"{m}-{run}"] for run in range(settings.num_runs)] for m in METHODS}
@@ -203,7 +190,7 @@ def remarks(found: dict[str, list[dict]], settings: Settings) -> list[str]:
             mean_and_error([run[f"std_{place}"] for run in runs])[0]
             for place in ("inside", "outside")
         )
-        mean, error = mean_and_error([run["crps_normalised"] for run in runs])
+        mean, error = mean_and_error([run["normalised_crps"] for run in runs])
         sure = abs(mean) > 2 * error
         against = ("better than" if mean > 0 else "worse than") if sure else "no different from"
         text.append(
