@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +90,7 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
 
 def pll(probs: Tensor, y: Tensor, count: int) -> float:
     """Log-likelihood of `count` replicas, mean over the disjoint groups of so many; probs (T, N, K)."""
-    groups = probs.split(count)
-    return sum(metrics.categorical_pll(group, y).item() for group in groups) / len(groups)
+    return fmean(metrics.categorical_pll(group, y).item() for group in probs.split(count))
 
 
 class ResNet(nn.Module):

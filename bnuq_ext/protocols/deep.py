@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, geometric_mean
 
 import torch
 from torch import nn
@@ -148,8 +149,7 @@ def gradient_ratio(network: nn.Sequential) -> float:
 
 def final_loss(losses: list[float]) -> float:
     """Mean of the last tenth of the steps."""
-    last = losses[-max(len(losses) // 10, 1) :]
-    return math.fsum(last) / len(last)
+    return fmean(losses[-max(len(losses) // 10, 1) :])
 
 
 def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report:
@@ -197,8 +197,7 @@ def draw(found: dict, settings: Settings):
 
 def smoothed(losses: list[float], window: int = 20) -> list[float]:
     """Mean of each loss and the up to window - 1 before it."""
-    parts = (losses[max(0, i + 1 - window) : i + 1] for i in range(len(losses)))
-    return [math.fsum(part) / len(part) for part in parts]
+    return [fmean(losses[max(0, i + 1 - window) : i + 1]) for i in range(len(losses))]
 
 
 def remarks(found: dict, settings: Settings) -> list[str]:
@@ -215,14 +214,10 @@ def remarks(found: dict, settings: Settings) -> list[str]:
     for activation in settings.activations:
         runs = [r for key, some in found.items() if key[:2] == ("bn", activation) for r in some]
         factor = mean_ratio(runs) ** (1 / (settings.num_layers - 3))
+        theory = "; for wide layers theory has 1.21 (Yang et al. 2019)" * (activation == "relu")
         text.append(
             f"Before the first step of {activation} with batch norm the gradient grows by a factor of {factor:.2f} a "
-            "layer on its way back"
-            + (
-                "; for wide layers theory has 1.21 (Yang et al. 2019)."
-                if activation == "relu"
-                else "."
-            )
+            f"layer on its way back{theory}."
         )
     return text
 
@@ -234,6 +229,4 @@ def listed(names: list[str]) -> str:
 def mean_ratio(runs: list[dict]) -> float:
     """Geometric mean of the runs' gradient ratios; 0 where a gradient is 0 or not a number."""
     ratios = [run["gradient_ratio"] for run in runs]
-    if not all(ratio > 0 for ratio in ratios):
-        return 0.0
-    return math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    return geometric_mean(ratios) if all(ratio > 0 for ratio in ratios) else 0.0
