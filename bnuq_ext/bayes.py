@@ -137,7 +137,8 @@ class BayesLinear(Replicated, nn.Module):
         if not self.training:
             if not x.is_floating_point():  # else the weights would be rounded
                 refuse("BayesLinear", "x", "be a floating-point tensor", x.dtype, TypeError)
-            return functional.linear(x, self.posterior()[0].to(x.dtype), _to(self.bias_mu, x.dtype))
+            bias = None if self.bias_mu is None else self.bias_mu.to(x.dtype)
+            return functional.linear(x, self.posterior()[0].to(x.dtype), bias)
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         self._check_features(rows)
         y = self.sample(rows, new_seed(device=x.device), 0, 1, shared=True)
@@ -247,10 +248,6 @@ def _fill(parameters: tuple[Tensor | None, ...], initial: float | tuple[float, f
                 parameter.uniform_(*initial)
             else:
                 parameter.fill_(initial)
-
-
-def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
 
 
 def bayes_layers(
