@@ -5,6 +5,7 @@
 
 #include "batch_norm.h"
 #include "layout.h"
+#include "seed.h"
 
 namespace bnuq {
 
@@ -22,13 +23,6 @@ const T* pointer(const std::optional<Tensor>& t) {
   return t ? pointer<T>(*t) : nullptr;
 }
 
-inline void check_seed(const std::optional<Tensor>& seed) {
-  if (!seed) return;
-  STD_TORCH_CHECK(
-      seed->numel() == 2 && seed->scalar_type() == ScalarType::Long && seed->is_contiguous(),
-      "bnuq: seed must be int64, contiguous, and have 2 entries");
-}
-
 struct Bank {
   Tensor mean, var;  // (B, C)
   std::optional<Tensor> seed, snapshot;
@@ -38,7 +32,7 @@ struct Bank {
     STD_TORCH_CHECK(B >= 1, "batch_norm_bank: the bank must not be empty");
     check_table(mean, acc, B, C);
     check_table(var, acc, B, C);
-    check_seed(seed);
+    if (seed) seed_of(*seed);
     STD_TORCH_CHECK(
         seed.has_value() != snapshot.has_value(), "batch_norm_bank: give seed or snapshot");
     if (!snapshot) return;
@@ -61,11 +55,11 @@ struct Fitted {
 
   void check(int64_t, int64_t C, ScalarType acc) const {
     check_table(params, acc, 4, C);
-    check_seed(seed);
+    seed_of(seed);
   }
   template <typename acc_t>
   FittedSource<acc_t> source(int64_t C) const {
-    return {pointer<acc_t>(params), pointer<int64_t>(seed), uint32_t(stream), int(family), C};
+    return {pointer<acc_t>(params), seed_of(seed), uint32_t(stream), int(family), C};
   }
 };
 

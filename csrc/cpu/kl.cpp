@@ -8,6 +8,7 @@
 #include <numeric>
 #include <tuple>
 
+#include "../seed.h"
 #include "noise.h"
 #include "weight_noise.h"
 
@@ -195,10 +196,7 @@ struct Places {
   int64_t first;
 
   Places(const Tensor& mu, const Tensor& seed, int64_t stream) {
-    STD_TORCH_CHECK(
-        seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
-        "mixture_kl: seed must be int64, contiguous, and have 2 entries");
-    const int64_t* s = seed.const_data_ptr<int64_t>();
+    const int64_t* s = seed_of(seed);
     const bool matrix = mu.dim() == 2;
     O = matrix ? mu.size(0) : 1;
     I = mu.size(matrix ? 1 : 0);

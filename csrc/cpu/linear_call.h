@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../layout.h"
+#include "../seed.h"
 #include "linear_rows.h"
 #include "matrix.h"
 
@@ -29,10 +30,7 @@ inline Tensor contiguous_as(ScalarType type, const Tensor& t) {
 }
 
 inline Noise noise_of(const Tensor& seed, int64_t stream, uint32_t tag = kTagWeight) {
-  STD_TORCH_CHECK(
-      seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
-      "bayes_linear: seed must be int64, contiguous, and have 2 entries");
-  const int64_t* s = seed.const_data_ptr<int64_t>();
+  const int64_t* s = seed_of(seed);
   return {subkey(s[0], uint32_t(stream), tag), uint64_t(s[1])};
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../seed.h"
 #include "noise.h"
 #include "simd.h"
 #include "weight_noise.h"
@@ -68,9 +69,8 @@ Tensor philox_normal_cpu(
     const Tensor& seed, int64_t stream, int64_t tag, std::vector<int64_t> shape) {
   STD_TORCH_CHECK(
       shape.size() == 2 || shape.size() == 3, "philox_normal: shape must have 2 or 3 entries");
-  STD_TORCH_CHECK(seed.numel() == 2, "philox_normal: seed must have 2 entries");
   Tensor out = st::new_empty(seed, shape, torch::headeronly::ScalarType::Float);
-  const int64_t* s = seed.const_data_ptr<int64_t>();
+  const int64_t* s = seed_of(seed);
   const Key sub = subkey(s[0], uint32_t(stream), uint32_t(tag));
   const bool weights = shape.size() == 3;
   const int64_t T = shape[0], O = shape[1], I = shape.back();
@@ -91,11 +91,9 @@ Tensor philox_normal_cpu(
 }
 
 Tensor snapshot_indices_cpu(const Tensor& seed, int64_t num_snapshots, int64_t num_samples) {
-  STD_TORCH_CHECK(seed.numel() == 2, "snapshot_indices: seed must have 2 entries");
   STD_TORCH_CHECK(num_snapshots >= 1, "snapshot_indices: num_snapshots must be positive");
   Tensor out = st::new_empty(seed, {num_samples}, torch::headeronly::ScalarType::Long);
-  snapshots(
-      out.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), num_snapshots, num_samples);
+  snapshots(out.mutable_data_ptr<int64_t>(), seed_of(seed), num_snapshots, num_samples);
   return out;
 }
 

@@ -61,14 +61,11 @@ struct MixtureCall {
   template <typename acc_t>
   MixtureArgs<acc_t> args() const {
     check_on_device_of(mu, {seed});
-    STD_TORCH_CHECK(
-        seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
-        "mixture_kl: seed must be int64, contiguous, and have 2 entries");
     const bool matrix = mu.dim() == 2;
     return {
         mu.const_data_ptr<acc_t>(),
         rho.const_data_ptr<acc_t>(),
-        seed.const_data_ptr<int64_t>(),
+        seed_of(seed),
         uint32_t(stream),
         num_samples,
         matrix ? mu.size(0) : 1,

@@ -10,6 +10,7 @@
 #include <optional>
 
 #define BNUQ_LAUNCH_CHECK() STD_CUDA_KERNEL_LAUNCH_CHECK()
+#include "../seed.h"
 #include "device.cuh"
 
 namespace bnuq {

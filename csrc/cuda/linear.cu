@@ -28,13 +28,6 @@ void check_floats(const Tensor& t, int64_t numel) {
       "bayes_linear: a tensor must be float32, contiguous and match in size");
 }
 
-const int64_t* seed_of(const Tensor& seed) {
-  STD_TORCH_CHECK(
-      seed.numel() == 2 && seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
-      "bayes_linear: seed must be int64, contiguous, and have 2 entries");
-  return seed.const_data_ptr<int64_t>();
-}
-
 template <typename F>
 void dispatch_half(ScalarType type, const F& body) {
   if (type == ScalarType::Half) return body(__half());

@@ -7,22 +7,14 @@
 namespace bnuq {
 namespace {
 
-void check_seed(const Tensor& seed) {
-  STD_TORCH_CHECK(
-      seed.is_cuda() && seed.numel() == 2 && seed.scalar_type() == ScalarType::Long &&
-          seed.is_contiguous(),
-      "bnuq: seed must be a contiguous int64 CUDA tensor with 2 entries");
-}
-
 Tensor philox_normal_cuda(
     const Tensor& seed, int64_t stream, int64_t tag, std::vector<int64_t> shape) {
-  check_seed(seed);
   STD_TORCH_CHECK(
       shape.size() == 2 || shape.size() == 3, "philox_normal: shape must have 2 or 3 entries");
   const DeviceGuard guard(seed.get_device_index());
   const Tensor out = torch::stable::new_empty(seed, shape, ScalarType::Float);
   if (out.numel() == 0) return out;
-  const int64_t* s = seed.const_data_ptr<int64_t>();
+  const int64_t* s = seed_of(seed);
   float* data = out.mutable_data_ptr<float>();
   if (shape.size() == 2)
     run_vector_normal(
@@ -35,13 +27,12 @@ Tensor philox_normal_cuda(
 }
 
 Tensor snapshot_indices_cuda(const Tensor& seed, int64_t num_snapshots, int64_t num_samples) {
-  check_seed(seed);
   STD_TORCH_CHECK(num_snapshots >= 1, "snapshot_indices: num_snapshots must be positive");
   const DeviceGuard guard(seed.get_device_index());
   const Tensor out = torch::stable::new_empty(seed, {num_samples}, ScalarType::Long);
   if (num_samples > 0)
     run_snapshot_indices(
-        out.mutable_data_ptr<int64_t>(), seed.const_data_ptr<int64_t>(), num_snapshots, num_samples,
+        out.mutable_data_ptr<int64_t>(), seed_of(seed), num_snapshots, num_samples,
         current_stream(seed));
   return out;
 }
