@@ -130,7 +130,7 @@ def draw_fit(fit: dict):
     bounds = {"ELBO": fit["elbo"], "E log p(training data)": fit["log_likelihood"]}
     bounds["-KL"] = [None if v is None else -v for v in fit["kl"]]
     panels = (
-        (_with_gaps(bounds), "nats, the whole training data"),
+        (bounds, "nats, the whole training data"),
         ({"validation": fit["nll"]}, "negative log-likelihood [nats]"),
         (
             {"known": fit["information_in"], "foreign": fit["information_out"]},
@@ -157,10 +157,6 @@ def _thin_out_ticks(ax, sizes: list[int], N: int) -> None:
     words = [t.get_text() for t in ax.get_xticklabels()]
     kept = [M == N or (i % 2 == 0 and M < 0.6 * N) for i, M in enumerate(sizes)]
     ax.set_xticks(sizes, [w if keep else "" for w, keep in zip(words, kept, strict=True)])
-
-
-def _with_gaps(curves: dict[str, list]) -> dict[str, list[float]]:
-    return {name: [float("nan") if v is None else v for v in c] for name, c in curves.items()}
 
 
 def _keep_optimum_in_sight(ax, fit: dict) -> None:

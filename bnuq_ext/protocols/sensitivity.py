@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from ..ops.checks import refuse
 from ..plots.canvas import COLORS, GREY, new_figure
@@ -152,9 +152,10 @@ def draw(sizes: dict, settings: Settings, folder: Path) -> str:
         for number, (name, by_size) in enumerate(sorted(sizes[score].items())):
             batch_sizes = sorted(by_size)
             means, errors = zip(*(mean_and_error(by_size[M]) for M in batch_sizes), strict=True)
-            errors = torch.tensor(errors).nan_to_num().tolist()
             style = {"marker": "o", "markersize": 4, "color": COLORS[number % len(COLORS)]}
-            ax.errorbar(batch_sizes, means, errors, label=name, linewidth=1.2, **style)
+            ax.errorbar(
+                batch_sizes, means, np.nan_to_num(errors), label=name, linewidth=1.2, **style
+            )
         ax.axhline(0, color=GREY, linewidth=0.8)
         ax.set_xscale("log", base=2)
         ax.set_xticks(settings.batch_sizes, map(str, settings.batch_sizes))
