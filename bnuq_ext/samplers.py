@@ -255,10 +255,10 @@ def snapshots_of(sampler: Sampler, key: int, first_replica: int, num_samples: in
     return sampler.draw(key, first_replica, num_samples).snapshot.clone()
 
 
-def warn_of_rescaling(op: str, bank: Bank, batch_size: int | None) -> None:
+def warn_of_rescaling(op: str, bank: Bank, batch_size: int) -> None:
     """Warns of a batch size far from the bank's; at every call, however long the sampler is known."""
     M0 = bank.batch_size
-    if batch_size is not None and not M0 / 2 <= batch_size <= 16 * M0:
+    if not M0 / 2 <= batch_size <= 16 * M0:
         warn(
             f"{op}: batch_size {batch_size} is outside [M0/2, 16 M0] of a bank with M0 = {M0}, where "
             "rescaled statistics were found to be accurate; collect a bank with such batches"
