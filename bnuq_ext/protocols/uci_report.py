@@ -54,14 +54,14 @@ def printed(table: str, **key) -> dict | None:
     return None
 
 
-def beside(values: list[float], paper: dict | None, digits: int = 2) -> list:
+def beside(values: list[float], paper: dict | None) -> list:
     """Cells: ours, the paper's, whether they agree within two standard errors."""
     mean, error = mean_and_error(values)
     if paper is None:
-        return [shown(mean, error, digits), None, None]
+        return [shown(mean, error), None, None]
     same = agrees(mean, error, paper["mean"], paper["error"])
     cell = None if same is None else "yes" if same else "no"
-    return [shown(mean, error, digits), shown(paper["mean"], paper["error"], digits), cell]
+    return [shown(mean, error), shown(paper["mean"], paper["error"]), cell]
 
 
 def normalised(groups: dict) -> tuple[Table, list[str]]:
