@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 import bnuq_ext as bnuq
-from bnuq_ext import ops, reference_bayes
+from bnuq_ext import ops, reference
 from bnuq_ext.ops.kl import gaussian_kl_sum
 
 OPTIONS = dict(rho_init=-1.0, dtype=torch.float64)
@@ -28,7 +28,7 @@ def by_hand(layer, rows, stream, num_samples=3):
     eps = ops.philox_normal(key, stream, (num_samples, O, I)).double()
     bias_eps = ops.philox_normal(key, stream, (num_samples, O), tag="bias").double()
     parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
-    return reference_bayes.bayes_linear(rows, *parameters, eps, bias_eps).detach()
+    return reference.bayes_linear(rows, *parameters, eps, bias_eps).detach()
 
 
 class Shared(nn.Module):
@@ -134,9 +134,9 @@ def test_divergence_of_a_pruned_layer_is_that_of_the_weights_that_are_left(prior
     weight = (layer.weight_mu[layer.weight_mask], layer.weight_rho[layer.weight_mask])
     for parameters, noise in ((weight, eps), ((layer.bias_mu, layer.bias_rho), bias_eps)):
         if isinstance(prior, bnuq.GaussianPrior):
-            expected = expected + reference_bayes.gaussian_kl(*parameters, prior.std)
+            expected = expected + reference.gaussian_kl(*parameters, prior.std)
         else:
-            expected = expected + reference_bayes.mixture_kl(*parameters, noise, prior.pi, prior.std1, prior.std2)  # fmt: skip
+            expected = expected + reference.mixture_kl(*parameters, noise, prior.pi, prior.std1, prior.std2)  # fmt: skip
     torch.testing.assert_close(kl, expected, rtol=1e-6, atol=1e-6)
     parameters = list(layer.parameters())
     grads, wanted = (torch.autograd.grad(v, parameters) for v in (kl, expected))

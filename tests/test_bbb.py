@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from bnuq_ext import BayesLinear, data, ops, reference_bayes
+from bnuq_ext import BayesLinear, data, ops, reference
 from bnuq_ext.experiments import bbb, bbb_report
 
 TINY = bbb.Settings(hidden=8, epochs=2, test_samples=3)
@@ -76,10 +76,10 @@ def loss_by_hand(network, x, y, prior, weight, seed, T):
     for k, layer in enumerate(layers):
         eps, bias_eps = weights_of(key, k << 16, layer, T)
         parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
-        outputs = reference_bayes.bayes_linear(outputs, *parameters, eps, bias_eps)
+        outputs = reference.bayes_linear(outputs, *parameters, eps, bias_eps)
         outputs = outputs.relu() if k < 2 else outputs
         for mu, rho, noise in ((*parameters[:2], eps), (*parameters[2:], bias_eps)):
-            kl = kl + reference_bayes.mixture_kl(mu, rho, noise, prior.pi, prior.std1, prior.std2)
+            kl = kl + reference.mixture_kl(mu, rho, noise, prior.pi, prior.std1, prior.std2)
     nll = sum(cross_entropy(z, y, reduction="sum") for z in outputs) / T
     return nll, kl, nll + weight * kl
 
@@ -126,7 +126,7 @@ def test_error_is_that_of_samples_and_mean():
         parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
         parameters = [p.double() for p in parameters]
         noise = weights_of(key, k << 16, layer, 2)
-        outputs = reference_bayes.bayes_linear(outputs, *parameters, *noise)
+        outputs = reference.bayes_linear(outputs, *parameters, *noise)
         outputs = outputs.relu() if k < 2 else outputs
     with torch.no_grad():
         mean = network.eval()(x).softmax(1)
@@ -312,11 +312,11 @@ def test_pruned_errors_are_those_of_weights_set_to_zero(finished, by):
     mu, rho = (
         torch.cat([getattr(m, k).flatten() for m in layers]) for k in ("weight_mu", "weight_rho")
     )
-    scores = mu.abs() / (reference_bayes.softplus(rho) if by == "snr" else 1)
+    scores = mu.abs() / (reference.softplus(rho) if by == "snr" else 1)
     threshold = scores.sort().values[round(0.75 * len(scores))]
     with torch.no_grad():
         for m in layers:
-            sigma = reference_bayes.softplus(m.weight_rho) if by == "snr" else 1
+            sigma = reference.softplus(m.weight_rho) if by == "snr" else 1
             least = m.weight_mu.abs() / sigma < threshold
             m.weight_mu[least], m.weight_rho[least] = 0, -1e4
     expected = bbb.error(network, split.test, TINY, state.best_epoch - 1)

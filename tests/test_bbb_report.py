@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bnuq_ext import BayesLinear, data, plots, reference_bayes
+from bnuq_ext import BayesLinear, data, plots, reference
 from bnuq_ext.experiments import bbb, bbb_report
 
 TINY = bbb.Settings(hidden=6, epochs=3, test_samples=2)
@@ -74,7 +74,7 @@ def test_figures_hold_each_network_s_own_weights(states, tmp_path, monkeypatch):
         layers = [m for m in copy.deepcopy(state.best_network()) if isinstance(m, BayesLinear)]
         mu = torch.cat([m.weight_mu.flatten() for m in layers])
         assert torch.equal(weights[f"prior {name}"], mu)
-        sigma = reference_bayes.softplus(torch.cat([m.weight_rho.flatten() for m in layers]))
+        sigma = reference.softplus(torch.cat([m.weight_rho.flatten() for m in layers]))
         ((snr,), _) = drawn["signal_to_noise"][place]
         torch.testing.assert_close(snr.sort().values, (mu.abs() / sigma).sort().values)
     before = torch.cat([m.weight_mu.flatten() for m in initial if isinstance(m, BayesLinear)])

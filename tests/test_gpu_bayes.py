@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops, reference_bayes
+from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops, reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -28,7 +28,7 @@ def run(x, weights, seed, T):
 def expected_of(x, weights, seed, T):
     eps = ops.philox_normal(seed, STREAM, (T, *weights[0].shape)).double()
     eps_bias = ops.philox_normal(seed, STREAM, (T, len(weights[0])), tag="bias").double()
-    return reference_bayes.bayes_linear(x, *weights, eps, eps_bias)
+    return reference.bayes_linear(x, *weights, eps, eps_bias)
 
 
 def assert_near(actual, expected, share=2e-3):

@@ -6,7 +6,7 @@ import torch
 from hostrun import build
 from hostrun.calls import Kernels, check_guards, fresh, placed
 
-from bnuq_ext import ops, reference_bayes
+from bnuq_ext import ops, reference
 from bnuq_ext.ops import linear_batched, linear_cuda
 from bnuq_ext.ops.linear_parts import Noise
 
@@ -158,9 +158,9 @@ def test_fused_products_match_the_reference(kernels, N, I, O, T, shared, half): 
     seed = ops.new_seed(5, 3)
     inputs64 = [t.double().requires_grad_() for t in (x, *parameters)]
     eps, bias_eps = noise64(seed, T, O, I)
-    expected = reference_bayes.bayes_linear(*inputs64, eps, bias_eps)
+    expected = reference.bayes_linear(*inputs64, eps, bias_eps)
     x2 = inputs64[0].detach().square().expand(T, N, I)
-    noise2 = (reference_bayes.softplus(rho.double()) * eps).square()
+    noise2 = (reference.softplus(rho.double()) * eps).square()
 
     def check(actual, wanted, squares):
         bound = 6 * HALF_STEP[half] * squares.sqrt() + 1e-5 * float(wanted.abs().max())
@@ -233,7 +233,7 @@ def test_weights_are_the_noise_of_the_cpu(kernels):
     seed = ops.new_seed(-9, 2**33)
     y = linear_cuda._forward(x, torch.zeros(O, I), rho, None, None, seed, STREAM, T)
     eps = ops.philox_normal(seed, STREAM, (T, O, I))
-    sigma = float(reference_bayes.softplus(torch.zeros(()).double()))
+    sigma = float(reference.softplus(torch.zeros(()).double()))
     torch.testing.assert_close(y, sigma * eps.transpose(1, 2), rtol=2e-3, atol=2e-3)
 
 
@@ -244,7 +244,7 @@ def test_operands_are_scaled_to_float16s_range(kernels, scale):
     x = x * scale
     seed = ops.new_seed(0)
     y = linear_cuda._forward(x, *parameters, seed, STREAM, 2)
-    expected = reference_bayes.bayes_linear(
+    expected = reference.bayes_linear(
         x.double(), *(p.double() for p in parameters), *noise64(seed, 2, 8, 24)
     )
     torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=1e-2 * scale + 1e-6)
@@ -253,7 +253,7 @@ def test_operands_are_scaled_to_float16s_range(kernels, scale):
     )
     inputs64 = [t.double().requires_grad_() for t in (x, *parameters)]
     wanted = torch.autograd.grad(
-        reference_bayes.bayes_linear(*inputs64, *noise64(seed, 2, 8, 24)),
+        reference.bayes_linear(*inputs64, *noise64(seed, 2, 8, 24)),
         inputs64,
         scale * torch.ones_like(y).double(),
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bnuq_ext import ops, reference_bayes
+from bnuq_ext import ops, reference
 
 STREAM = 2**31 + 5  # needs its 32 bits
 FEW = 4  # up to so many rows a replica, the CPU writes no weights out
@@ -51,7 +51,7 @@ def test_matches_reference(N, I, O, T, shared, bias, device, assert_close):  # n
     seed = ops.new_seed(-3, 2**33 + 7, device)
     inputs64 = [t if t is None else t.detach().double().requires_grad_() for t in inputs]
     y = run(inputs, seed, T)
-    expected = reference_bayes.bayes_linear(*inputs64, *noise(seed, T, O, I, bias))
+    expected = reference.bayes_linear(*inputs64, *noise(seed, T, O, I, bias))
     # The fused kernel's operands have 16 bits: 2^-11 where float32 has 2e-5.
     scale = max(1.0, (T * N * I) ** 0.5) * (100 if device.type == "cuda" else 1)
     assert y.shape == (T, N, O)
@@ -70,7 +70,7 @@ def test_large_products_in_float64(N, I, O, T, shared):  # noqa: E741
     inputs64 = [t.detach().requires_grad_() for t in inputs]
     y, expected = (
         run(inputs, seed, T),
-        reference_bayes.bayes_linear(*inputs64, *noise(seed, T, O, I)),
+        reference.bayes_linear(*inputs64, *noise(seed, T, O, I)),
     )
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
     grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).double()
@@ -85,7 +85,7 @@ def test_dtypes(N, dtype, device, assert_close):
     seed = ops.new_seed(1, 0, device)
     y = run(inputs, seed, T)
     inputs64 = [t.detach().double().requires_grad_() for t in inputs]
-    expected = reference_bayes.bayes_linear(*inputs64, *noise(seed, T, O, I))
+    expected = reference.bayes_linear(*inputs64, *noise(seed, T, O, I))
     assert y.dtype == dtype
     scale = 30 * (20 if device.type == "cuda" else 1)
     assert_close(y, expected, scale=scale)
@@ -169,8 +169,7 @@ def test_several_samples_before_one_backward():
     actual = torch.autograd.grad(loss, inputs)
     inputs64 = [t.detach().requires_grad_() for t in inputs]
     expected = sum(
-        reference_bayes.bayes_linear(*inputs64, *noise(seed, 1, 9, 20)).square().sum()
-        for seed in seeds
+        reference.bayes_linear(*inputs64, *noise(seed, 1, 9, 20)).square().sum() for seed in seeds
     )
     for a, e in zip(actual, torch.autograd.grad(expected, inputs64), strict=True):
         torch.testing.assert_close(a, e)
@@ -283,7 +282,7 @@ def test_moments(shared):
     T, N, I, O = 20_000, 2, 6, 3  # noqa: E741
     x, mu, rho, bias_mu, bias_rho = (t.detach() for t in make(N, I, O, 1, True))
     y = run([x if shared else x.expand(T, N, I), mu, rho, bias_mu, bias_rho], ops.new_seed(0), T)
-    sigma, bias_sigma = reference_bayes.softplus(rho), reference_bayes.softplus(bias_rho)
+    sigma, bias_sigma = reference.softplus(rho), reference.softplus(bias_rho)
     mean, var = x @ mu.T + bias_mu, x.square() @ sigma.square().T + bias_sigma.square()
     assert ((y.mean(0) - mean).abs() < 5 * (var / T).sqrt()).all()
     assert ((y.var(0) / var - 1).abs() < 5 * (2 / T) ** 0.5).all()

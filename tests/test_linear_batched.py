@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bnuq_ext import ops, reference_bayes
+from bnuq_ext import ops, reference
 from bnuq_ext.ops import linear_batched, linear_cuda
 from bnuq_ext.ops.linear_parts import Noise, spread
 
@@ -20,7 +20,7 @@ def test_matches_the_reference(monkeypatch, N, I, O, T, shared, replicas):  # no
     xs, mu, rho, bias, grad_y = (torch.randn(s, generator=generator).double() for s in sizes)
     noise = Noise(ops.new_seed(-3, 2**33 + 7), STREAM, T)
     inputs = [v.requires_grad_() for v in (xs, mu, rho)]
-    sigma, eps = reference_bayes.softplus(rho), ops.philox_normal(noise.seed, STREAM, (T, O, I))
+    sigma, eps = reference.softplus(rho), ops.philox_normal(noise.seed, STREAM, (T, O, I))
     weight = mu + sigma * eps.double()
     expected = torch.einsum("tni,toi->tno", xs.expand(T, N, I), weight)
     given = (xs.detach(), mu.detach(), sigma.detach())
@@ -71,7 +71,7 @@ def test_a_chunk_is_all_that_is_held():
 @pytest.mark.parametrize("spread_dtype", [torch.float32, torch.float64])
 def test_spread_is_the_softplus(spread_dtype, assert_close):
     rho = torch.linspace(-60, 60, 1201, dtype=spread_dtype, requires_grad=True)
-    expected = reference_bayes.softplus(rho.detach().double())
+    expected = reference.softplus(rho.detach().double())
     assert_close(spread(rho) / expected, torch.ones_like(expected), dtype=spread_dtype)
     (grad,) = torch.autograd.grad(spread(rho).sum(), rho)
     assert_close(grad, torch.sigmoid(rho.detach().double()), dtype=spread_dtype)

@@ -152,7 +152,7 @@ def test_modules_import_from_their_own_row_and_those_above_it():
     rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table if line]
     row_of = {name: i for i, names in enumerate(rows) for name in names}
     below = {"ops", "_library", "_version"}
-    apart = {"__init__", "__main__", "reference", "reference_bayes"}
+    apart = {"__init__", "__main__", "reference"}
     found = {path.stem for path in (ROOT / "bnuq_ext").glob("*.py")}
     found |= {path.parent.name for path in (ROOT / "bnuq_ext").glob("*/__init__.py")}
     assert found - below - apart == set(row_of)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, softplus
 
 import bnuq_ext as bnuq
-from bnuq_ext import ops, reference_bayes
+from bnuq_ext import ops, reference
 
 RHO = -2.0
 
@@ -38,7 +38,7 @@ def by_hand(model, x, seed, num_samples):
             key, stream << 16, (num_samples, layer.out_features), tag="bias"
         )
         parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
-        outputs = reference_bayes.bayes_linear(
+        outputs = reference.bayes_linear(
             outputs, *parameters, eps.to(x.dtype), bias_eps.to(x.dtype)
         )
         outputs = outputs.tanh() if layer is not layers[-1] else outputs
@@ -47,7 +47,7 @@ def by_hand(model, x, seed, num_samples):
 
 def gaussian_kl_by_hand(model, prior_std):
     return sum(
-        reference_bayes.gaussian_kl(mu, rho, prior_std)
+        reference.gaussian_kl(mu, rho, prior_std)
         for m in model
         if isinstance(m, bnuq.BayesLinear)
         for mu, rho in ((m.weight_mu, m.weight_rho), (m.bias_mu, m.bias_rho))
@@ -102,7 +102,7 @@ def test_mixture_is_taken_at_the_weights_of_the_forward():
             (layer.weight_mu, layer.weight_rho, eps),
             (layer.bias_mu, layer.bias_rho, bias_eps),
         ):
-            expected += reference_bayes.mixture_kl(mu, rho, noise, 0.25, 1.0, 0.1)
+            expected += reference.mixture_kl(mu, rho, noise, 0.25, 1.0, 0.1)
     torch.testing.assert_close(out.kl, expected, rtol=1e-6, atol=1e-6)
     with bnuq.replicas(model, 3, seed=4):
         model(x)

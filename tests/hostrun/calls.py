@@ -122,7 +122,7 @@ class Kernels:
         return state[0], state[1], entropy, state[2]
 
     def predictive_accumulate(self, dtype, logits, state, count):
-        """The state (mean, m2, sum of entropies) after more replicas; with count 0 it is not read."""
+        """The state (mean, m2, expected_entropy) after more replicas; with count 0 it is not read."""
         before, state = state, [fresh(array.shape, array.dtype) for array in state]
         for own, array in zip(state, before, strict=True):
             own[...] = array
