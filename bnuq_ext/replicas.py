@@ -104,6 +104,8 @@ class _Session(Pass):
     def begin(self, inputs: dict) -> dict:
         """Prepares a call of the model; its inputs, expanded if need be."""
         self.active = None
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            refuse("replicas", "model", "be exported outside the body", "a call that is traced")
         if num_rows("replicas", inputs) == 0 or self.num_samples == 1:
             self.active = ReplicaPass(self.forward.layers, self.forward.draw(self.first, 1))
             return inputs

@@ -98,6 +98,20 @@ def test_export_is_the_original(strict):
     assert_same(program.module()(x), model.eval()(x))
 
 
+@pytest.mark.parametrize("how", ["export", "trace"])
+def test_replicas_are_neither_traced_nor_exported(how):
+    model, x = network("residual")
+    model = bnuq.convert(model).eval()
+    bnuq.collect(model, list(torch.randn(4, *x.shape)), 4, progress=False)
+    with (
+        bnuq.replicas(model, 3, 0),
+        pytest.raises(ValueError, match="replicas: model must be exported outside the body"),
+    ):
+        if how == "export":
+            torch.export.export(model, (x,))
+        quietly(lambda: torch.jit.trace(model, x))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_flags_of_a_compiled_model_are_put_back(training):
     model, x = network("mlp")
