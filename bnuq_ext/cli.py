@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+from ._version import __version__
+
 
 def demo(arguments) -> str:
     from .experiments import digits, digits_report
@@ -16,9 +18,10 @@ def demo(arguments) -> str:
     settings = digits.QUICK if arguments.quick else digits.Settings()
     if arguments.seeds is not None:
         settings = digits.with_seeds(settings, arguments.seeds)
-    units = digits.run(arguments.output, settings, progress=not arguments.json)
-    results = digits_report.write(arguments.output, units, settings)
-    return _shown(arguments, results, digits_report.text(results, settings))
+    folder = arguments.output or ("demo-output/quick" if arguments.quick else "demo-output")
+    units = digits.run(folder, settings, progress=not arguments.json)
+    results = digits_report.write(folder, units, settings)
+    return _shown(arguments, folder, results, digits_report.text(results, settings))
 
 
 def bbb(arguments) -> str:
@@ -30,13 +33,13 @@ def bbb(arguments) -> str:
     options = {"data_root": arguments.data_root, "progress": not arguments.json}
     split, states = bbb.run(arguments.output, arguments.prior, settings, **options)
     results = bbb_report.write(arguments.output, split, states, settings)
-    return _shown(arguments, results, bbb_report.text(results))
+    return _shown(arguments, arguments.output, results, bbb_report.text(results))
 
 
-def _shown(arguments, results: dict, text: str) -> str:
+def _shown(arguments, folder, results: dict, text: str) -> str:
     if arguments.json:
         return json.dumps(results)
-    paths = "\n".join(f"  {Path(arguments.output) / name}" for name in results["figures"])
+    paths = "\n".join(f"  {Path(folder) / name}" for name in results["figures"])
     return f"{text}\n\nFigures:\n{paths}"
 
 
@@ -53,7 +56,10 @@ def reproduce(arguments) -> str:
     options = {"data_root": arguments.data_root, "jobs": arguments.jobs}
     options |= {"full": arguments.full, "progress": not arguments.json}
     results = runner.reproduce(arguments.name, folder, **options)
-    return json.dumps(results) if arguments.json else (Path(folder) / "report.md").read_text()
+    if arguments.json:
+        return json.dumps(results)
+    path = Path(folder) / "report.md"
+    return f"{path.read_text()}\nThis report: {path}; its tables and figures lie beside it."
 
 
 def doctor(arguments) -> str:
@@ -77,15 +83,17 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     root = Parser(prog="bnuq", description="Uncertainty from batch normalisation.")
+    root.add_argument("--version", action="version", version=f"bnuq {__version__}")
     commands = root.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "demo",
         help="train on scikit-learn's digits, predict with replicas, print the table, draw the figures",
     )
     command.add_argument(
-        "--output", default="demo-output", help="folder; a killed run goes on there"
+        "--output",
+        help="folder (demo-output, with --quick demo-output/quick); a killed run goes on there",
     )
-    command.add_argument("--seeds", type=int, help="number of seeds (10)")
+    command.add_argument("--seeds", type=int, help="number of seeds (10, quick: 2)")
     command.add_argument("--quick", action="store_true", help="check that it runs; no results")
     command.set_defaults(run=demo)
     add_bbb(commands)
@@ -117,7 +125,7 @@ def add_bbb(commands) -> None:
     add("--scaling", default="255", help="of the pixels: 255, standard, 126")
     add("--samples", type=int, default=2, help="of the weights in a step (2)")
     add("--seed", type=int, default=0, help="of everything random (0)")
-    add("--output", default="bbb-output", help="folder; a killed run goes on there")
+    add("--output", default="bbb-output", help="folder (bbb-output); a killed run goes on there")
     command.set_defaults(run=bbb)
 
 
@@ -134,7 +142,10 @@ def add_reproduce(commands) -> None:
     size.add_argument("--quick", action="store_true", help="the reduced form (this is the default)")
     size.add_argument("--full", action="store_true", help="the paper's own protocol")
     add("--jobs", type=int, default=os.cpu_count(), help="processes of one thread each")
-    add("--output", help="folder (reproduce-output/NAME-quick); a killed run goes on there")
+    add(
+        "--output",
+        help="folder (reproduce-output/NAME-quick, or -full); a killed run goes on there",
+    )
     command.set_defaults(run=reproduce)
 
 

@@ -1,11 +1,13 @@
 """The command: what it prints, and how it fails."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import protocol_of_squares
 import pytest
 import torch
 
@@ -31,8 +33,8 @@ def test_demo(capsys, tmp_path):
     arguments = ["demo", "--quick", "--seeds", "1", "--output", str(tmp_path)]
     assert cli.main(arguments) == 0
     printed = capsys.readouterr()
-    assert "Where sampling does not win:" in printed.out and "batch_size.png" in printed.out
-    assert "digits" in printed.err
+    assert "Where sampling does not win:" in printed.out and printed.err == ""
+    assert f"\nFigures:\n  {tmp_path / 'verdict.png'}\n" in printed.out
     assert cli.main([*arguments, "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["settings"]["num_seeds"] == 1 and printed.err == ""
@@ -46,13 +48,59 @@ def test_bbb(capsys, tmp_path):
     assert cli.main(arguments) == 0
     printed = capsys.readouterr()
     assert "1 samples a step, KL weights uniform, scaling 126, seed 4." in printed.out
-    assert "gaussian" in printed.err and f"{tmp_path / 'weights.png'}" in printed.out
+    assert printed.err == "" and f"{tmp_path / 'weights.png'}" in printed.out
     assert cli.main([*arguments, "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["runs"].keys() == {"gaussian"} and printed.err == ""
     expected = {"hidden": 8, "epochs": 1, "seed": 4, "scaling": "126", "scheme": "uniform"}
     assert found["settings"].items() >= (expected | {"num_samples": 1}).items()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    "arguments, shown",
+    [
+        ("demo --quick --seeds 1", "digits: 100%"),
+        ("bbb --hidden 4 --epochs 1 --prior gaussian", "gaussian: 100%"),
+        ("reproduce squares", "squares: 100%"),
+    ],
+)
+def test_progress_is_shown_on_a_terminal_only(tmp_path, monkeypatch, arguments, shown):
+    monkeypatch.setattr("bnuq_ext.protocols.runner.protocol", lambda name: protocol_of_squares)
+    for options, stream, expected in (
+        ([], Terminal(), True),
+        (["--json"], Terminal(), False),
+        ([], io.StringIO(), False),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        command = [*arguments.split(), "--output", str(tmp_path), *options]
+        assert cli.main(command) == 0
+        assert (shown in stream.getvalue()) == bool(stream.getvalue()) == expected
+
+
+def test_a_quick_demo_and_a_whole_one_do_not_meet(monkeypatch):
+    folders = []
+
+    def stop(folder, *_, **__):
+        folders.append(folder)
+        raise ValueError
+
+    monkeypatch.setattr("bnuq_ext.experiments.digits.run", stop)
+    for arguments in (["--quick"], [], ["--quick", "--output", "o"], ["--output", "o"]):
+        cli.main(["demo", *arguments])
+    assert folders == ["demo-output/quick", "demo-output", "o", "o"]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr() == (f"bnuq {bnuq_ext.__version__}\n", "")
 
 
 def test_bbb_and_reproduce_hand_on_their_arguments(monkeypatch):

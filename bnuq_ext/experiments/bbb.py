@@ -229,7 +229,7 @@ def train(folder: Path, name: str, split: data.Split, settings: Settings, progre
     state = load(path, make_network(settings, split.train.x.shape[1], PRIORS[name]))
     steps = math.ceil(len(split.train.x) / settings.batch_size)
     done = {"total": settings.epochs * steps, "initial": len(state.log) * steps}
-    with tqdm(desc=name, unit="batch", disable=not progress, **done) as bar:
+    with tqdm(desc=name, unit="batch", disable=None if progress else True, **done) as bar:
         while len(state.log) < settings.epochs:
             run_epoch(state, split, settings, bar.update)
             # Before the checkpoint: a run that is killed in between does the epoch, and its log, again.
@@ -249,7 +249,7 @@ def run(
         priors: names in `PRIORS`.
         settings: see `Settings`.
         data_root: see `load_data`.
-        progress: show a bar.
+        progress: show a bar on stderr when that is a terminal.
 
     Returns:
         the data, and the state by prior.

@@ -249,6 +249,7 @@ def run(folder, settings: Settings = Settings(), *, progress: bool = True) -> di
         units[f"noisy-{seed}"] = (seed, partial(noisy_inputs, seed=seed))
         units[f"unseen-{seed}"] = (seed, partial(unseen_classes, seed=seed))
     done = {}
-    for name, (seed, compute) in tqdm(units.items(), "digits", unit="unit", disable=not progress):
+    shown = tqdm(units.items(), "digits", unit="unit", disable=None if progress else True)
+    for name, (seed, compute) in shown:
         done[name] = store.unit(name, partial(alone, seed, partial(compute, settings)))
     return done

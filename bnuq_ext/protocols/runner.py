@@ -35,7 +35,7 @@ def reproduce(name: str, folder, *, full=False, data_root=None, jobs=1, progress
         full: the paper's protocol, else a quick one.
         data_root: folder of the data sets; some protocols have a small set of their own without it.
         jobs: processes; each computes in one thread, so that the numbers do not depend on it.
-        progress: show a bar over the units.
+        progress: show a bar over the units on stderr when that is a terminal.
 
     Returns:
         what results.json holds: settings, machine, seconds of computation, tables, remarks, figures.
@@ -63,7 +63,8 @@ def run(
     depends_on = {"protocol": name, "bnuq_ext": __version__, "torch": torch.__version__}
     store = Store(folder, {**asdict(settings), **depends_on, "data_root": data_root})
     compute = partial(_compute, module.compute, settings, data_root, store)
-    found = _run_all(compute, units, jobs, tqdm(desc=name, unit="unit", disable=not progress))
+    bar = tqdm(desc=name, unit="unit", disable=None if progress else True)
+    found = _run_all(compute, units, jobs, bar)
     report = module.report({u.name: found[u.name]["result"] for u in units}, settings, store.folder)
     about = {
         "protocol": name,
