@@ -332,7 +332,7 @@ def test_report(finished):
         assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = bbb_report.text(results)
     assert "64-8-8-10 on 1200 images (297 to validate, 300 to test)" in text
-    assert "report (MNIST)" not in text
+    assert "report" not in text
     run = results["runs"]["mixture"]
     row = next(line for line in text.splitlines() if line.startswith("mixture "))
     assert row.split()[:4] == [
@@ -343,6 +343,9 @@ def test_report(finished):
     ]
     row = [line for line in text.splitlines() if line.startswith("    75%")][1]
     ours = [f"{100 * run['pruned'][by]['0.75']:.2f}" for by in ("magnitude", "snr")]
+    assert row.split() == ["75%", *ours]
+    same_images = bbb_report.text({**results, "images": [50_000, 10_000, 10_000]})
+    row = [line for line in same_images.splitlines() if line.startswith("    75%")][1]
     assert row.split() == ["75%", *ours, "30.67", "41.05"]
 
 

@@ -1,6 +1,7 @@
 """The figures hold the numbers that they were given, with labels, units and legends."""
 
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -179,6 +180,17 @@ def test_signal_to_noise():
     # Ratios of 0 have no logarithm; they stay in the count.
     zeros = plots.signal_to_noise(np.array([0.0] * 5 + [1.0] * 5)).figure.axes[1].patches[0]
     np.testing.assert_allclose(zeros.get_data().values[[0, -1]], 50)
+
+
+@pytest.mark.parametrize("low, high", [(2, 70), (1.1e4, 9e5), (1, 1.0001), (1e-6, 300)])
+def test_labels_of_signal_to_noise_do_not_overlap(low, high):
+    ax = plots.signal_to_noise(np.geomspace(low, high, 500))
+    ax.figure.canvas.draw()
+    boxes = [t.get_window_extent() for t in ax.get_xticklabels(which="both") if t.get_text()]
+    shown = [b for b in boxes if ax.bbox.x0 <= (b.x0 + b.x1) / 2 <= ax.bbox.x1]
+    shown.sort(key=lambda b: b.x0)
+    assert len(shown) >= 3
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(shown))
 
 
 def test_panels_stand_in_the_place_of_their_axes():

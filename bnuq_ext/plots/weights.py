@@ -124,6 +124,8 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
         for panel in (upper, ax):
             panel.axvline(value, color=color, linewidth=1.2, label=f"{cut:.0%} below {value:.3g}")
     upper.set(xscale="log", xlim=(edges[0], edges[-1]), ylabel="% of weights a bin")
+    if high < 100 * low:
+        _label_within_decades(ax.xaxis)
     upper.tick_params(labelbottom=False, which="both")
     ax.set(xlabel="signal-to-noise ratio |mean| / std", ylabel="fraction at or below")
     ax.set_ylim(0, 1.02)
@@ -131,3 +133,12 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     if len(cuts):
         ax.legend(frameon=False, fontsize="small", loc="upper left")
     return ax
+
+
+def _label_within_decades(axis):
+    """Ticks at 1, 2 and 5 times a power of ten: where powers are few matplotlib's labels overlap."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
