@@ -176,6 +176,7 @@ class Bank:
 
         Raises:
             ValueError: the file is damaged, is no bank, or is of a newer version.
+            FileNotFoundError: there is none.
         """
         tensors, fields = bank_file.load(path)
         return cls.from_file(tensors, fields, os.fspath(path))

@@ -66,7 +66,7 @@ def test_table(tmp_path, content):
         ("1,,3\n4,5,6\n", "have 3 numbers in line 1, got ['1', '', '3']"),
         ("a,b\n\n1,2\n4,x\n", "have 2 numbers in line 4, got ['4', 'x']"),
         ("a,b\n0,1,2\n1,4,5\n", "have 3 names in line 1, got ['a', 'b']"),
-        ("1,2\n4,nan\n", "hold finite numbers, got others in row 1"),
+        ("1,2\n4,nan\n", "hold finite numbers, got others in row 1 (from 0)"),
         (
             f"1,{'1' * 131_073}\n",
             "have fields that are numbers, got field larger than field limit (131072)",
@@ -92,7 +92,7 @@ def test_damaged_text_tables(tmp_path, text, message):
         ({"X": X, "y": Y.astype(str)}, "hold numbers, got ['float64', "),
         (
             {"X": np.array([[1.0], [np.inf]]), "y": Y[:2]},
-            "hold finite numbers, got others in row 1",
+            "hold finite numbers, got others in row 1 (from 0)",
         ),
     ],
 )

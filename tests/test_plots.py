@@ -106,6 +106,9 @@ def test_verdict():
     np.testing.assert_allclose(heights, [[0.98], [0.01]])
     assert plug_in.get_xlabel() == "“1”, 98%" and plug_in.get_ylabel() == "probability"
     assert right.get_xlabel() == "together: “1”, 56%"
+    unknown = plots.verdict(np.eye(8), [0.01, 0.98, 0.01], replicas, clean=np.ones((8, 8)))
+    titles = {ax.get_label(): ax.get_title() for ax in unknown.figure.axes}
+    assert (titles["clean"], titles["image"]) == ("without noise", "the input")
     # The surest of the most frequent verdict first; class 2 is too rare to be drawn.
     assert texts(right.get_legend()) == ["0", "1"] and plug_in.get_legend() is None
     np.testing.assert_allclose([bar.get_height() for bar in right.containers[0]], [0.9, 0.59, 0.19])
@@ -253,6 +256,9 @@ def test_rejects():
     with pytest.raises(ValueError) as caught:
         plots.stacked_probabilities([1.0], shown=[0])
     assert str(caught.value) == "stacked_probabilities: probs must have shape (T, K), got [1]"
+    with pytest.raises(ValueError) as caught:
+        plots.stacked_probabilities([[0.5, 0.5]], shown=[1, 2])
+    assert str(caught.value) == "stacked_probabilities: shown must lie in [0, 2), got [1, 2]"
     with pytest.raises(ValueError) as caught:
         plots.error_over_epochs({"a": []})
     assert str(caught.value) == "error_over_epochs: a must have shape (N,) with N > 0, got [0]"

@@ -98,6 +98,7 @@ def test_figure_of_networks_trained_with_each_size(made):
 def test_figure_of_the_choice(made):
     results, _, figures = made
     fit, (bounds, nll, information) = results["fit-0"], figures[1].axes
+    assert figures[1].get_suptitle() == "the first seed's network alone"
     lines = [
         (bounds, "ELBO", fit["elbo"]),
         (bounds, "-KL", [-1 * (v or np.nan) for v in fit["kl"]]),

@@ -335,7 +335,9 @@ def test_data_sets(tmp_path):
         np.savez(tmp_path / "uci" / f"{name}.npz", X=np.ones((rows, 2)), y=np.arange(rows))
     assert uci.by_size(tmp_path) == {"large": 40, "small": 30}
     assert uci.by_size(tmp_path / "uci" / "small.npz") == {"small": 30}
-    with pytest.raises(ValueError, match="^uci: a data set must have 4 training rows, got 3$"):
+    with pytest.raises(
+        ValueError, match="^uci: a data set must have at least 4 training rows, got 3$"
+    ):
         uci_search.search(part(3), "MCBN", TINY, 8, 0)
     constant = data.Part(torch.zeros(5, 2).double(), torch.ones(5).double())
     with pytest.raises(ValueError, match="^uci: y must take more than one value, got 1.0$"):

@@ -38,6 +38,7 @@ def test_report(tmp_path, jobs):
         assert list(csv.reader(file))[1] == ["of-2", "4", str(4 / 3), ""]
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# Squares\n") and "- numbers: (2, 3, 4)\n" in text
+    assert "- data_root: none, so data that needs no files\n" in text
     assert "| unit | square | a third | paper\\|s |\n| --- |" in text
     assert "| of-2 | 4 | 1.333 |  |\n" in text and "- All are.\n" in text
     assert text.endswith("![squares.png](squares.png)\n")
@@ -47,10 +48,11 @@ def test_report(tmp_path, jobs):
 
 
 def test_figures_of_any_name_are_linked():
-    about = {"title": "T", "seconds": 1.0, "settings": {}}
+    about = {"title": "T", "seconds": 1.0, "settings": {}, "data_root": "/my/data"}
     about["machine"] = dict.fromkeys(("processor", "torch", "bnuq_ext"), "-")
     text = runner.markdown(about, results.Report([], ["my data (1).png"], []))
     assert text.endswith("![my data (1).png](my%20data%20%281%29.png)\n")
+    assert "- data_root: /my/data\n" in text
 
 
 @pytest.mark.parametrize("jobs", (1, 2))

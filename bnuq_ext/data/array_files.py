@@ -78,7 +78,7 @@ def table(path) -> Part:
         refuse("table", str(path), requirement, f"{list(x.shape)} and {list(y.shape)}")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         row = int(np.flatnonzero(~np.isfinite(np.column_stack([x, y])).all(1))[0])
-        refuse("table", str(path), "hold finite numbers", f"others in row {row}")
+        refuse("table", str(path), "hold finite numbers", f"others in row {row} (from 0)")
     return Part(torch.from_numpy(x), torch.from_numpy(y))
 
 

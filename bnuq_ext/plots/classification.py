@@ -119,6 +119,9 @@ def stacked_probabilities(probs, *, shown, ax=None):
     probs = take_array(probs, float)
     if probs.ndim != 2:
         refuse("stacked_probabilities", "probs", "have shape (T, K)", list(probs.shape))
+    K, shown = probs.shape[1], list(shown)
+    if not all(0 <= k < K for k in shown):
+        refuse("stacked_probabilities", "shown", f"lie in [0, {K})", shown)
     bottom = np.zeros(len(probs))
     for k, color in zip(shown, cycle(CLASS_COLORS), strict=False):
         columns = np.arange(1, len(probs) + 1)
@@ -167,8 +170,8 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
         del widths["clean"]
     drawn = share_axes(ax, [*widths], len(widths) - 1, ratios=[*widths.values()])
     panels = dict(zip(widths, drawn, strict=True))
-    what = "the input" if truth is None else f"a noisy {truth}"
-    for name, pixels, title in (("clean", clean, f"a {truth}"), ("image", image, what)):
+    titles = ("without noise", "the input") if truth is None else (f"a {truth}", f"a noisy {truth}")
+    for name, pixels, title in zip(("clean", "image"), (clean, image), titles, strict=True):
         if name in panels:
             panels[name].imshow(take_array(pixels), cmap="gray_r", interpolation="nearest")
             panels[name].set(xticks=[], yticks=[])

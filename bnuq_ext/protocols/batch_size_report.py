@@ -122,8 +122,9 @@ def draw_scores(means: dict[int, dict]):
 
 
 def draw_fit(fit: dict):
-    """ELBO, validation NLL and mutual information against M for one network."""
-    figure = new_figure(13.2, 3.8)
+    """ELBO, validation NLL and mutual information against M for one network, of the first seed."""
+    figure = new_figure(13.2, 4.0)
+    figure.suptitle("the first seed's network alone", fontsize="medium")
     axes = figure.subplots(1, 3)
     sizes, N = fit["batch_sizes"], fit["train_rows"]
     marks = {N: "= N"} if N in sizes else {}

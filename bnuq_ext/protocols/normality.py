@@ -181,6 +181,7 @@ def _panel(ax, unit: dict, statistic: str, xlabel: str) -> None:
         for label, key in (("analytic Gaussian", "analytic"), ("fitted Gaussian", "observed"))
     }
     plots.statistic_marginals(unit[statistic], densities, xlabel=xlabel, ax=ax)
+    ax.locator_params("x", nbins=5)  # more labels would touch
     # Room above the curves for the words.
     ax.set_ylim(top=1.25 * ax.dataLim.y1)
     ratio = unit["analytic"][place + 1] / unit["observed"][place + 1]

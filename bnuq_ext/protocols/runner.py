@@ -38,7 +38,7 @@ def reproduce(name: str, folder, *, full=False, data_root=None, jobs=1, progress
         progress: show a bar over the units on stderr when that is a terminal.
 
     Returns:
-        what results.json holds: settings, machine, seconds of computation, tables, remarks, figures.
+        what results.json holds: settings, data_root, machine, seconds of computation, tables, remarks, figures.
 
     Raises:
         ValueError: an unknown name, missing data, a folder with another run.
@@ -70,6 +70,7 @@ def run(
         "protocol": name,
         "title": module.TITLE,
         "settings": asdict(settings),
+        "data_root": data_root,
         "machine": environment(),
         "seconds": sum(entry["seconds"] for entry in found.values()),
     }
@@ -142,12 +143,13 @@ def _write(folder: Path, about: dict, report: Report) -> dict:
 
 def markdown(about: dict, report: Report) -> str:
     """The report as it is read: what was run, tables, remarks, figures."""
-    machine = about["machine"]
+    machine, root = about["machine"], about["data_root"]
+    settings = about["settings"] | {"data_root": root or "none, so data that needs no files"}
     parts = [
         f"# {about['title']}",
         f"Computed in {about['seconds'] / 60:.1f} core minutes on {machine['processor']}, "
         f"torch {machine['torch']}, bnuq_ext {machine['bnuq_ext']}. Settings:",
-        "\n".join(f"- {name}: {value}" for name, value in about["settings"].items()),
+        "\n".join(f"- {name}: {value}" for name, value in settings.items()),
         *(f"## {table.title}\n\n{table.markdown()}" for table in report.tables),
     ]
     if report.remarks:

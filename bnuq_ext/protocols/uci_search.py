@@ -106,7 +106,7 @@ def folds_of(train: Part, settings: Regression) -> list[Scaled]:
     rows = np.random.RandomState(1).permutation(len(train.y))
     size = len(rows) // settings.num_folds
     if size == 0:
-        refuse("uci", "a data set", f"have {settings.num_folds} training rows", len(rows))
+        refuse("uci", "a data set", f"have at least {settings.num_folds} training rows", len(rows))
     held_out = [slice(k * size, (k + 1) * size) for k in range(settings.folds_used)]
     return [scale(take(train, np.delete(rows, h)), take(train, rows[h])) for h in held_out]
 
