@@ -17,30 +17,11 @@ def _empty_rows(x, rows, memory_format):
     return x.new_empty((rows, *x.shape[1:])).contiguous(memory_format=memory_format)
 
 
-def _fake(x, num_samples, shared):
-    return _empty_rows(x, x.shape[0] * (num_samples if shared else 1), result_format(x))
-
-
-def _fake_backward(grad_y, y, num_samples, shared, need_x, need_residual, need_sums):
-    rows = grad_y.shape[0] // num_samples if shared else grad_y.shape[0]
-    memory_format = result_format(grad_y if y is None else y)
-    acc = acc_dtype(grad_y.dtype)
-    like_x = [
-        _empty_rows(grad_y, rows, memory_format) if need else grad_y.new_empty((0,))
-        for need in (need_x, need_residual)
-    ]
-    shape = (2, num_samples, grad_y.shape[1]) if need_sums else (0,)
-    return *like_x, grad_y.new_empty(shape, dtype=acc)
-
-
+# Where the statistics come from is said by as many arguments in both ops, a to d.
 @torch.library.register_fake("bnuq::batch_norm_bank")
-def _(x, mean, var, seed, snapshot, num_samples, weight, bias, residual, eps, slope, shared):
-    return _fake(x, num_samples, shared)
-
-
 @torch.library.register_fake("bnuq::batch_norm_fitted")
-def _(x, params, seed, stream, family, num_samples, weight, bias, residual, eps, slope, shared):
-    return _fake(x, num_samples, shared)
+def _(x, a, b, c, d, num_samples, weight, bias, residual, eps, slope, shared):
+    return _empty_rows(x, x.shape[0] * (num_samples if shared else 1), result_format(x))
 
 
 @torch.library.register_fake("bnuq::batch_norm_bank_out")
@@ -50,15 +31,17 @@ def _(*args):
 
 
 @torch.library.register_fake("bnuq::batch_norm_bank_backward")
-def _(grad_y, x, y, mean, var, seed, snapshot, num_samples, weight, eps, slope, shared, *needs):
-    return _fake_backward(grad_y, y, num_samples, shared, *needs)
-
-
 @torch.library.register_fake("bnuq::batch_norm_fitted_backward")
-def _(
-    grad_y, x, y, params, seed, stream, family, num_samples, weight, eps, slope, shared, *needs
-):  # fmt: skip
-    return _fake_backward(grad_y, y, num_samples, shared, *needs)
+def _(grad_y, x, y, a, b, c, d, num_samples, weight, eps, slope, shared, *needs):
+    need_x, need_residual, need_sums = needs
+    rows = grad_y.shape[0] // num_samples if shared else grad_y.shape[0]
+    memory_format = result_format(grad_y if y is None else y)
+    like_x = [
+        _empty_rows(grad_y, rows, memory_format) if need else grad_y.new_empty((0,))
+        for need in (need_x, need_residual)
+    ]
+    shape = (2, num_samples, grad_y.shape[1]) if need_sums else (0,)
+    return *like_x, grad_y.new_empty(shape, dtype=acc_dtype(grad_y.dtype))
 
 
 def _save(ctx, x, output, others, needs_sums, slope):
