@@ -186,7 +186,9 @@ def cross_validate(
     C, F, n = len(choices), len(folds), len(folds[0].y)
     networks = [Network(seed + f, c.weight_decay, c.dropout) for c in choices for f in range(F)]
     stack = Stack(networks, folds[0].x.shape[1], hidden)
-    x, y, test_x = (torch.stack([f[i] for f in folds]).repeat(C, *shape) for i, shape in _PARTS)
+    x, y, test_x = (
+        torch.stack([getattr(fold, name) for fold in folds] * C) for name in ("x", "y", "test_x")
+    )
     training = Training(stack, x, y, choices[0].batch_size)
     best, flat = torch.full((C,), math.inf, dtype=torch.float64), stack.flat.clone()
     epochs, alive = torch.zeros(C, dtype=torch.int64), torch.ones(C, dtype=torch.bool)
@@ -205,9 +207,6 @@ def cross_validate(
     stack.flat.copy_(flat)
     found = zip(choices, epochs.tolist(), best.tolist(), strict=True)
     return [c._replace(epochs=max(e, 1), rmse=r) for c, e, r in found], stack
-
-
-_PARTS = ((0, (1, 1)), (1, (1,)), (2, (1, 1)))  # of Scaled: x, y, test_x, and how they are repeated
 
 
 def _rmse(outputs: Tensor, folds: list[Scaled]) -> Tensor:
