@@ -120,7 +120,7 @@ class Predictor:
                 if not short:
                     if outputs is not None or size == 1:
                         raise
-                    plan = self._give_up(plan, inputs, error)
+                    plan = self._checked(self.folding.give_up(plan, inputs, error))
             if short:
                 # The exception is gone here, and with it the tensors of the frames that it held.
                 self.most = size // 2
@@ -163,9 +163,6 @@ class Predictor:
             return True
         together = chunk_of(plan._replace(way="folded"), wanted.chunk, wanted.count, self.device)
         return together > 1 and self.folding.undecided(inputs) < _TRIALS
-
-    def _give_up(self, plan: Plan, inputs, error: Exception) -> Plan:
-        return self._checked(self.folding.give_up(plan, inputs, error))
 
     def _checked(self, plan: Plan) -> Plan:
         if self.request.strategy == "folded" and plan.way == "loop":

@@ -134,17 +134,6 @@ def test_predictions_are_those_of_the_networks(networks):
     assert actual.shape == (3, 5)
 
 
-def test_keeps_the_parameters_of_some():
-    stack, (x, y) = Stack(BATCH_NORM, Q, H), data(3)
-    kept = stack.flat.clone()
-    Training(stack, x, y, M).run(1)
-    stack.keep(kept, torch.tensor([True, False, True]))
-    for name, parameter in stack.views(kept).items():
-        now = stack.parameters[name]
-        same = [torch.equal(a, b) for a, b in zip(now, parameter, strict=True)]
-        assert same == [True, False, True], name
-
-
 def test_a_stack_fits_a_core():
     assert networks_at_once(32, 50) == 81 and networks_at_once(1024, 100) == 4
 

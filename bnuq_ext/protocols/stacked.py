@@ -126,11 +126,6 @@ class Stack:
             h = h.add_(p[f"shift{i}"]).clamp_min_(0)
         return (p["weight2"] @ h[:, n:] + p["shift2"]).squeeze(0)
 
-    def keep(self, flat: Tensor, which: Tensor) -> None:
-        """Takes the parameters of the networks where `which` (S,) is True from another vector."""
-        for name, part in self.views(flat).items():
-            self.parameters[name][which] = part[which]
-
     def network(self, s: int, x: Tensor) -> nn.Sequential:
         """Network s by itself, in eval.
 
