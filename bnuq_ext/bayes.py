@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
-from .ops.checks import check_integer, check_one_of, past_autocast, refuse
+from .ops.checks import autocasted, check_integer, check_one_of, past_autocast, refuse
 from .ops.linear_parts import spread
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
@@ -41,7 +41,7 @@ class BayesLinear(Replicated, nn.Module):
     with "exact".
 
     Shapes: (N, *, in_features) -> (N, *, out_features); outside `predict`, `elbo_loss` and `replicas` a single
-    row (in_features,) too.
+    row (in_features,) too. Under autocast x is rounded and the result of its dtype, as with `torch.nn.Linear`.
 
     Args:
         in_features, out_features: sizes; positive.
@@ -165,6 +165,7 @@ class BayesLinear(Replicated, nn.Module):
             seed, stream, num_samples: see `ops.bayes_linear`.
             trial: whether the posterior is widened, so that samples differ by more than rounding.
         """
+        x = autocasted(x)
         N, *inner = x.shape[:-1]
         folded = num_samples * N if shared else N
         # Sizes are written out: -1 is ambiguous where one of the others is 0.

@@ -1,10 +1,12 @@
-"""Autocast reaches into ops, but changes no number of ours: neither forward nor, in its region, backward."""
+"""Autocast reaches into ops, but changes no number of theirs: neither forward nor, in its region, backward.
+
+A layer rounds what goes in and out, as torch's own do, and nothing in between."""
 
 import batch_norm_cases
 import pytest
 import torch
 
-from bnuq_ext import BayesLinear, elbo_loss, ops
+from bnuq_ext import BayesLinear, elbo_loss, ops, predict, replicas, to_bayesian
 
 T, N, C = 5, 9, 16
 
@@ -92,3 +94,35 @@ def test_a_training_step_of_mixed_layers(device):
         actual = step()
     for a, e in zip(actual, expected, strict=True):
         assert a.dtype == e.dtype and (a - e).abs().max() < 0.1 * e.abs().max()
+
+
+@pytest.mark.parametrize("estimator", ["exact", "local"])
+def test_a_bayesian_layer_gives_what_a_linear_one_gives(estimator, device):
+    """In train(), in eval(), in replicas: the dtype of autocast, and the numbers of the op."""
+    layer = BayesLinear(40, C, rho_init=-3.0, estimator=estimator, device=device)
+    (x,) = drawn((N, 40), device=device)
+    expected = {}
+    with replicas(layer, T, seed=0):
+        expected["replicas"] = layer(x.bfloat16())
+    torch.manual_seed(1)
+    expected["train"] = layer(x.bfloat16())
+    with torch.autocast(x.device.type, torch.bfloat16):
+        torch.manual_seed(1)
+        assert torch.equal(layer(x), expected["train"])
+        with replicas(layer, T, seed=0):
+            assert torch.equal(layer(x), expected["replicas"])
+        kept = predict(layer, x, likelihood="gaussian", num_samples=T, seed=0, keep_samples=True)
+        assert torch.equal(kept.samples.flatten(0, 1), expected["replicas"])
+        assert layer.eval()(x).dtype == torch.bfloat16
+        assert layer.double().train()(x.double()).dtype == torch.float64
+
+
+def test_a_bayesian_layer_around_a_linear_one_is_that_in_eval(device):
+    linear = torch.nn.Linear(40, C, device=device).eval()
+    (x,) = drawn((N, 40), device=device)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        expected = linear(x)
+        assert torch.equal(to_bayesian(linear)(x), expected)
+        drawn_once = to_bayesian(linear, rho_init=-40.0).train()(x)  # of no spread
+    assert drawn_once.dtype == expected.dtype
+    assert (drawn_once - expected).abs().max() <= 0.02 * expected.abs().max()

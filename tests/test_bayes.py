@@ -149,11 +149,11 @@ def test_local_estimator_is_its_formula(parameter_dtype, input_dtype, bias):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_local_estimator_keeps_its_spread_under_autocast(dtype):
     m = layer(estimator="local", rho_init=-10.0)  # sigma^2 is 2e-9: 0 in float16
-    inputs = 400 * x()  # and x^2 is infinite there
+    inputs = (400 * x()).to(dtype).float()  # and x^2 is infinite there
     for train in (False, True):
         m.train(train)
         with bnuq.replicas(m, 6, seed=-1):
-            expected = m(inputs)
+            expected = m(inputs).to(dtype)
             with torch.autocast("cpu", dtype):
                 assert torch.equal(m(inputs), expected)
 

@@ -123,6 +123,16 @@ def past_autograd():
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def autocasted(x: Tensor) -> Tensor:
+    """What autocast would make of an input of a linear layer."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
 def past_autocast(device: torch.device):
     """Around float32 products that autocast would round to 16 bits; it reaches into an op too."""
     kind = device.type
