@@ -29,6 +29,11 @@ class Stochastic(Replicated):
         self.training = self.training and not self.frozen
         return self
 
+    def reset_running_stats(self) -> None:
+        """As in torch, unless they are frozen: `torch.optim.swa_utils.update_bn` would not fill them again."""
+        if not self.frozen:
+            super().reset_running_stats()
+
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
         statistics = draw.tables[key]

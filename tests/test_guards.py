@@ -7,6 +7,7 @@ import torch
 from predicting import DATA, X, make_model, predict
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import TensorDataset
 
 import bnuq_ext as bnuq
@@ -163,6 +164,20 @@ def test_the_switches_are_separate_and_can_be_undone():
     plain.load_state_dict(model.state_dict())
     torch.testing.assert_close(model.train()(ROWS), plain(ROWS))
     assert model[1].weight.requires_grad and model[1].training
+
+
+def test_update_bn_leaves_frozen_statistics_and_estimates_others():
+    model = bnuq.convert(block())
+    model(ROWS)
+    model[1].running_mean.uniform_(-1, 1)
+    state, batches = copy.deepcopy(model.state_dict()), list(ROWS.split(4))
+    bnuq.freeze(model)
+    update_bn(batches, model)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    bnuq.freeze(model, statistics=False)
+    update_bn(batches, model)
+    means = torch.stack([model[0](rows).mean(0) for rows in batches])
+    torch.testing.assert_close(model[1].running_mean, means.mean(0).detach())
 
 
 def test_a_layer_in_eval_stays_there_when_it_is_let_go():
