@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 from .. import plots
 from ..plots.canvas import new_figure
@@ -88,7 +89,7 @@ def _shares_table(fits: list[dict]) -> Table:
     columns = {}
     for runs in [*zip(*(fit["shares"] for fit in fits), strict=True), fits]:
         curves = zip(*(run["information_in"] for run in runs), strict=True)
-        means = [mean_and_error(values)[0] for values in curves]
+        means = [fmean(values) for values in curves]
         columns[runs[0]["train_rows"]] = dict(zip(runs[0]["batch_sizes"], means, strict=True))
     sizes = sorted({M for column in columns.values() for M in column})
     rows = [[M, *(column.get(M) for column in columns.values())] for M in sizes]
@@ -99,7 +100,7 @@ def _shares_table(fits: list[dict]) -> Table:
 def _mean(name: str, values: list[float | None]) -> float | str:
     if None in values:
         return "inf" if name == "kl" else "-inf"
-    return mean_and_error(values)[0]
+    return fmean(values)
 
 
 def draw_scores(means: dict[int, dict]):

@@ -225,8 +225,7 @@ def draw(gains: dict[int, tuple[float, float]], printed: dict[int, float]):
 
 def remarks(runs: list[dict], settings: Settings) -> list[str]:
     accuracy, plain = (
-        100 * mean_and_error([run[name] for run in runs])[0]
-        for name in ("accuracy", "plug_in_accuracy")
+        100 * fmean(run[name] for run in runs) for name in ("accuracy", "plug_in_accuracy")
     )
     first, layers = runs[0], 6 * settings.num_units + 2
     text = (

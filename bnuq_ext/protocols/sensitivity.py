@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -125,17 +126,16 @@ def table(name: str, title: str, found: dict, columns: tuple[int, ...], paper: s
 
 def claims(score: str, sizes: dict, counts: dict, settings: Settings) -> list[str]:
     """Whether M of at most 16 is worse than larger ones, and whether more replicas are better."""
-    mean = lambda values: mean_and_error(values)[0]  # noqa: E731
     worse, compared = [], 0
     for name, by_size in sizes.items():
-        small = [mean(v) for M, v in by_size.items() if M <= 16]
-        large = [mean(v) for M, v in by_size.items() if M > 16]
+        small = [fmean(v) for M, v in by_size.items() if M <= 16]
+        large = [fmean(v) for M, v in by_size.items() if M > 16]
         compared += bool(small and large)
         if small and large and max(small) < max(large):
             worse.append(name)
     first, last = min(settings.sample_counts), max(settings.sample_counts)
     both = [name for name, found in counts.items() if {first, last} <= found.keys()]
-    better = [name for name in both if mean(counts[name][last]) > mean(counts[name][first])]
+    better = [name for name in both if fmean(counts[name][last]) > fmean(counts[name][first])]
     return [
         f"{score.upper()}: the best M of at most 16 is worse than the best larger one on {len(worse)} of "
         f"{compared} data sets ({', '.join(worse) or 'none'}).",

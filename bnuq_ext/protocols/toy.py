@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -187,8 +188,7 @@ def remarks(found: dict[str, list[dict]], settings: Settings) -> list[str]:
     text = ["The paper prints no number for this figure."]
     for method, runs in found.items():
         inside, outside = (
-            mean_and_error([run[f"std_{place}"] for run in runs])[0]
-            for place in ("inside", "outside")
+            fmean(r[f"std_{place}"] for r in runs) for place in ("inside", "outside")
         )
         mean, error = mean_and_error([run["normalised_crps"] for run in runs])
         sure = abs(mean) > 2 * error

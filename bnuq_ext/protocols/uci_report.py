@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from .. import metrics
 from ..plots import uncertainty_error
@@ -78,7 +78,7 @@ def normalised(groups: dict) -> tuple[Table, list[str]]:
             significance = [None if math.isnan(p) else p, stars(p)]
             printed_cells = [theirs, paper and paper["p"], same]
             rows.append([name, score.upper(), method, ours, *significance, *printed_cells])
-            better.setdefault(method, []).append((name, mean_and_error(values)[0], p))
+            better.setdefault(method, []).append((name, fmean(values), p))
         remarks += [verdict(score.upper(), method, found) for method, found in better.items()]
     title = "Normalised scores: 0 is a constant variance, 100 the best variance of each point"
     remarks.append(agreement("normalised scores", rows))

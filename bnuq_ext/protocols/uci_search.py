@@ -252,8 +252,10 @@ def replicas(
         pred = mc_dropout(net, data.test_x, keep_samples=True, **options)
     else:
         model, rng = convert(net), np.random.default_rng(seed)
-        draw = lambda: rng.choice(len(data.y), choice.batch_size, replace=False, shuffle=False)  # noqa: E731
-        batches = [data.x[torch.from_numpy(draw())] for _ in range(num_samples)]
+        batches = [
+            data.x[rng.choice(len(data.y), choice.batch_size, replace=False, shuffle=False)]
+            for _ in range(num_samples)
+        ]
         collect(model, batches, num_samples, progress=False)
         pred = predict(model, [*data.test_x.split(ROWS)], keep_samples=True, **options)
     return pred.samples.squeeze(2).double() * data.spread + data.center
