@@ -68,9 +68,9 @@ class Bank:
                 refuse("Bank", group, f"have the keys of mean {list(mean)}", list(entries))
         self.mean, self.var, self.count = mean, var, count
         self.check()
+        self.batch_size = check_integer("Bank", "batch_size", batch_size, 1)
         if dataset_size is None:
             dataset_size = len(self) * batch_size
-        self.batch_size = check_integer("Bank", "batch_size", batch_size, 1)
         self.dataset_size = check_integer("Bank", "dataset_size", dataset_size, batch_size)
         if not isinstance(disjoint, (int, float)) or not 0 <= disjoint <= 1:
             refuse("Bank", "disjoint", "lie in [0, 1]", disjoint)

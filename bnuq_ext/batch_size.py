@@ -26,7 +26,13 @@ from .prediction import check_likelihood
 from .predictor import split_batch
 from .restore import preserved_rng, without_gradients
 from .samplers import check_key, draw_key
-from .statistics_kl import StatisticsGaussian, channel_kl, check_prior, observed_statistics
+from .statistics_kl import (
+    StatisticsGaussian,
+    channel_kl,
+    check_fit,
+    check_prior,
+    observed_statistics,
+)
 
 OP = "fit_batch_size"
 
@@ -241,6 +247,8 @@ def _divergences(banks: list[Bank], prior) -> tuple[list[float], int]:
     priors = prior if isinstance(prior, Mapping) else dict.fromkeys(alive, prior)
     if priors.keys() != alive.keys():
         refuse(OP, "prior", f"have the names of the layers' calls {list(alive)}", list(priors))
+    for name, own in observed_statistics(banks[0]).items():
+        check_fit(OP, own, priors[name])
     totals = []
     for bank in banks:
         q = observed_statistics(bank)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite, log
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from .ops import predictive_accumulate_, predictive_statistics
-from .ops.checks import acc_dtype, check_floating, refuse
+from .ops.checks import acc_dtype, check_floating, check_number, refuse
 
 LIKELIHOODS = ("categorical", "gaussian")
 
@@ -96,7 +95,8 @@ def check_likelihood(op: str, likelihood, noise_var) -> None:
     if isinstance(noise_var, Tensor):
         good = bool((noise_var >= 0).all() and noise_var.isfinite().all())
     else:
-        good = isinstance(noise_var, Real) and isfinite(noise_var) and noise_var >= 0
+        check_number(op, "noise_var", noise_var)
+        good = isfinite(noise_var) and noise_var >= 0
     if not good:
         refuse(op, "noise_var", "be finite and not negative", noise_var)
 

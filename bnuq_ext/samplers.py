@@ -195,6 +195,8 @@ def check_sampler(op: str, name: str, batch_size: int | None) -> None:
         refuse(op, "sampler", f"be one of {', '.join(SAMPLERS)}", repr(name))
     if batch_size is not None and name not in _PARAMETRIC:
         refuse(op, "batch_size", f'be None with sampler "{name}"', batch_size)
+    if batch_size is not None:
+        check_integer(op, "batch_size", batch_size, 1)
 
 
 def check_key(op: str, seed) -> None:
@@ -239,7 +241,6 @@ def make_sampler(
 def _rescaling(op: str, bank: Bank, batch_size: int | None) -> Rescaling:
     if batch_size is None:
         return Rescaling(1.0, 1.0)
-    check_integer(op, "batch_size", batch_size, 1)
     M0, N = bank.batch_size, bank.dataset_size
     if batch_size > N:
         refuse(op, "batch_size", f"be at most the size of the data set {N}", batch_size)

@@ -97,11 +97,11 @@ def _priors(q, prior) -> dict[str, StatisticsGaussian]:
         if not isinstance(q[name], StatisticsGaussian):
             got = type(q[name]).__name__
             refuse(op, f"q[{name!r}]", "be a StatisticsGaussian", got, TypeError)
-        _check_fit(op, q[name], prior[name])
+        check_fit(op, q[name], prior[name])
     return prior
 
 
-def _check_fit(op: str, q: StatisticsGaussian, prior: StatisticsGaussian) -> None:
+def check_fit(op: str, q: StatisticsGaussian, prior: StatisticsGaussian) -> None:
     """Each entry of the prior is a number or broadcasts to q's."""
     for field, value, own in zip(prior._fields, prior, q, strict=True):
         shape = tuple(getattr(value, "shape", ()))

@@ -177,6 +177,7 @@ REFUSED = [
     ),
     (dict(batch_size=0), ValueError, "batch_size must be at least 1, got 0"),
     (dict(batch_size=True), TypeError, "batch_size must be an integer, got True"),
+    (dict(batch_size=None), TypeError, "batch_size must be an integer, got None"),
     (dict(dataset_size=3), ValueError, "dataset_size must be at least 4, got 3"),
     (dict(dataset_size="9"), TypeError, "dataset_size must be an integer, got '9'"),
     (dict(disjoint=1.5), ValueError, "disjoint must lie in [0, 1], got 1.5"),

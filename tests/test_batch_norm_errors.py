@@ -59,12 +59,14 @@ COMMON = [
     ({"bias": torch.ones(3, device=META)}, ValueError, "bias must be on cpu, got meta"),
     ({"eps": -1e-5}, ValueError, "eps must not be negative, got -1e-05"),
     ({"eps": float("nan")}, ValueError, "eps must not be negative, got nan"),
+    ({"eps": None}, TypeError, "eps must be a number, got NoneType"),
     (
         {"activation": "gelu"},
         ValueError,
         """activation must be "none", "relu" or "leaky_relu", got 'gelu'""",
     ),
     ({"activation": "leaky_relu", "slope": 0}, ValueError, "slope must be positive, got 0"),
+    ({"activation": "leaky_relu", "slope": "1"}, TypeError, "slope must be a number, got str"),
     ({"activation": "leaky_relu", "slope": -1.0}, ValueError, "slope must be positive, got -1.0"),
     (
         {"residual": BANK["x"][:2]},
@@ -166,6 +168,7 @@ FITTED_ONLY = [
     ({"stream": -1}, ValueError, "stream must lie in [0, 2^32), got -1"),
     ({"stream": 2**32}, ValueError, "stream must lie in [0, 2^32), got 4294967296"),
     ({"family": "gamma"}, ValueError, "family must be one of normal, lognormal, got 'gamma'"),
+    ({"family": ["normal"]}, ValueError, "family must be one of normal, lognormal, got ['normal']"),
 ]
 
 

@@ -338,6 +338,9 @@ CASES = {
     "no prior": (
         {"prior": None, "candidates": [N]}, ValueError, "prior must be given without a batch size below N = 60"
     ),
+    "prior shape": (
+        {"prior": PRIOR._replace(mean=torch.zeros(4))}, ValueError, r"prior.mean must broadcast to \[8\], got \[4\]"
+    ),
     "prior names": ({"prior": {"9": PRIOR}}, ValueError, r"names of the layers' calls \['1', '4'\]"),
     "rows": ({"num_rows": N + 1}, ValueError, "num_rows must be at most the data's 60 rows"),
     "seed": ({"seed": 2**63}, ValueError, "seed must lie in"),

@@ -284,6 +284,7 @@ REJECTED = [
 REJECTED_GAUSSIAN = [
     (dict(prior_std=0.0), ValueError, "prior_std must be positive, got 0.0"),
     (dict(prior_std=torch.ones(())), TypeError, "prior_std must be a number, got Tensor"),
+    (dict(prior_std="1"), TypeError, "prior_std must be a number, got str"),
 ]
 REJECTED_MIXTURE = [
     (dict(mu=torch.zeros(1, 1, 3), rho=torch.zeros(1, 1, 3)), ValueError, "mu must have shape"),
@@ -293,6 +294,7 @@ REJECTED_MIXTURE = [
     (dict(stream=2**32), ValueError, r"stream must lie in \[0, 2\^32\), got 4294967296"),
     (dict(pi=1.5), ValueError, r"pi must lie in \[0, 1\], got 1.5"),
     (dict(pi=torch.ones(())), TypeError, "pi must be a number, got Tensor"),
+    (dict(pi=None), TypeError, "pi must be a number, got NoneType"),
     (dict(std1=nn.Parameter(torch.ones(()))), TypeError, "std1 must be a number, got Parameter"),
     (dict(std2=-1.0), ValueError, "std2 must be positive, got -1.0"),
     (dict(seed=ZERO), TypeError, "seed must be int64"),

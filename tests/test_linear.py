@@ -374,6 +374,7 @@ REJECTED = [
     (dict(x=torch.zeros(3, 2, 5)), ValueError, "x must hold 2 replicas, got 3"),
     (dict(x=torch.zeros(2, 4)), ValueError, "x must have 5 features, got 4"),
     (dict(mu=torch.zeros(5)), ValueError, r"mu must have shape \(O, I\), got \[5\]"),
+    (dict(rho=None), TypeError, "rho must be a tensor, got NoneType"),
     (dict(rho=torch.zeros(3, 4)), ValueError, r"rho must have shape \[3, 5\], got \[3, 4\]"),
     (dict(rho=torch.zeros(3, 5).double()), TypeError, "rho must be torch.float32 for x in"),
     (dict(bias_rho=None), ValueError, "bias_rho must be given with its other half, got None"),

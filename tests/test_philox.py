@@ -296,7 +296,17 @@ SEED = torch.tensor([1, 0])
         (
             lambda: ops.snapshot_indices(SEED, 3, -1),
             ValueError,
-            "snapshot_indices: num_samples must not be negative, got -1",
+            "snapshot_indices: num_samples must lie in [0, 2^63), got -1",
+        ),
+        (
+            lambda: ops.snapshot_indices(SEED, None, 3),
+            TypeError,
+            "snapshot_indices: num_snapshots must be an integer, got None",
+        ),
+        (
+            lambda: ops.snapshot_indices(SEED, 3, 1.5),
+            TypeError,
+            "snapshot_indices: num_samples must be an integer, got 1.5",
         ),
     ],
 )

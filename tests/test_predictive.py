@@ -341,7 +341,8 @@ def test_rejects_logits(logits, error, message):
             ValueError,
             "mean must be contiguous, got strides (1, 3)",
         ),
-        ({"count": -1}, ValueError, "count must not be negative, got -1"),
+        ({"count": -1}, ValueError, "count must lie in [0, 2^63), got -1"),
+        ({"count": None}, TypeError, "count must be an integer, got None"),
     ],
 )
 def test_rejects_state(changes, error, message):

@@ -7,6 +7,8 @@ from .checks import (
     check_device,
     check_floating,
     check_num_samples,
+    check_one_of,
+    check_scalar,
     check_seed,
     check_shape,
     check_stream,
@@ -46,6 +48,7 @@ def slope_of(op: str, activation: str, slope: float) -> float:
         return 0.0
     if activation != "leaky_relu":
         refuse(op, "activation", 'be "none", "relu" or "leaky_relu"', repr(activation))
+    check_scalar(op, "slope", slope)
     if not slope > 0:
         refuse(op, "slope", "be positive", slope)
     return float(slope)
@@ -119,14 +122,14 @@ def check_fitted(op, x, params, seed, stream, num_samples, family, families) -> 
     check_seed(op, seed, x.device)
     check_stream(op, stream)
     check_num_samples(op, num_samples)
-    if family not in families:
-        refuse(op, "family", f"be one of {', '.join(families)}", repr(family))
+    check_one_of(op, "family", family, families)
 
 
 def check_input(op, x, num_samples, weight, bias, eps, residual, shared) -> None:
     """Checks what both ops take besides the statistics."""
     if not shared and x.shape[0] % num_samples != 0:
         refuse(op, "x", f"have a multiple of {num_samples} rows", list(x.shape))
+    check_scalar(op, "eps", eps)
     if not eps >= 0:
         refuse(op, "eps", "not be negative", eps)
     device, per_channel = x.device, (x.shape[1],)

@@ -65,7 +65,7 @@ def check_integer(op: str, name: str, value, least: int) -> int:
 
 
 def check_one_of(op: str, name: str, value, choices) -> None:
-    if value not in choices:
+    if value not in tuple(choices):  # of a dict, to which a list is an error
         refuse(op, name, f"be one of {', '.join(choices)}", repr(value))
 
 
@@ -73,6 +73,12 @@ def check_number(op: str, name: str, value) -> None:
     """TypeError for what is no real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         refuse(op, name, "be a number", repr(value), TypeError)
+
+
+def check_scalar(op: str, name: str, value) -> None:
+    """`check_number` that torch.compile can follow. A tensor is refused: its gradient would be lost."""
+    if isinstance(value, Tensor) or not hasattr(value, "__float__"):
+        refuse(op, name, "be a number", type(value).__name__, TypeError)
 
 
 def check_callable(op: str, name: str, value) -> None:

@@ -8,6 +8,7 @@ from .checks import (
     check_device,
     check_floating,
     check_num_samples,
+    check_scalar,
     check_seed,
     check_shape,
     check_stream,
@@ -123,7 +124,7 @@ def mixture_kl(
     check_seed(op, seed, mu.device)
     check_stream(op, stream)
     check_num_samples(op, num_samples)
-    _check_no_tensor(op, "pi", pi)
+    check_scalar(op, "pi", pi)
     if not 0 <= pi <= 1:
         refuse(op, "pi", "lie in [0, 1]", pi)
     _check_std(op, "std1", std1)
@@ -145,15 +146,9 @@ def _check_posterior(op: str, mu: Tensor, rho: Tensor) -> None:
 
 
 def _check_std(op: str, name: str, std) -> None:
-    _check_no_tensor(op, name, std)
+    check_scalar(op, name, std)
     if not std > 0:
         refuse(op, name, "be positive", std)
-
-
-def _check_no_tensor(op: str, name: str, value) -> None:
-    # One that requires a gradient would get none.
-    if isinstance(value, Tensor):
-        refuse(op, name, "be a number", type(value).__name__, TypeError)
 
 
 @torch.library.register_fake("bnuq::gaussian_kl")

@@ -72,6 +72,7 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
     if x.dim() == 3 and x.shape[0] != num_samples:
         refuse(op, "x", f"hold {num_samples} replicas", x.shape[0])
     check_floating(op, "mu", mu)
+    check_floating(op, "rho", rho)
     if mu.dim() != 2:
         refuse(op, "mu", "have shape (O, I)", list(mu.shape))
     if x.shape[-1] != mu.shape[1]:

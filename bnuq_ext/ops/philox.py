@@ -93,10 +93,8 @@ def snapshot_indices(seed: Tensor, num_snapshots: int, num_samples: int) -> Tens
     Source: Hoang, Morris and Rogaway, An Enciphering Scheme Based on a Card Shuffle (2012).
     """
     check_seed("snapshot_indices", seed)
-    if not 1 <= num_snapshots < 2**31:
-        refuse("snapshot_indices", "num_snapshots", "lie in [1, 2^31)", num_snapshots)
-    if num_samples < 0:
-        refuse("snapshot_indices", "num_samples", "not be negative", num_samples)
+    check_within("snapshot_indices", "num_snapshots", num_snapshots, 1, 2**31, "[1, 2^31)")
+    check_within("snapshot_indices", "num_samples", num_samples, 0, 2**63, "[0, 2^63)")
     return torch.ops.bnuq.snapshot_indices(seed.contiguous(), num_snapshots, num_samples)
 
 

@@ -12,6 +12,7 @@ from .checks import (
     check_device,
     check_shape,
     check_tensor,
+    check_within,
     past_autograd,
     refuse,
     refuse_forward_mode,
@@ -73,8 +74,7 @@ def predictive_accumulate_(
     """
     op = "predictive_accumulate_"
     _check_logits(op, logits)
-    if count < 0:
-        refuse(op, "count", "not be negative", count)
+    check_within(op, "count", count, 0, 2**63, "[0, 2^63)")
     shape = logits.shape[1:]
     state = {"mean": mean, "m2": m2, "expected_entropy": expected_entropy}
     for name, value in state.items():
