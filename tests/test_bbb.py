@@ -249,12 +249,18 @@ def test_rejects(tmp_path):
     with pytest.raises(ValueError, match="^bbb: loss must stay finite, got nan in epoch 1$"):
         bbb.run(tmp_path, ["gaussian"], replace(TINY, learning_rate=1e30), progress=False)
     path = tmp_path / "checkpoint.safetensors"
-    path.write_bytes(b"half of it")
-    with pytest.raises(ValueError) as caught:
-        bbb.load(path, bbb.make_network(TINY, 64, bbb.PRIORS["gaussian"]))
-    assert str(caught.value).startswith(
-        f"bbb: {path} must be a checkpoint (delete it to start again), got "
-    )
+    network, other = (bbb.make_network(TINY, n, bbb.PRIORS["gaussian"]) for n in (64, 65))
+    for write in (
+        lambda: path.write_bytes(b"half of it"),
+        lambda: bbb.save(path, bbb.State(other, network.state_dict(), [])),
+        lambda: bbb.save(path, bbb.State(network, other.state_dict(), [])),
+    ):
+        write()
+        with pytest.raises(ValueError) as caught:
+            bbb.load(path, network)
+        assert str(caught.value).startswith(
+            f"bbb: {path} must be a checkpoint of this network (delete it to start again), got "
+        )
 
 
 def test_keys_are_all_different_and_in_range():

@@ -209,14 +209,16 @@ def load(path: Path, network: nn.Sequential) -> State:
         with safetensors.safe_open(path, "pt") as file:
             log = json.loads(file.metadata()["log"])
             tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 - no dict
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        refuse("bbb", str(path), "be a checkpoint (delete it to start again)", error)
-    parts = {
-        part: {k.removeprefix(part): v for k, v in tensors.items() if k.startswith(part)}
-        for part in ("last.", "best.")
-    }
-    network.load_state_dict(parts["last."])
-    return State(network, parts["best."], log)
+        best, last = (
+            {k.removeprefix(part): v for k, v in tensors.items() if k.startswith(part)}
+            for part in ("best.", "last.")
+        )
+        for state in (best, last):
+            network.load_state_dict(state)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        requirement = "be a checkpoint of this network (delete it to start again)"
+        refuse("bbb", str(path), requirement, error)
+    return State(network, best, log)
 
 
 def train(folder: Path, name: str, split: data.Split, settings: Settings, progress=True) -> State:
