@@ -93,7 +93,9 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         help="folder (demo-output, with --quick demo-output/quick); a killed run goes on there",
     )
-    command.add_argument("--seeds", type=int, help="number of seeds (10, quick: 2)")
+    command.add_argument(
+        "--seeds", type=int, help="number of seeds (10, quick: 2); one alone compares nothing"
+    )
     command.add_argument("--quick", action="store_true", help="check that it runs; no results")
     command.set_defaults(run=demo)
     add_bbb(commands)
