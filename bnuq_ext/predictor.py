@@ -18,6 +18,7 @@ from .ops.checks import refuse
 from .prediction import make_moments, summarise
 
 STRATEGIES = ("auto", "folded", "loop")
+_TARGETS = ("target", "targets", "label", "labels", "y")  # in a dict, the first that it has
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
 
 
@@ -182,7 +183,7 @@ class Predictor:
 def split_batch(op: str, batch) -> tuple:
     """A loader's batch as (the model's input, targets or None)."""
     if isinstance(batch, Mapping):
-        return model_input(op, batch), batch.get("target", batch.get("y"))
+        return model_input(op, batch), next((batch[k] for k in _TARGETS if k in batch), None)
     if isinstance(batch, (tuple, list)) and len(batch) > 0:
         given = isinstance(batch[0], (tuple, Mapping))
         inputs = batch[0] if given else model_input(op, batch)

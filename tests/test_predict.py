@@ -146,6 +146,9 @@ def test_loaders(model):
     pred = predict(model, dicts, keep_samples=True)
     equal(pred, whole)
     assert list(map(int, pred.targets)) == [0, 1, 2]
+    keys = ["targets", "label", "labels"]
+    dicts = [{"y": -1, "x": b, k: i} for i, (b, k) in enumerate(zip(batches, keys, strict=True))]
+    assert predict(model, dicts).targets == [0, 1, 2]
     mixed = [(b, i) if i else b for i, b in enumerate(batches)]
     assert predict(model, mixed).targets == [None, 1, 2]
     pred = predict(model, [((b,), 1, "c") for b in batches], keep_samples=True)

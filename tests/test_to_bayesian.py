@@ -29,6 +29,27 @@ def test_hooks_and_shared_weights_stay():
     assert not any(hasattr(made[0], name) for name in ("weight", "bias"))
 
 
+def test_a_shared_weight_is_the_mean_of_two_and_a_shared_layer_is_one():
+    """The divergence has a term for each weight that is drawn."""
+    linear, other = nn.Linear(5, 5), nn.Linear(5, 5)
+    other.weight = linear.weight
+    twins = bnuq.to_bayesian(nn.Sequential(linear, other))
+    bnuq.elbo_loss(twins, x(), x(), likelihood="gaussian", batch_weight=1.0).loss.backward()
+    torch.optim.SGD(twins.parameters(), 0.1).step()
+    assert twins[0].weight_mu is twins[1].weight_mu
+    assert not torch.equal(twins[0].weight_rho, twins[1].weight_rho)
+    each = [bnuq.kl_divergence(layer) for layer in twins]
+    torch.testing.assert_close(bnuq.kl_divergence(twins), each[0] + each[1])
+    once = bnuq.to_bayesian(nn.Sequential(linear, linear))
+    torch.testing.assert_close(bnuq.kl_divergence(once), bnuq.kl_divergence(once[0]))
+    with bnuq.replicas(once, 1, seed=3):
+        drawn = once(torch.cat([torch.zeros(1, 5), torch.eye(5)]))
+    with bnuq.replicas(once[0], 1, seed=3):
+        alone = once[0](torch.cat([torch.zeros(1, 5), torch.eye(5)]))
+    weight, bias = (alone[1:] - alone[0]).T, alone[0]
+    torch.testing.assert_close(drawn, alone @ weight.T + bias)
+
+
 def test_draws_nothing_and_initialises_like_a_new_layer():
     torch.manual_seed(0)
     linear, state = nn.Linear(5, 3), torch.get_rng_state()
