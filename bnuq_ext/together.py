@@ -63,7 +63,7 @@ def _decide(folding: StandingFolding, inputs, num_samples: int) -> tuple[Plan, T
             return plan._replace(checked={num_samples}), folding.alone(inputs, num_samples)
     plan = proven_plan(folding.forward, folding.modules, inputs, 0, num_samples)
     stood = folding.known.standing.get(folding.place(inputs))
-    if plan.way == "loop" or stood is None or stood.repeatable is not None:
+    if plan.way == "loop" or (stood is not None and stood.repeatable is not None):
         return plan, None
     return _examined(folding, plan, inputs, num_samples)
 

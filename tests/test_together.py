@@ -213,6 +213,12 @@ def test_rows_that_meet_in_training_only():
     assert ways_after(model, 2) == {"loop", "folded"}
 
 
+def test_an_idle_parameter_does_not_hide_that_rows_meet_in_training_only():
+    model = Net(middle=CenteredInTraining())
+    model.idle = gate(0.0)
+    assert ways_after(model, 0) == {"loop"}
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_samples_that_hardly_differ_are_compared_in_eval(at, monkeypatch):
     """With a wider posterior; the step in which they turn out to goes through the loop."""

@@ -15,6 +15,7 @@ from training import (
     assert_right,
     counted,
     data,
+    gate,
     gradients,
     of_the_loop,
     proofs,
@@ -133,11 +134,13 @@ def test_dropout_that_is_always_on_draws_once_in_a_step():
     assert ways(model) == {"folded"}
 
 
-def test_a_model_that_changes_itself_goes_one_after_another():
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_model_that_changes_itself_goes_one_after_another(idle):
     """Power iteration in train(): the samples of the loop change it T times, and nothing else does."""
     parametrizations = nn.utils.parametrizations
     linear = parametrizations.spectral_norm(nn.Linear(9, 9, dtype=torch.float64))
     model = Net(middle=linear)
+    model.idle = gate(0.0) if idle else None  # with such a parameter no folded plan stands
     for i in range(3):
         before = {name: b.clone() for name, b in model.named_buffers()}
         actual = gradients(model, i)
