@@ -316,9 +316,6 @@ def test_divergence_outside_a_pass_draws_its_own_noise():
     assert all(g.isfinite().all() and g.abs().sum() > 0 for g in grads)
 
 
-LOSS = dict(batch_weight=1.0)
-
-
 @pytest.mark.parametrize(
     "change,error,message",
     [

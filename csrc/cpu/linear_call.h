@@ -3,7 +3,6 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <optional>
 #include <vector>
 
 #include "../layout.h"
