@@ -12,12 +12,12 @@ from .. import Bank, collect
 
 
 def batch_norm_chain(
-    inputs: int, widths: Sequence[int], outputs: int, *, bias: bool = False
+    inputs: int, widths: Sequence[int], outputs: int, *, bias: bool = False, eps: float = 1e-5
 ) -> nn.Sequential:
     """(Linear, BatchNorm1d, ReLU) for each width, and a Linear; `bias` is that of the former."""
     layers = []
     for width in widths:
-        layers += [nn.Linear(inputs, width, bias), nn.BatchNorm1d(width), nn.ReLU()]
+        layers += [nn.Linear(inputs, width, bias), nn.BatchNorm1d(width, eps), nn.ReLU()]
         inputs = width
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..experiments.fitting import batch_norm_chain
 from ..ops.checks import check_integer, check_shape, refuse
 
 EPS = 1e-10  # of the batch norm, as in the code of Teye et al. (2018)
@@ -36,15 +37,12 @@ class Network(NamedTuple):
 
 def plain_network(num_features: int, hidden: int, dropout: float | None = None) -> nn.Sequential:
     """(Linear, BatchNorm1d, ReLU) twice and a Linear, or the same with Dropout before each Linear and no BN."""
-    widths = (num_features, hidden, hidden)
+    if dropout is None:
+        return batch_norm_chain(num_features, (hidden, hidden), 1, eps=EPS)
     layers = []
-    for i, o in pairwise(widths):
-        if dropout is None:
-            layers += [nn.Linear(i, o, bias=False), nn.BatchNorm1d(o, eps=EPS), nn.ReLU()]
-        else:
-            layers += [nn.Dropout(dropout), nn.Linear(i, o), nn.ReLU()]
-    last = [] if dropout is None else [nn.Dropout(dropout)]
-    return nn.Sequential(*layers, *last, nn.Linear(hidden, 1))
+    for i, o in pairwise((num_features, hidden, hidden)):
+        layers += [nn.Dropout(dropout), nn.Linear(i, o), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(hidden, 1))
 
 
 class Stack:
