@@ -28,7 +28,7 @@ def test_entropy_cdf():
     # Behind each value its own fraction, which counts it.
     assert [line.get_drawstyle() for line in ax.lines[:2]] == ["steps-post"] * 2
     assert (ax.lines[1].get_color(), ax.lines[1].get_linestyle()) == ("red", "--")
-    assert ax.lines[0].get_linestyle() == "-"
+    assert (ax.lines[0].get_linestyle(), ax.lines[0].get_color()) == ("-", plots.BLUE)
     assert texts(ax.get_legend()) == ["in", "out"]
     assert ax.get_xlabel() == "predictive entropy [nats]"
     np.testing.assert_allclose(ax.lines[2].get_xdata(), np.log(5))
@@ -48,6 +48,22 @@ def test_against_batch_size():
     assert [label.get_text() for label in ax.get_xticklabels()] == ["4", "16", "300\n= N"]
     assert texts(ax.get_legend()) == ["clean", "noisy", "noisy, plug-in BN"]
     assert ax.get_ylabel() == "NLL [nats]" and ax.get_xscale() == "log"
+
+
+def test_labels_of_batch_sizes_do_not_touch():
+    sizes = [2**k for k in range(1, 14)] + [10000]
+    curve = {"a": np.ones(len(sizes))}
+    left = plots.information_and_nll(sizes, curve, curve, marks={64: "training", 10000: "= N"})
+    left.figure.canvas.draw()
+    for ax in left.figure.axes:
+        assert ax.get_xticks().tolist() == sizes
+        labels = [t for t in ax.get_xticklabels() if t.get_text()]
+        words = [t.get_text() for t in labels]
+        assert {"2", "64\ntraining", "10000\n= N"} <= {*words} and len(words) >= 7
+        for label, word in zip(labels, words, strict=True):
+            label.set_text(word.split("\n")[0])
+        boxes = [label.get_window_extent() for label in labels]
+        assert all(a.x1 + 3 < b.x0 for a, b in itertools.pairwise(boxes))
 
 
 def test_against_batch_size_draws_every_curve():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from scipy import stats
@@ -200,6 +201,24 @@ def test_segmentation_maps():
     assert ax.get_xlim() == (edges[0, 0], edges[-1, 1]) and ax.get_ylim() == (2, 0)
 
 
+@pytest.mark.parametrize("shape, count", [((64, 128), 19), ((64, 128), 2), ((60, 30), 21)])
+def test_segmentation_maps_fit_into_their_figure(shape, count):
+    probs = np.moveaxis(np.eye(count)[np.arange(np.prod(shape)) % count].reshape(*shape, -1), -1, 0)
+    ax = plots.segmentation_maps(np.zeros(shape), probs, np.ones(shape), truth=np.ones(shape, int))
+    canvas = FigureCanvasAgg(ax.figure)
+    canvas.draw()
+    used, page = ax.get_tightbbox(canvas.get_renderer()), ax.figure.bbox
+    assert page.x0 <= used.x0 and used.x1 <= page.x1
+    assert page.y0 <= used.y0 and used.y1 <= page.y1
+    assert used.width > 0.95 * page.width
+
+
+def test_labels_of_segmentation_maps_are_integers():
+    with pytest.raises(TypeError) as caught:
+        plots.segmentation_maps(IMAGE, PROBS, SPREAD, truth=np.ones((2, 3)))
+    assert str(caught.value) == "segmentation_maps: truth must hold integer labels, got float64"
+
+
 def test_segmentation_maps_without_truth_names_what_appears():
     probs = np.stack([PROBS[0], np.zeros((2, 3)), PROBS[1] + PROBS[2]])
     ax = plots.segmentation_maps(IMAGE[..., 0], torch.tensor(probs), torch.tensor(SPREAD))
@@ -207,7 +226,7 @@ def test_segmentation_maps_without_truth_names_what_appears():
     assert texts(ax.get_legend()) == ["0", "2"]
     least = plots.segmentation_maps(IMAGE, PROBS, SPREAD + 0.5).images[-1]
     assert least.get_clim() == (0, 0.8)  # none is the end of the scale, whatever the least is
-    assert ax.images[-1].colorbar.ax.get_ylabel() == "variance, mean over the classes"
+    assert ax.images[-1].colorbar.ax.get_ylabel() == "variance, mean over the\nclasses"
     # Thirteen classes of twelve colours: the first comes again.
     many = np.eye(13)[:, None, :]
     ax = plots.segmentation_maps(np.zeros((1, 13)), many, np.zeros((1, 13)))

@@ -114,7 +114,7 @@ def test_figure_of_the_choice(made):
     assert curve(nll, "plug-in BN")[1] == [3.0, 3.0]
     for ax in (bounds, nll, information):
         assert ax.get_xticks().tolist() == [4, 16, 64, 200]
-        assert [t.get_text() for t in ax.get_xticklabels()] == ["4", "", "64", "200\n= N"]
+        assert [t.get_text() for t in ax.get_xticklabels()] == ["4", "16", "64", "200\n= N"]
     low, high = bounds.get_ylim()
     assert low < -850 and high > 0 and information.get_ylim()[0] == 0
 

@@ -2,6 +2,8 @@
 
 from itertools import cycle
 
+import numpy as np
+
 from ..ops.checks import refuse
 from .canvas import (
     BLUE,
@@ -48,11 +50,25 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
         ax.axvline(m, color=GREY, linewidth=0.6, zorder=0)
     ax.set_xscale("log", base=2)
     ticks = [f"{m}\n{marks[m]}" if m in marks else str(m) for m in batch_sizes]
-    ax.set_xticks(list(batch_sizes), ticks)
+    shown = _apart(batch_sizes, marks)
+    ax.set_xticks(list(batch_sizes), [t if i in shown else "" for i, t in enumerate(ticks)])
     ax.minorticks_off()
     ax.set(xlabel="batch size M of the statistics", ylabel=ylabel)
     ax.legend(frameon=False)
     return ax
+
+
+def _apart(batch_sizes: list, marks) -> set[int]:
+    """Places of the sizes whose labels do not touch: marked ones, and from the largest down what fits between."""
+    digit = 0.025  # its width, of that of an axis of 3.5 inches
+    places = np.log2(batch_sizes)
+    span = max(places[-1] - places[0], 1e-9)
+    widths = [digit * (len(str(m)) + 1) for m in batch_sizes]
+    shown = set()
+    for i in sorted(range(len(places)), key=lambda i: (batch_sizes[i] not in marks, -i)):
+        if all(abs(places[i] - places[j]) / span > (widths[i] + widths[j]) / 2 for j in shown):
+            shown.add(i)
+    return shown
 
 
 def information_and_nll(batch_sizes, information, nll, *, levels=None, marks=None, ax=None):

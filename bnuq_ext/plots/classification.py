@@ -32,11 +32,13 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
         Axes.
     """
     ax = take_axes(ax)
-    for label, values in take_entries("entropy_cdf", "entropies", entropies).items():
+    take_entries("entropy_cdf", "entropies", entropies)
+    for (label, values), color in zip(entropies.items(), cycle(CLASS_COLORS), strict=False):
         values = np.sort(take_values("entropy_cdf", label, values))
         fraction = np.arange(len(values) + 1) / len(values)
         edges = np.concatenate([[0], values])
-        ax.step(edges, fraction, where="post", label=label, **(styles or {}).get(label, {}))
+        style = {"color": color} | (styles or {}).get(label, {})
+        ax.step(edges, fraction, where="post", label=label, **style)
     if num_classes is not None:
         ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)
         place = (np.log(num_classes), 0.6)

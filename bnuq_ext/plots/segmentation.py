@@ -1,5 +1,8 @@
 """Segmentation: an image, the classes that its pixels are given, and how sure that is."""
 
+import math
+import textwrap
+
 import numpy as np
 
 from ..ops.checks import refuse
@@ -71,15 +74,24 @@ def segmentation_maps(
     _take_map("image", image[..., 0] if image.ndim == 3 else image, shape)
     classes = {"prediction": probs.argmax(0)}
     if truth is not None:
-        classes = {"truth": _take_map("truth", truth, shape), **classes}
+        truth = _take_map("truth", truth, shape)
+        if truth.dtype.kind not in "biu":
+            refuse("segmentation_maps", "truth", "hold integer labels", truth.dtype, TypeError)
+        classes = {"truth": truth, **classes}
     maps = {"image": image} | {name: _colored(c, colors) for name, c in classes.items()}
     maps["uncertainty"] = _take_map("uncertainty", uncertainty, shape)
 
-    ax = take_axes(ax, 3.1 * len(maps) + 0.4, 2.8 * shape[0] / shape[1] + 0.9)
+    patches = _patches(np.unique([*classes.values()]), names, colors)
+    columns, height = 2 * len(maps), 2.9 * shape[0] / shape[1]
+    around = 0.45 + 0.22 * math.ceil(len(patches) / columns)
+    ax = take_axes(ax, 3.1 * len(maps) + 0.4, height + around)
     _draw_side_by_side(ax, maps, shape)
     bar = ax.inset_axes([1.01, 0.0, 0.05 / len(maps), 1.0])
+    # No longer than the bar is: some 14 letters an inch.
+    label = textwrap.fill(label, max(10, int(14 * height)))
     ax.figure.colorbar(ax.images[-1], cax=bar, label=label)
-    _name_classes(ax, np.unique([*classes.values()]), names, colors)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0)}
+    ax.legend(handles=patches, frameon=False, ncols=columns, **place)
     return ax
 
 
@@ -96,11 +108,11 @@ def _draw_side_by_side(ax, maps: dict, shape: tuple) -> None:
     ax.set_axis_off()
 
 
-def _name_classes(ax, seen, names, colors) -> None:
+def _patches(seen, names, colors) -> list:
+    """What the legend shows: the classes that are seen, and whether there are pixels of none."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colors[k], label=names[k]) for k in seen if 0 <= k < len(names)]
     if seen[0] < 0 or seen[-1] >= len(names):
         patches.append(Patch(facecolor="white", edgecolor=GREY, label="not labelled"))
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0)}
-    ax.legend(handles=patches, frameon=False, ncols=2 * len(ax.images), **place)
+    return patches

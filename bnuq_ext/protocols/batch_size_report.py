@@ -141,7 +141,6 @@ def draw_fit(fit: dict):
     )
     for ax, (curves, ylabel) in zip(axes, panels, strict=True):
         plots.against_batch_size(sizes, curves, ylabel=ylabel, marks=marks, ax=ax)
-        _thin_out_ticks(ax, sizes, N)
     for ax, best in ((axes[0], fit["best_by_elbo"]), (axes[1], fit["best_by_nll"])):
         ax.axvline(best, color="black", linewidth=1, linestyle=":", label=f"best: M = {best}")
         ax.legend(frameon=False, fontsize="small")
@@ -152,13 +151,6 @@ def draw_fit(fit: dict):
     axes[2].set_ylim(bottom=0)
     _keep_optimum_in_sight(axes[0], fit)
     return figure
-
-
-def _thin_out_ticks(ax, sizes: list[int], N: int) -> None:
-    """Words under every other size, N, and none that would touch N's."""
-    words = [t.get_text() for t in ax.get_xticklabels()]
-    kept = [M == N or (i % 2 == 0 and M < 0.6 * N) for i, M in enumerate(sizes)]
-    ax.set_xticks(sizes, [w if keep else "" for w, keep in zip(words, kept, strict=True)])
 
 
 def _keep_optimum_in_sight(ax, fit: dict) -> None:
