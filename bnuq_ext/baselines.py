@@ -22,6 +22,7 @@ from .passes import Pass, running
 from .predict import check_x, layers_by_bank, take_model, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
 from .predictor import STRATEGIES, Predictor, Request
+from .reads import uncompiled
 from .restore import evaluating
 from .samplers import check_key, check_sampler, draw_key, snapshots_of
 
@@ -185,7 +186,7 @@ class DroppingForward:
     def run(self, inputs, draw, rows=None, shared=None) -> tuple:
         seed, own = draw
         self.generator.manual_seed(seed)
-        with Dropping(self.generator) as dropping:
+        with uncompiled(), Dropping(self.generator) as dropping:  # compiled code takes no generator
             result = self.inner.run(inputs, own, rows, shared)
         if dropping.calls == 0:
             refuse(self.op, "model", "call dropout with p above 0", "no call")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from zoo import Residual, assert_same, network, quietly, step
 
 import bnuq_ext as bnuq
@@ -160,6 +161,18 @@ def test_trials_do_not_compile(fullgraph):
     with bnuq.replicas(model, 3, seed=1):
         torch.testing.assert_close(model(x), expected.flatten(0, 1))
     assert 1 <= len(graphs) <= 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own, in torch 2.10
+def test_dropout_of_a_compiled_part():
+    torch.manual_seed(0)
+    part, x = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5)), torch.randn(6, 5)
+    options = dict(likelihood="gaussian", num_samples=3, seed=1, keep_samples=True)
+    expected = bnuq.mc_dropout(part, x, **options).samples
+    model = nn.Sequential(torch.compile(part, backend="eager", fullgraph=True))
+    with torch.no_grad():
+        model.eval()(x)
+    torch.testing.assert_close(bnuq.mc_dropout(model, x, **options).samples, expected)
 
 
 def test_uncompiled_within_compiled_code():
