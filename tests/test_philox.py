@@ -284,6 +284,16 @@ SEED = torch.tensor([1, 0])
             "new_seed: first_replica must lie in [0, 2^63), got -1",
         ),
         (
+            lambda: ops.new_seed(torch.tensor(3)),
+            ValueError,
+            "new_seed: seed must be an integer or have shape [1] and dtype int64, got [] torch.int64",
+        ),
+        (
+            lambda: ops.new_seed(torch.tensor([3.0])),
+            ValueError,
+            "new_seed: seed must be an integer or have shape [1] and dtype int64, got [1] torch.float32",
+        ),
+        (
             lambda: ops.snapshot_indices(SEED, 0, 3),
             ValueError,
             "snapshot_indices: num_snapshots must lie in [1, 2^31), got 0",

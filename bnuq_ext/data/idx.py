@@ -63,6 +63,9 @@ def _find(root: Path, name: str) -> Path:
 def read_idx(path) -> Tensor:
     """The unsigned bytes of an idx file, gzipped where its name ends in .gz, in the shape of its header.
 
+    Args:
+        path: of the file.
+
     Raises:
         ValueError: the file is missing or damaged, or holds something else.
     """

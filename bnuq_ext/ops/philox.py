@@ -13,8 +13,8 @@ def new_seed(seed: int | Tensor | None = None, first_replica: int = 0, device="c
     """The seed tensor of an op: (key, number of the first replica).
 
     Args:
-        seed: the key, an integer in [-2^63, 2^63); None draws it from torch's generator of `device`; or
-            (1,) int64, as `new_key(device)` draws it.
+        seed: the key, an integer in [-2^63, 2^63), or (1,) int64 on `device`; None draws it from torch's
+            generator of `device`.
         first_replica: number of the first replica; at least 0.
         device: where the op runs.
 
@@ -27,6 +27,9 @@ def new_seed(seed: int | Tensor | None = None, first_replica: int = 0, device="c
     check_within("new_seed", "first_replica", first_replica, 0, 2**63, "[0, 2^63)")
     key = new_key(device) if seed is None else seed
     if isinstance(key, Tensor):
+        if key.shape != (1,) or key.dtype != torch.int64:
+            got = f"{list(key.shape)} {key.dtype}"
+            refuse("new_seed", "seed", "be an integer or have shape [1] and dtype int64", got)
         # Filled on the device: a copy to it would wait, and a CUDA graph takes none.
         return torch.cat([key, key.new_full((1,), first_replica)])
     check_within("new_seed", "seed", key, -(2**63), 2**63, "[-2^63, 2^63)")
