@@ -55,7 +55,8 @@ def _reason(error: Exception) -> str:
 def _decide(folding: StandingFolding, inputs, num_samples: int) -> tuple[Plan, Tensor | None]:
     """The plan, and the chosen replica run alone where it has still to be compared."""
     plan = folding.proven(inputs, num_samples)
-    if plan is not None:
+    # Without gradients train() and eval() have the same place.
+    if plan is not None and (folding.flags or not any(m.training for m in folding.modules)):
         return plan, None
     plan = folding.known.standing.get(folding.place(inputs))
     if plan is not None and plan.repeatable and num_samples in plan.checked:

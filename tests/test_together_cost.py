@@ -24,7 +24,7 @@ from training import (
 )
 
 import bnuq_ext as bnuq
-from bnuq_ext import standing
+from bnuq_ext import standing, vi
 
 
 @pytest.mark.parametrize("num_samples", [3, 5])
@@ -166,6 +166,17 @@ def test_without_gradients_nothing_stands(monkeypatch):
             bnuq.elbo_loss(model, x, y, num_samples=T, batch_weight=0.1, seed=i)
             model.first.weight_mu += 0.01
     assert len(made) == 2 and ways(model) == set()
+
+
+def test_without_gradients_eval_says_nothing_of_training(monkeypatch):
+    model, (x, y) = Net(), data()
+    model.mix = lambda h: h - h.mean(0) if model.training else h
+    options = dict(num_samples=T, batch_weight=0.1, seed=0)
+    with torch.no_grad():
+        bnuq.elbo_loss(model.eval(), x, y, **options)
+        actual = bnuq.elbo_loss(model.train(), x, y, **options)
+        monkeypatch.setattr(vi, "_together", lambda *args: None)
+        torch.testing.assert_close(actual, bnuq.elbo_loss(model, x, y, **options))
 
 
 def test_replicas_stand_too(monkeypatch):
