@@ -35,25 +35,37 @@ def expand(inputs, num_samples: int):
     return map_tensors(inputs, repeat)
 
 
-def probe_inputs(inputs):
-    """The input cut to three rows that differ from each other.
+def probe_inputs(inputs) -> tuple:
+    """The input cut to three rows that differ from each other, and whether integers in them are made up.
 
     Rows of the input itself; then, of floating-point ones, these with their values weighted from a quarter
-    to one, so that they stay in their range; then these flipped along their dimensions, which leaves
-    integers valid; last, for constant rows, these with a ramp added.
+    to one, so that they stay in their range; then one half of one and the other of another; then one half of their
+    values, each twice, and these flipped along their dimensions, which leaves integers valid where all are of one
+    kind; last, for constant rows, these with a ramp added.
     """
     rows = num_rows("predict", inputs)
     firsts = [[t[i : i + 1] for t in leading(inputs, rows)] for i in range(min(rows, _LOOKED_AT))]
     chosen: list[list[Tensor]] = []
-    for make in (lambda row: [row], _weighted, _flipped, _ramped):
-        for row in firsts:
-            for candidate in make(row):
-                if len(chosen) < ROWS and all(_differ(candidate, other) for other in chosen):
-                    chosen.append(candidate)
-    if len(chosen) < ROWS:
+    for candidate in _candidates(firsts):
+        if all(_differ(candidate, other) for other in chosen):
+            chosen.append(candidate)
+        if len(chosen) == ROWS:
+            break
+    else:
         raise Undecided("the input has too few different rows to find out")
     made = iter([torch.cat(parts) for parts in zip(*chosen, strict=True)])
-    return map_tensors(inputs, lambda t: next(made) if t.dim() > 0 and t.shape[0] == rows else t)
+    probe = map_tensors(inputs, lambda t: next(made) if t.dim() > 0 and t.shape[0] == rows else t)
+    own = all(any(row is first for first in firsts) for row in chosen)
+    return probe, not own and not all(t.is_floating_point() for t in firsts[0])
+
+
+def _candidates(firsts: list[list[Tensor]]):
+    yield from firsts
+    yield from (made for row in firsts for made in _weighted(row))
+    for row, other in product(firsts, firsts):
+        yield [_crossed(s, t) for s, t in zip(row, other, strict=True)]
+    for make in (_stretched, _flipped, _ramped):
+        yield from (made for row in firsts for made in make(row))
 
 
 def _weighted(row: list[Tensor]):
@@ -61,11 +73,32 @@ def _weighted(row: list[Tensor]):
         yield [t * _ramp(t, first, last) if t.is_floating_point() else t for t in row]
 
 
+def _crossed(s: Tensor, t: Tensor) -> Tensor:
+    half = s.numel() // 2
+    return torch.cat([s.flatten()[:half], t.flatten()[half:]]).view(s.shape)
+
+
+def _stretched(row: list[Tensor]):
+    for half in (0, 1):
+        yield [_twice(t, half) if _movable(t) else t for t in row]
+
+
+def _twice(t: Tensor, half: int) -> Tensor:
+    values = t.flatten()
+    places = torch.arange(len(values), device=t.device) // 2 + half * (len(values) // 2)
+    return values[places].view(t.shape)
+
+
 def _flipped(row: list[Tensor]):
     most = max(t.dim() for t in row)
     for count in range(1, most):
         for dims in combinations(range(1, most), count):
-            yield [t.flip([d for d in dims if d < t.dim()]) for t in row]
+            yield [t.flip([d for d in dims if d < t.dim()]) if _movable(t) else t for t in row]
+
+
+def _movable(t: Tensor) -> bool:
+    """Columns may be indices into tables of their own sizes: one too large ends a process on CUDA."""
+    return t.is_floating_point() or t.device.type == "cpu"
 
 
 def _ramped(row: list[Tensor]):

@@ -51,7 +51,15 @@ class Trial(NamedTuple):
 
     def prove(self, inputs) -> Proof:
         """What the trial on three rows of an input shows; raises DoesNotFold or Undecided."""
-        probe = probe_inputs(inputs)
+        probe, made_up = probe_inputs(inputs)
+        try:
+            return self._prove(probe)
+        except IndexError as error:
+            if not made_up:
+                raise
+            raise Undecided(f"the model takes no rows made up for a trial: {error}") from error
+
+    def _prove(self, probe) -> Proof:
         reads = Reads(self.modules, probe, ROWS)
         rows, shared, folded = self._compare(probe, reads)
         self._compare_harder(probe, rows, None if reads.rounds else folded)

@@ -1,0 +1,90 @@
+"""Rows that are made up where an input has too few of its own for a trial."""
+
+import pytest
+import torch
+from torch import nn
+
+import bnuq_ext as bnuq
+from bnuq_ext.probe import _flipped, _stretched, probe_inputs
+
+D, K = 5, 3
+
+
+class Table(nn.Module):
+    """Integers in, each column an index into a table of its own size."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(size, D) for size in (3, 50, 9))
+        self.head = bnuq.BayesLinear(D, K)
+
+    def forward(self, x):
+        rows = [table(column) for table, column in zip(self.tables, x.T, strict=True)]
+        return self.head(sum(rows))
+
+
+def samples(model, x, strategy):
+    options = {"likelihood": "categorical", "num_samples": 4, "seed": 5, "keep_samples": True}
+    return bnuq.predict(model, x, strategy=strategy, **options).samples
+
+
+def replicas(model, x):
+    with bnuq.replicas(model, 4, seed=5):
+        return model(x).unflatten(0, (4, -1))
+
+
+def test_rows_that_a_model_does_not_take_decide_nothing():
+    """The first input has too few rows; the next ones go through the model together all the same."""
+    torch.manual_seed(0)
+    model = Table().eval()
+    x = torch.stack([torch.randint(low, end, (8,)) for low, end in ((0, 3), (9, 50), (3, 9))], 1)
+    torch.testing.assert_close(samples(model, x[:1], "auto"), samples(model, x[:1], "loop"))
+    refusal = "the model takes no rows made up for a trial: index out of range"
+    with pytest.raises(ValueError, match=refusal):
+        samples(model, x[:1], "folded")
+    with pytest.raises(ValueError, match=refusal):
+        replicas(model, x[:1])
+    expected = samples(model, x, "loop")
+    for found in (replicas(model, x), samples(model, x, "folded")):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_rows_are_crossed_column_by_column():
+    torch.manual_seed(0)
+    model = Table().eval()
+    x = torch.tensor([[2, 40, 7], [1, 30, 5]])
+    torch.testing.assert_close(samples(model, x, "folded"), samples(model, x, "loop"))
+    probe, made_up = probe_inputs(x)
+    assert made_up and probe.tolist() == [[2, 40, 7], [1, 30, 5], [2, 30, 5]]
+
+
+def test_a_bag_of_tokens_by_itself_folds():
+    """Flipped it would be the same bag."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(9, D), bnuq.BayesLinear(D, K)).eval()
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 2, 6]])
+    expected = samples(model, tokens, "loop")
+    for found in (replicas(model, tokens), samples(model, tokens, "folded")):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [2, 3, 8])
+def test_integers_are_made_of_the_rows_own(values):
+    x = torch.arange(10, 10 + values)[None]
+    y = torch.randn(1, 2)
+    (integers, floats), made_up = probe_inputs((x, y))
+    assert made_up and set(integers.flatten().tolist()) <= set(x.flatten().tolist())
+    assert len(torch.cat([integers, floats], 1).unique(dim=0)) == 3
+    halves = [made[0].tolist() for [made] in _stretched([x])]
+    expected = [10 + i // 2 for i in range(values)]
+    assert halves == [expected, [i + values // 2 for i in expected]]
+    assert not probe_inputs(torch.arange(6).view(3, 2))[1]
+    assert not probe_inputs(y)[1]
+
+
+def test_no_integers_are_made_up_on_another_device_than_the_cpu():
+    """There an index too large is no exception, but the end of the process."""
+    for x in (torch.tensor([[3, 1, 4]]), torch.tensor([[3.0, 1.0, 4.0]])):
+        assert all(not torch.equal(made, x) for [made] in (*_stretched([x]), *_flipped([x])))
+    x = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    assert all(made is x for [made] in (*_stretched([x]), *_flipped([x])))
