@@ -25,7 +25,10 @@ def _load_cpu():
             f"build it again with `pip install --no-build-isolation .`: {error}"
         ) from error
     if not found:
-        raise ImportError("bnuq_ext: the CPU library was not built; run `pip install .`")
+        raise ImportError(
+            f"bnuq_ext: the CPU library is not in {_FOLDER}; run `pip install .`, and then Python in "
+            "another folder than that of the sources, or `pip install -e .`"
+        )
 
 
 def _load_cuda():

@@ -49,7 +49,8 @@ def test_missing_cpu_library_is_an_import_error(copy):
     result = run("import bnuq_ext", copy)
     assert result.returncode == 1
     assert (
-        "ImportError: bnuq_ext: the CPU library was not built; run `pip install .`" in result.stderr
+        f"ImportError: bnuq_ext: the CPU library is not in {copy / 'bnuq_ext'}; run `pip install .`, "
+        "and then Python in another folder than that of the sources" in result.stderr
     )
 
 
