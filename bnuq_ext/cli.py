@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from ._version import __version__
+from .chunks import is_out_of_memory
 
 
 def demo(arguments) -> str:
@@ -155,7 +156,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         print(arguments.run(arguments))
-    except (ValueError, ImportError, OSError) as error:
+    except Exception as error:
+        mendable = isinstance(error, (ValueError, ImportError, OSError)) or is_out_of_memory(error)
+        if not mendable:
+            raise
         print(f"bnuq: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

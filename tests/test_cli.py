@@ -153,6 +153,19 @@ def test_missing_extra_is_one_line(capsys, monkeypatch, tmp_path):
     assert "pip install 'bnuq_ext[demo]'" in printed and printed.count("\n") == 1
 
 
+def test_memory_is_the_user_s_and_a_fault_is_not(capsys, monkeypatch):
+    def fail(*_, **__):
+        raise errors.pop(0)
+
+    errors = [RuntimeError("DefaultCPUAllocator: can't allocate memory:\n8 TB"), RuntimeError("?")]
+    monkeypatch.setattr("bnuq_ext.experiments.digits.run", fail)
+    assert cli.main(["demo"]) == 2
+    message = "bnuq: DefaultCPUAllocator: can't allocate memory: 8 TB\n"
+    assert capsys.readouterr() == ("", message)
+    with pytest.raises(RuntimeError, match="^[?]$"):
+        cli.main(["demo"])
+
+
 def test_interrupt(capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
