@@ -113,7 +113,7 @@ def fit_batch_size(
     Args:
         model: converted by `convert`; with a bank or without.
         data: training data, (x, y) or a map-style data set of (input, target) or of dicts with "input" or
-            "x" and "target(s)", "label(s)" or "y"; a DataLoader stands for its data set.
+            "x" and "target(s)", "y" or "label(s)"; a DataLoader stands for its data set.
         candidates: batch sizes, each once, from 2 to N.
         likelihood: "categorical": outputs are logits (N, K, *), targets (N, *). "gaussian": means, targets
             of their shape, (N,) for (N, 1) too.

@@ -18,7 +18,7 @@ from .ops.checks import refuse
 from .prediction import make_moments, summarise
 
 STRATEGIES = ("auto", "folded", "loop")
-_TARGETS = ("target", "targets", "label", "labels", "y")  # in a dict, the first that it has
+_TARGETS = ("target", "y", "targets", "label", "labels")  # in a dict, the first that it has
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
 
 

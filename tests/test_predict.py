@@ -147,8 +147,9 @@ def test_loaders(model):
     equal(pred, whole)
     assert list(map(int, pred.targets)) == [0, 1, 2]
     keys = ["targets", "label", "labels"]
-    dicts = [{"y": -1, "x": b, k: i} for i, (b, k) in enumerate(zip(batches, keys, strict=True))]
+    dicts = [{"x": b, k: i} for i, (b, k) in enumerate(zip(batches, keys, strict=True))]
     assert predict(model, dicts).targets == [0, 1, 2]
+    assert predict(model, [{"label": 1, "y": 0, "x": b} for b in batches]).targets == [0, 0, 0]
     mixed = [(b, i) if i else b for i, b in enumerate(batches)]
     assert predict(model, mixed).targets == [None, 1, 2]
     pred = predict(model, [((b,), 1, "c") for b in batches], keep_samples=True)
