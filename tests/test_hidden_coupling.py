@@ -6,8 +6,11 @@ from functools import partial
 import pytest
 import torch
 from coupled import ROWS, Clipped, Norms, Threshold, ZeroGate
+from predicting import X, make_model
 from test_folding import prepared, samples, way
 from torch import nn
+
+import bnuq_ext as bnuq
 
 
 class ZeroGateAhead(ZeroGate):
@@ -126,3 +129,19 @@ def test_what_becomes_an_index_meets_no_infinities(levels):
     torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
     assert way(model) == "folded"
     assert levels == all(h.isfinite().all() for h in model.met)
+
+
+class Centred(nn.Module):
+    """Beside the output, what its rows make of each other."""
+
+    def forward(self, h):
+        return {"logits": h, "centred": h - h.mean(0)}
+
+
+def test_every_output_of_replicas_is_compared():
+    both = nn.Sequential(make_model(), Centred())
+    with (
+        bnuq.replicas(both, 5, 3),
+        pytest.raises(ValueError, match="same folded as one by one"),
+    ):
+        both(X)

@@ -352,22 +352,6 @@ def test_rejects(model):
     assert len(named_stochastic_layers(model)) == 2
 
 
-class Centred(nn.Module):
-    """Beside the output, what its rows make of each other."""
-
-    def forward(self, h):
-        return {"logits": h, "centred": h - h.mean(0)}
-
-
-def test_every_output_is_compared(model):
-    both = nn.Sequential(model, Centred())
-    with (
-        bnuq.replicas(both, T, 3),
-        pytest.raises(ValueError, match="same folded as one by one"),
-    ):
-        both(X)
-
-
 def test_a_part_is_refused_after_a_call_of_the_whole_too():
     model, x = nn.Sequential(bnuq.BayesLinear(4, 4), nn.Tanh()), torch.randn(6, 4)
     with torch.no_grad(), bnuq.replicas(model, T, 3):
