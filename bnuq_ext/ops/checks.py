@@ -77,7 +77,9 @@ def check_number(op: str, name: str, value) -> None:
 
 def check_scalar(op: str, name: str, value) -> None:
     """`check_number` that torch.compile can follow. A tensor is refused: its gradient would be lost."""
-    if isinstance(value, Tensor) or not hasattr(value, "__float__"):
+    # Older dynamo cannot ask one of its numbers for an attribute.
+    number = torch.compiler.is_compiling() or hasattr(value, "__float__")
+    if isinstance(value, Tensor) or not number:
         refuse(op, name, "be a number", type(value).__name__, TypeError)
 
 
