@@ -324,9 +324,11 @@ def test_layers_that_are_not_called(tmp_path):
         bnuq.collect(model, [torch.randn(6, 4)], 1)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor"
-)  # torch's own, while compiling
+# torch's own warning
+compiling = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@compiling
 def test_a_compiled_model():
     model = bnuq.convert(make_net())
     bank = bnuq.collect(model, batches(), 5)
@@ -336,9 +338,7 @@ def test_a_compiled_model():
     assert other.equal(bank) and model.bn1.bank is other
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor"
-)  # torch's own, while compiling
+@compiling
 def test_a_compiled_layer_keeps_its_name():
     model = bnuq.convert(make_net())
     bank = bnuq.collect(model, batches(), 5)

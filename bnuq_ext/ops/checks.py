@@ -133,20 +133,19 @@ def past_autograd():
 
 def autocasted(x: Tensor) -> Tensor:
     """What autocast would make of an input of a linear layer."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not x.is_floating_point():
-        return x
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return x.to(torch.get_autocast_dtype(kind))
+    if x.is_floating_point() and x.dtype != torch.float64 and _autocasts(x.device):
+        return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
 def past_autocast(device: torch.device):
     """Around float32 products that autocast would round to 16 bits; it reaches into an op too."""
+    return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
+
+
+def _autocasts(device: torch.device) -> bool:
     kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def refuse_second_derivatives(op: str) -> None:
