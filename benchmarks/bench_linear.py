@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bnuq_ext import BayesLinear, elbo_loss, kl_divergence, ops
+from bnuq_ext.ops import linear_cuda
 
 from . import bayes_yardsticks as yardsticks
 from .bayes_yardsticks import Posterior
@@ -160,6 +161,37 @@ def test_fused_product_on_cuda(benchmark, size, rows, T):
     label = f"fused product {size}->{size} {rows} rows T={T}"
     record(benchmark, label, times, target={"noise alone": 0.85})
     benchmark.pedantic(runs["ours"], rounds=3)
+
+
+NEAR_THE_LIMIT = [(400, rows, T) for rows in (1, 8, 32) for T in (1, 20, 100)]
+NEAR_THE_LIMIT += [(1024, 8, 1), (1024, 8, 20), (4096, 1, 1), (4096, 8, 4)]
+
+
+def by_way(direct: bool, run):
+    def forced():
+        chosen, linear_cuda.goes_direct = linear_cuda.goes_direct, lambda *call: direct
+        try:
+            return run()
+        finally:
+            linear_cuda.goes_direct = chosen
+
+    return forced
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="no CUDA device")
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
+@pytest.mark.parametrize("size,rows,T", NEAR_THE_LIMIT)
+def test_the_better_way_on_cuda(benchmark, size, rows, T, backward):
+    """The way that a call takes beside both; the backward is the forward's way too."""
+    case = (size, size, rows, T, False)
+    x, q = make(case, "cuda")
+    run = with_backward({"ours": None}, case, "cuda")["ours"] if backward else ours_of(x, q, T)
+    runs = {"ours": run, "fused": by_way(False, run), "direct": by_way(True, run)}
+    with torch.set_grad_enabled(backward):
+        times = compare(runs, rounds=25, seconds=1, device="cuda")
+        benchmark.pedantic(run, rounds=3)
+    label = f"ways {name_of(case)} {'forward+backward' if backward else 'forward'}"
+    record(benchmark, label, times, target={"fused": 1.0, "direct": 1.0})
 
 
 @pytest.mark.parametrize("device,case", ON, ids=str)

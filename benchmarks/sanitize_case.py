@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bnuq_ext import ops  # noqa: E402
+from bnuq_ext.ops import linear_cuda  # noqa: E402
 
 T, N, C, B = 3, 2, 5, 4
 SHAPES = [(N, C), (3, C), (N, C, 7, 7), (N, C, 4, 4), (N, C, 1, 1), (N, C, 16, 16)]
@@ -70,8 +71,23 @@ def run_predictive():
 
 
 def run_bayes():
+    few = [(1, 1, 1), (5, 17, 33)]  # would go direct, but the fused way has forms for them too
+    run_products(few)
+    chosen = linear_cuda.goes_direct
+    linear_cuda.goes_direct = lambda x, mu: x.dtype == torch.float64
+    try:
+        run_products([*few, (9, 17, 33), (20, 7, 16), (33, 40, 20), (65, 3, 5), (600, 16, 24)])
+    finally:
+        linear_cuda.goes_direct = chosen
     seed = torch.tensor([7, 3]).to(DEVICE)
-    sizes = [(1, 1, 1), (9, 17, 33), (20, 7, 16), (33, 40, 20), (65, 3, 5), (600, 16, 24)]
+    for dtype in (torch.float32, torch.float64):
+        mu, rho = (made(17, 33, dtype=dtype).requires_grad_() for _ in range(2))
+        ops.gaussian_kl(mu, rho, 0.7).backward()
+        ops.mixture_kl(mu, rho, seed, 1, T).backward()
+
+
+def run_products(sizes):
+    seed = torch.tensor([7, 3]).to(DEVICE)
     for dtype, num_samples, (rows, outputs, inputs) in itertools.product(DTYPES, (1, 3, 4), sizes):
         for leading in ((), (num_samples,)):
             x = made(*leading, rows, inputs, dtype=dtype).requires_grad_()
@@ -81,10 +97,6 @@ def run_bayes():
             noise = {"seed": seed, "stream": 1, "num_samples": num_samples}
             y = ops.bayes_linear(x, *weights, *biases, **noise)
             y.backward(torch.ones(y.shape).to(y))
-    for dtype in (torch.float32, torch.float64):
-        mu, rho = (made(17, 33, dtype=dtype).requires_grad_() for _ in range(2))
-        ops.gaussian_kl(mu, rho, 0.7).backward()
-        ops.mixture_kl(mu, rho, seed, 1, T).backward()
 
 
 def run_philox():

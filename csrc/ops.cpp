@@ -56,14 +56,18 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " Tensor grad_bias_rho)");
 
   // The pieces of bayes_linear on CUDA: products with sigma * eps, whose weights stay in registers.
-  // The first two are there on the CPU too.
-  m.def(
-      "sample_weights_(Tensor(a!) weight, Tensor mu, Tensor sigma, Tensor seed, int stream,"
-      " int first) -> ()");
   m.def("sample_bias(Tensor mu, Tensor rho, Tensor seed, int stream, int num_samples) -> Tensor");
   m.def("half_operand(Tensor v, bool bfloat16) -> (Tensor operand, Tensor scale)");
   m.def("pack_sigma(Tensor rho, bool bfloat16) -> (Tensor sigma, Tensor scale)");
   m.def("sample_noise_(Tensor(a!) weight, Tensor sigma, Tensor seed, int stream, int first) -> ()");
+  m.def(
+      "bayes_direct(Tensor x, Tensor mu, Tensor rho, Tensor? bias_mu, Tensor? bias_rho,"
+      " Tensor seed, int stream, int num_samples) -> Tensor");
+  m.def(
+      "bayes_direct_backward(Tensor grad_y, Tensor x, Tensor mu, Tensor rho, Tensor? bias_rho,"
+      " Tensor seed, int stream, bool need_x, bool need_weight, bool need_bias)"
+      " -> (Tensor grad_x, Tensor grad_mu, Tensor grad_rho, Tensor grad_bias_mu,"
+      " Tensor grad_bias_rho)");
   m.def(
       "bayes_forward(Tensor x, Tensor sigma, Tensor base, Tensor? bias, Tensor x_scale,"
       " Tensor sigma_scale, Tensor seed, int stream, int num_samples) -> Tensor");

@@ -2,6 +2,7 @@
 // disassembles.
 #include "kl_kernels.cuh"
 #include "linear_backward_kernels.cuh"
+#include "linear_direct_kernels.cuh"
 #include "operand_kernels.cuh"
 
 namespace bnuq {
@@ -20,8 +21,9 @@ template <typename acc_t>
 void use_in_memory() {
   acc_t* p = nullptr;
   const cudaStream_t stream = nullptr;
-  run_sample_bias<acc_t>(p, p, p, nullptr, 0, 1, 1, stream);
-  run_sample_weights<acc_t>(p, p, p, nullptr, 0, 0, 1, 1, 1, stream);
+  run_direct_forward<acc_t>({}, stream);
+  run_direct_grad_weight<acc_t>({}, stream);
+  run_direct_grad_x<acc_t>({}, stream);
   run_gaussian_kl<acc_t>(p, nullptr, p, p, 1.0, 1, stream);
   run_gaussian_kl_backward<acc_t>(p, p, p, p, p, 1.0, 1, stream);
   run_mixture_kl<acc_t>(p, nullptr, {}, stream);
@@ -32,5 +34,7 @@ template void use_fused<__half>();
 template void use_fused<__nv_bfloat16>();
 template void use_in_memory<float>();
 template void use_in_memory<double>();
+template void run_sample_bias<float>(
+    float*, const float*, const float*, const int64_t*, uint32_t, int64_t, int64_t, cudaStream_t);
 
 }  // namespace bnuq

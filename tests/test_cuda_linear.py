@@ -113,6 +113,22 @@ def test_gradient_loops_are_bound_by_their_noise(backward):
 
 
 @needs_nvcc
+def test_the_direct_way_takes_what_its_limits_assume(hopper):
+    """Instructions a weight, of 8 rows or of one: what `MOST_DIRECT_WEIGHTS` and `MOST_DIRECT_TURNS` were counted with."""
+    assumed = {
+        "direct_forward_kernelIfLi1ELi1E": 76,
+        "direct_forward_kernelIfLi1ELi4E": 33,
+        "direct_forward_kernelIfLi8ELi2E": 69,
+        "direct_grad_weight_kernelIf": 87,
+        "direct_grad_x_kernelIfLi8E": 37,
+    }
+    replicas = {"direct_forward_kernelIfLi1ELi4E": 4, "direct_forward_kernelIfLi8ELi2E": 2}
+    for name, most in assumed.items():
+        (kernel,) = [kernel for mangled, kernel in hopper.items() if name in mangled]
+        assert sum(noise_loop(kernel).values()) <= most * WEIGHTS * replicas.get(name, 1), name
+
+
+@needs_nvcc
 def test_the_mixture_reads_a_weight_once_for_all_replicas(hopper):
     """The loop over them makes noise and terms alone; it may read the seed again. No softplus, 75 slots a term."""
     kernels = [

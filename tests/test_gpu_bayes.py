@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops, reference
+from bnuq_ext.ops import linear_cuda
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -36,6 +37,13 @@ def assert_near(actual, expected, share=2e-3):
     assert (actual.double() - expected).abs().max() <= share * expected.abs().max()
 
 
+@pytest.fixture(params=["fused", "direct"])
+def way(request, monkeypatch):
+    """Of all calls of a test, whatever their sizes."""
+    monkeypatch.setattr(linear_cuda, "goes_direct", lambda *call: request.param == "direct")
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("T", [1, 2, 4, 10])
 @pytest.mark.parametrize(
@@ -55,6 +63,7 @@ def test_every_form_matches_the_reference(N, I, O, T, shared):  # noqa: E741
         assert_near(a, w)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("N", [1, 40, 200, 600])
 def test_repeats_are_bit_equal(N):
     weights, x, seed = (
@@ -72,6 +81,7 @@ def test_repeats_are_bit_equal(N):
         assert all(torch.equal(a, b) for a, b in zip(once(), first, strict=True))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("N", [1, 40, 600])
 def test_a_graph_draws_afresh_at_every_replay(N):
     T, x, seed = 3, made(N, 64), ops.new_seed(3, 0, "cuda")
@@ -123,6 +133,7 @@ def test_a_graph_of_a_training_step_draws_afresh_at_every_replay(prior):
     assert min(eager) / 2 < min(losses) and max(losses) < 2 * max(eager)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("shared", [True, False])
 def test_more_replicas_than_a_grid_has_rows(shared):
     """A grid has 65535 blocks along y and z."""

@@ -43,7 +43,11 @@ EXPECTED = {
     "b[r][1] = __ldg(x[r]": HALVES,
     "out[k] = p.parts == 1 ?": HALVES,
     "p.grad_x[(first * p.N + n) * p.I + i] +=": HALVES,
-    "out[k] = mu[k] + sigma[k]": HALVES,
+    "mean[slot] = inside ?": HALVES,
+    "sigma[slot] = inside ?": HALVES,
+    "p.grad_mu[place] = ": HALVES,
+    "p.grad_rho[place] = ": HALVES,
+    "row[k % 2 + k / 2 * 8] = acc[0][n][k]": HALVES,
     "mu[slot] = p.mu[k]": HALVES,
     "rho[slot] = p.rho[k]": HALVES,
     "grad_mu[k] = scale * by_mu[slot]": HALVES,
@@ -209,8 +213,13 @@ def products(kernels, random):
         yield partial(sanitized_bayes.run_products, kernels, random_bits, random, "float16", *args)
 
 
+def direct(kernels, random):
+    for args in itertools.product([(1, 80, 784), (8, 64, 256)], (True, False)):
+        yield partial(sanitized_bayes.run_direct, kernels, random, "float32", *args)
+
+
 def weights(kernels, random):
-    yield partial(sanitized_bayes.run_weights, kernels, random, "float32", (0, 80, 784))
+    yield partial(sanitized_bayes.run_divergences, kernels, random, "float32", (0, 80, 784))
     for shape in ((20, 512), (2, 80, 784)):
         yield partial(kernels.philox_normal, SEED, 1, shape, 0)
     yield partial(kernels.snapshot_indices, SEED, 5, 320)
@@ -218,7 +227,7 @@ def weights(kernels, random):
 
 def test_accesses_touch_what_they_need(library, kernels):
     random, met = np.random.default_rng(0), set()
-    runs = (make(kernels, random) for make in (batch_norm, predictive, products, weights))
+    runs = (make(kernels, random) for make in (batch_norm, predictive, products, direct, weights))
     for run in itertools.chain.from_iterable(runs):
         lines = counted(library, run)
         assert lines

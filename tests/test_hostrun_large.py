@@ -223,16 +223,40 @@ def test_grad_x(module):
     np.testing.assert_allclose(out[-1:], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kernel", ["sample_noise", "sample_weights"])
-def test_weights_in_memory(module, kernel):
+def test_noise_in_memory(module):
     T, O, I = 600, 2048, 2048  # noqa: E741
-    half = kernel == "sample_noise"
-    dtype, storage = ("bfloat16", np.uint16) if half else ("float32", np.float32)
-    tables = dict(sigma=random_bits(O * I)[0]) if half else {}
-    if not half:
-        tables = {name: np.full(O * I, 0.5, np.float32) for name in ("mu", "sigma")}
-    weight = run(module, kernel, dtype, mapped((T, O, I), storage), T=T, O=O, I=I, **tables)
+    sizes = dict(sigma=random_bits(O * I)[0], O=O, I=I)
+
+    def noise(last, replicas):
+        out = mapped((replicas, O, I), np.uint16)
+        return run(module, "sample_noise", "bfloat16", out, last, T=replicas, **sizes)
+
+    weight, one = noise(0, T), noise(T - 1, 1)
     assert weight.size > 2**31
-    one = run(module, kernel, dtype, mapped((1, O, I), storage), T - 1, T=1, O=O, I=I, **tables)
     assert one[0, -1, -256:].any()
     np.testing.assert_array_equal(weight[-1, -1, -256:], one[0, -1, -256:])
+
+
+@pytest.mark.parametrize("N", [1, 8], ids=["one_row", "rows"])
+@pytest.mark.parametrize("end", ["y", "x"])
+def test_the_direct_way(module, N, end):
+    T = 2**31 // (4096 * N) + 70
+    O, I = (4096, 16) if end == "y" else (16, 4096)  # noqa: E741
+    random = np.random.default_rng(0)
+    mu, rho = random.normal(size=(2, O, I)).astype(np.float32)
+    sizes = dict(N=N, O=O, I=I, mu=mu, rho=rho)
+    x, grad = mapped((T, N, I), np.float32), mapped((T, N, O), np.float32)
+    assert max(x.size, grad.size) > 2**31
+    x[-1], grad[-1] = random.normal(size=(N, I)), random.normal(size=(N, O))
+    one = dict(T=1, x=x[-1:].copy(), grad=grad[-1:].copy())
+    for kernel, like in (("direct_forward", grad), ("direct_grad_x", x)):
+        given = {k: v for k, v in dict(x=x, grad=grad).items() if v is not like}
+        out = run(module, kernel, "float32", mapped(like.shape, np.float32), T=T, **given, **sizes)
+        module.set_last_blocks(0)
+        shape = (1, *like.shape[1:])
+        expected = run(
+            module, kernel, "float32", np.zeros(shape, np.float32), T - 1, **one, **sizes
+        )
+        module.set_last_blocks(BLOCKS)
+        assert np.abs(expected).min() > 0
+        np.testing.assert_allclose(out[-1, :, -16:], expected[0, :, -16:], rtol=1e-4, atol=1e-4)

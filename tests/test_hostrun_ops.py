@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: 
 ROOT = Path(__file__).parent.parent
 FILES = [
     "batch_norm", "batch_norm_errors", "batch_norm_grad", "batch_norm_layout", "batch_norm_library",
-    "predictive", "philox", "linear", "linear_batched", "kl", "bayes_forward", "bayes", "oracle",
+    "predictive", "philox", "linear", "kl", "bayes_forward", "bayes", "oracle",
     "autocast",
 ]  # fmt: skip
 # Left to the run of everything: what takes more than a second and launches what others launch.
@@ -35,7 +35,6 @@ UNREACHED = {
         for half in ("__half", "__nv_bfloat16")
         for rows in (1, 4, 8)
     ),
-    "sample_weights_kernel<float>",  # float32 goes through 16-bit operands
 }
 
 
@@ -50,13 +49,15 @@ def run(*arguments, **variables):
     return done.stdout
 
 
-def run_tests(report, files, slow, *plugins):
+def run_tests(report, files, slow, *plugins, **variables):
     """(how many tests passed, the kernels that were launched, the kernels that were not)."""
     plugins = [word for name in ("hostrun.on_cpu", *plugins) for word in ("-p", name)]
     plugins += ["-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist"]
     paths = [ROOT / "tests" / f"test_{name}.py" for name in files]
     options = ["-o", "addopts=", "-k", f"not ({' or '.join(slow)})"]
-    output = run("-m", "pytest", *plugins, *paths, *options, HOSTRUN_REPORT=str(report))
+    output = run(
+        "-m", "pytest", *plugins, *paths, *options, HOSTRUN_REPORT=str(report), **variables
+    )
     counts = json.loads(report.read_text())
     launched = {kernel.split("<")[0] for kernel, count in counts.items() if count}
     absent = {kernel.split("<")[0] for kernel in counts} - launched
@@ -64,10 +65,18 @@ def run_tests(report, files, slow, *plugins):
 
 
 def test_the_ops_pass_their_tests(tmp_path):
-    passed, _, absent = run_tests(tmp_path / "report.json", FILES, SLOW)
+    passed, _, absent = run_tests(tmp_path / "report.json", FILES, SLOW, HOSTRUN_FUSED="1")
     assert passed >= 1400
     # Very many classes: see the other two.
     assert absent == {"wide_statistics_kernel", "wide_statistics_grad_kernel"}
+
+
+def test_bayes_linear_passes_its_tests_the_direct_way_too(tmp_path):
+    report, files = tmp_path / "report.json", ["linear", "bayes_forward"]
+    passed, launched, _ = run_tests(report, files, [*SLOW, "moments"])
+    assert passed >= 200
+    direct = {"direct_forward_kernel", "direct_grad_weight_kernel", "direct_grad_x_kernel"}
+    assert direct <= launched
 
 
 def test_the_tests_for_a_gpu_pass_as_far_as_the_cpu_has_an_answer(tmp_path):

@@ -48,7 +48,8 @@ def bayes_linear(
 
     Returns:
         (T, N, O) in the dtype of x. Sums and gradients are float32 (float64 for float64).
-        Deterministic. Gradients with respect to x, mu, rho, bias_mu and bias_rho.
+        Deterministic. Gradients with respect to x, mu, rho, bias_mu and bias_rho. On CUDA, from nine rows or 2^18
+        weights on, the noise of an output is off by about 2^-11 of its own size, 2^-8 for bfloat16 x.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.

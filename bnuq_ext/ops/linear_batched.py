@@ -30,47 +30,6 @@ def rows_of(v: Tensor, replicas: slice) -> Tensor:
     return v[replicas] if len(v) > 1 else v.expand(replicas.stop - replicas.start, -1, -1)
 
 
-def forward(xs: Tensor, mu: Tensor, sigma: Tensor, bias: Tensor | None, noise: Noise) -> Tensor:
-    """(T, N, O) of xs (T or 1, N, I), bias (T, O); in the precision of xs."""
-    y = xs.new_empty((noise.num_samples, xs.shape[1], mu.shape[0]))
-    for replicas, room in chunks(noise.num_samples, mu, mu.numel()):
-        weight = room.view(len(room), *mu.shape)
-        _ops.sample_weights_(weight, mu, sigma, noise.seed, noise.stream, replicas.start)
-        x, weight = rows_of(xs, replicas), weight.transpose(1, 2)
-        if bias is None:
-            torch.bmm(x, weight, out=y[replicas])
-        else:
-            torch.baddbmm(bias[replicas, None], x, weight, out=y[replicas])
-    return y
-
-
-def backward(
-    grad_y: Tensor,
-    xs: Tensor,
-    mu: Tensor,
-    sigma: Tensor,
-    noise: Noise,
-    need_x: bool,
-    need_weight: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients by xs (T or 1, N, I), mu and sigma; None for what is not needed."""
-    grad_x = torch.zeros_like(xs) if need_x else None
-    grad_mu, grad_sigma = (torch.zeros_like(mu) if need_weight else None for _ in range(2))
-    zero, one = torch.zeros_like(mu), torch.ones_like(mu)
-    for replicas, room in chunks(noise.num_samples, mu, mu.numel()):
-        eps = room.view(len(room), *mu.shape)
-        _ops.sample_weights_(eps, zero, one, noise.seed, noise.stream, replicas.start)
-        grad = grad_y[replicas]
-        if need_weight:
-            by_weight = torch.bmm(grad.transpose(1, 2), rows_of(xs, replicas))
-            grad_mu += by_weight.sum(0)
-            grad_sigma += by_weight.mul_(eps).sum(0)
-        if need_x:
-            weight = eps.mul_(sigma).add_(mu)
-            _add_(grad_x, replicas, torch.bmm(grad, weight))
-    return grad_x, grad_mu, grad_sigma
-
-
 def add_noise_product_(
     out: Tensor,
     v: Tensor,
@@ -106,11 +65,8 @@ def float_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out_dtype=torch.float32)
 
 
-def _add_(out: Tensor, replicas: slice, product: Tensor, scale: Tensor | None = None) -> None:
+def _add_(out: Tensor, replicas: slice, product: Tensor, scale: Tensor) -> None:
     """out[replicas] += scale * product; where out has one replica for all, their sum."""
     if len(out) == 1:
         replicas, product = slice(0, 1), product.sum(0, keepdim=True)
-    if scale is None:
-        out[replicas].add_(product)
-    else:
-        out[replicas].addcmul_(product, scale)
+    out[replicas].addcmul_(product, scale)

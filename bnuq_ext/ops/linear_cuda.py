@@ -1,11 +1,13 @@
-"""bayes_linear on CUDA: products with sigma * eps in a fused kernel, those with mu by torch.
+"""bayes_linear on CUDA, in one of two ways.
 
     y[t] = x[t] @ mu^T + bias[t] + x[t] @ (sigma * eps[t])^T
 
-The first product keeps the precision of torch's float32 one. The second has 16-bit operands and float32 sums:
-float16 (11 bits), scaled by powers of two to its range, for float32 and float16 x; bfloat16 (8 bits) for
-bfloat16 x. So the noise of an output is off by about 2^-11 (2^-8) of its own size over sqrt(I). float64 goes
-through torch's products alone.
+Fused: the first product is torch's, in its float32 precision. The second is a kernel's, or torch's with many rows,
+with 16-bit operands and float32 sums: float16 (11 bits), scaled by powers of two to its range, for float32 and
+float16 x; bfloat16 (8 bits) for bfloat16 x. So the noise of an output is off by about 2^-11 (2^-8) of its own size.
+
+Direct: one kernel for all of it, two for the gradients, in the precision of the weights. For float64, and for few rows
+of few weights, whose price are launches.
 """
 
 import functools
@@ -23,11 +25,23 @@ from .linear_parts import Noise
 # writing the weight for a product of torch's from about 5 times on.
 MOST_FUSED_ROWS = 512
 
+# The fused way has seven launches where the direct one has one, some 12 us more by counting. So long the direct one
+# takes, at the 69 instructions of its loop, for 20 replicas of so many weights and rows. T has no say: a replica alone
+# is what it is among others.
+MOST_DIRECT_ROWS = 8
+MOST_DIRECT_WEIGHTS = 2**18
+
 _ops = torch.ops.bnuq
 
 
 def _is_bfloat16(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
+
+
+def goes_direct(x: Tensor, mu: Tensor) -> bool:
+    """Whether a call takes the direct way."""
+    few = x.shape[-2] <= MOST_DIRECT_ROWS and mu.numel() <= MOST_DIRECT_WEIGHTS
+    return few or x.dtype == torch.float64
 
 
 def _past_autocast(kernel: Callable) -> Callable:
@@ -42,10 +56,10 @@ def _past_autocast(kernel: Callable) -> Callable:
 @_past_autocast
 def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
     noise, xs = Noise(seed, stream, num_samples), parts.replicas(x)
+    if goes_direct(x, mu):
+        weights = parts.contiguous(mu, rho, bias_mu, bias_rho)
+        return _ops.bayes_direct(xs, *weights, *noise).to(x.dtype)
     bias = parts.sample_bias(bias_mu, bias_rho, noise)
-    if x.dtype == torch.float64:
-        sigma = parts.spread(rho).contiguous()
-        return batched.forward(xs, mu.contiguous(), sigma, bias, noise)
     base = (xs @ mu.t()).contiguous()
     operand, scale = _ops.half_operand(xs, _is_bfloat16(x))
     sigma, sigma_scale = _ops.pack_sigma(rho.contiguous(), _is_bfloat16(x))
@@ -66,13 +80,13 @@ def _backward(
 ):
     noise, xs = Noise(seed, stream, num_samples), parts.replicas(x)
     grad_y = grad_y.to(mu.dtype).contiguous()
-    if x.dtype == torch.float64:
-        sigma = parts.spread(rho).contiguous()
-        grads = batched.backward(grad_y, xs, mu.contiguous(), sigma, noise, need_x, need_weight)
-        if need_weight:
-            grads[2].mul_(torch.sigmoid(rho))
-    else:
-        grads = _half_backward(grad_y, xs, mu, rho, noise, _is_bfloat16(x), need_x, need_weight)
+    if goes_direct(x, mu):
+        weights = parts.contiguous(mu, rho, bias_rho)
+        grads = _ops.bayes_direct_backward(
+            grad_y, xs, *weights, seed, stream, need_x, need_weight, need_bias
+        )
+        return grads[0].view(x.shape if need_x else 0).to(x.dtype), *grads[1:]
+    grads = _half_backward(grad_y, xs, mu, rho, noise, _is_bfloat16(x), need_x, need_weight)
     bias_grads = parts.grad_bias(grad_y, bias_rho, noise) if need_bias else None
     return parts.pack_grads(x, rho, *grads, bias_grads)
 

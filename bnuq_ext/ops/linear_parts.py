@@ -35,11 +35,15 @@ def replicas(x: Tensor) -> Tensor:
     return x.to(acc_dtype(x.dtype)).contiguous()
 
 
+def contiguous(*weights: Tensor | None) -> list[Tensor | None]:
+    return [w if w is None else w.contiguous() for w in weights]
+
+
 def sample_bias(bias_mu: Tensor | None, bias_rho: Tensor | None, noise: Noise) -> Tensor | None:
     """(T, O), or None without a bias."""
     if bias_mu is None:
         return None
-    return _ops.sample_bias(bias_mu.contiguous(), bias_rho.contiguous(), *noise)
+    return _ops.sample_bias(*contiguous(bias_mu, bias_rho), *noise)
 
 
 def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,8 @@ namespace bnuq {
 namespace {
 
 // Biases (T, O).
-Tensor sample_bias_cpu(Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64_t num_samples) {
+Tensor sample_bias(
+    const Tensor& mu, const Tensor& rho, const Tensor& seed, int64_t stream, int64_t num_samples) {
   const int64_t O = mu.numel();
   const Tensor means = contiguous_as(mu.scalar_type(), mu);
   const Tensor rhos = contiguous_as(mu.scalar_type(), rho);
@@ -65,10 +66,10 @@ Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
     const Tensor y = product(call.x_of(0), Matrix(weight, 0, O, I).t(), row);
     return view_of(y, 0, {1, N, O}, {N * O, O, 1});
   }
-  const Tensor sigma = spread_of(call.rho), weight = call.empty({1, O, I});
+  const Tensor sigma = spread_of(call.rho), weight = call.empty({O, I});
   const Tensor y = call.empty({T, N, O});
   for (int64_t t = 0; t < T; ++t) {
-    sample_weights(weight, call.mu, sigma, call.noise, t);
+    sample_weights(weight, call, sigma, t);
     if (bias) row = view_of(*bias, t * O, {O}, {1});
     multiply(Matrix(y, t * N * O, N, O), call.x_of(t), Matrix(weight, 0, O, I).t(), row);
   }
@@ -80,20 +81,13 @@ Tensor bayes_linear_cpu(
     Tensor seed, int64_t stream, int64_t num_samples) {
   const LinearCall call(x, mu, rho, seed, stream, num_samples);
   std::optional<Tensor> bias;
-  if (bias_mu) bias = sample_bias_cpu(*bias_mu, *bias_rho, seed, stream, num_samples);
+  if (bias_mu) bias = sample_bias(*bias_mu, *bias_rho, seed, stream, num_samples);
   const Tensor y = call.N > kFewRows ? many_rows(call, bias) : few_rows(call, bias);
   return contiguous_as(x.scalar_type(), y);
 }
 
-void sample_weights_cpu(
-    Tensor weight, Tensor mu, Tensor sigma, Tensor seed, int64_t stream, int64_t first) {
-  sample_weights(weight, mu, sigma, noise_of(seed, stream), first);
-}
-
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
   m.impl("bayes_linear", TORCH_BOX(&bayes_linear_cpu));
-  m.impl("sample_weights_", TORCH_BOX(&sample_weights_cpu));
-  m.impl("sample_bias", TORCH_BOX(&sample_bias_cpu));
 }
 
 }  // namespace
@@ -112,29 +106,14 @@ Tensor spread_of(const Tensor& rho) {
 }
 
 void sample_weights(
-    const Tensor& weight, const Tensor& mu, const Tensor& sigma, const Noise& noise,
-    int64_t first) {
-  const int64_t R = weight.size(0), O = mu.size(0), I = mu.size(1), bands = tiles_of(O);
-  for (const Tensor& t : {weight, mu, sigma})
-    STD_TORCH_CHECK(
-        t.is_contiguous() && t.scalar_type() == mu.scalar_type(),
-        "sample_weights_: tensors must be contiguous and have one dtype");
-  STD_TORCH_CHECK(
-      weight.numel() == R * O * I && sigma.numel() == O * I,
-      "sample_weights_: tensors must match in size");
-  dispatch_acc(mu, [&](auto zero) {
+    const Tensor& weight, const LinearCall& call, const Tensor& sigma, int64_t replica) {
+  const int64_t O = call.O, I = call.I;
+  dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
-    const acc_t *m = mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
+    const acc_t *m = call.mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
     acc_t* w = weight.mutable_data_ptr<acc_t>();
-    torch::stable::parallel_for(0, R * bands, 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
-      for (int64_t j = begin; j < end; ++j) {
-        acc_t* out = w + j / bands * O * I;
-        const auto row = [&](int64_t o, const float* z) {
-          sample_row(out + o * I, m + o * I, s + o * I, z, I);
-        };
-        const uint64_t replica = noise.first + first + j / bands;
-        for_band_rows(noise.sub, replica, j % bands, O, 0, tiles_of(I), row);
-      }
+    for_rows(call.noise, replica, O, I, [&](int64_t o, const float* z) {
+      sample_row(w + o * I, m + o * I, s + o * I, z, I);
     });
   });
 }

@@ -154,7 +154,7 @@ void many_replicas(
     const LinearCall& call, const Tensor& grad_y, bool need_x, bool need_weight, Grads& grads) {
   const int64_t N = call.N, O = call.O, I = call.I;
   const Tensor none = call.empty({0}), sigma = need_x ? spread_of(call.rho) : none;
-  const Tensor weight = need_x ? call.empty({1, O, I}) : none;
+  const Tensor weight = need_x ? call.empty({O, I}) : none;
   if (need_x) grads.x = empty_rows(call.x, call.x.size(0), MemoryFormat::Contiguous);
   if (need_weight) grads.rho = call.empty({O, I});
   for (int64_t t = 0; t < call.T; ++t) {
@@ -164,7 +164,7 @@ void many_replicas(
       if (t == 0) grads.mu = by_weight;
       add_replica(call, t, by_weight, sigma, weight, grads);
     } else {
-      sample_weights(weight, call.mu, sigma, call.noise, t);
+      sample_weights(weight, call, sigma, t);
     }
     if (!need_x) continue;
     const Matrix out(grads.x, t * call.x_stride(), N, I), w(weight, 0, O, I);

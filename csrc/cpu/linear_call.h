@@ -67,9 +67,9 @@ struct LinearCall {
 // sigma of rho: torch's own softplus takes ten times as long.
 Tensor spread_of(const Tensor& rho);
 
-// Weights (R, O, I) of replicas first .. first + R - 1.
+// Weights (O, I) of a replica, with what spread_of made.
 void sample_weights(
-    const Tensor& weight, const Tensor& mu, const Tensor& sigma, const Noise& noise, int64_t first);
+    const Tensor& weight, const LinearCall& call, const Tensor& sigma, int64_t replica);
 
 // Weights (O, I) of the first replica, with no sigma in memory.
 Tensor sample_posterior(const LinearCall& call);

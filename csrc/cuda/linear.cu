@@ -4,7 +4,6 @@
 
 #include "linear_backward_kernels.cuh"
 #include "operand_kernels.cuh"
-#include "weights_kernels.cuh"
 
 namespace bnuq {
 namespace {
@@ -168,45 +167,20 @@ Tensor bayes_grad_rho_cuda(
   return out;
 }
 
-// ---- weights into memory, for a matrix product of torch's --------------------------------------
-
-void sample_weights_cuda(
-    Tensor weight, Tensor mu, Tensor sigma, Tensor seed, int64_t stream, int64_t first) {
-  check_on_device_of(weight, {mu, sigma, seed});
-  const int64_t R = weight.size(0), O = mu.size(0), I = mu.size(1);
-  STD_TORCH_CHECK(
-      weight.is_contiguous() && mu.is_contiguous() && sigma.is_contiguous() &&
-          weight.numel() == R * O * I && sigma.numel() == O * I,
-      "sample_weights_: tensors must be contiguous and match in size");
-  const DeviceGuard guard(weight.get_device_index());
-  if (weight.numel() == 0) return;
-  const auto run = [&](auto zero) {
-    using acc_t = decltype(zero);
-    run_sample_weights<acc_t>(
-        weight.mutable_data_ptr<acc_t>(), mu.const_data_ptr<acc_t>(), sigma.const_data_ptr<acc_t>(),
-        seed_of(seed), uint32_t(stream), first, R, O, I, current_stream(weight));
-  };
-  mu.scalar_type() == ScalarType::Double ? run(double()) : run(float());
-}
+// ---- biases, and noise in memory for a matrix product of torch's -------------------------------
 
 // (T, O) = mu + softplus(rho) * eps.
 Tensor sample_bias_cuda(Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64_t num_samples) {
   check_on_device_of(mu, {rho, seed});
   const int64_t O = mu.numel();
-  STD_TORCH_CHECK(
-      mu.is_contiguous() && rho.is_contiguous() && rho.numel() == O &&
-          rho.scalar_type() == mu.scalar_type(),
-      "sample_bias: mu and rho must be contiguous and alike");
+  check_floats(mu, O);
+  check_floats(rho, O);
   const DeviceGuard guard(mu.get_device_index());
   const Tensor out = torch::stable::new_empty(mu, {num_samples, O});
   if (out.numel() == 0) return out;
-  const auto run = [&](auto zero) {
-    using acc_t = decltype(zero);
-    run_sample_bias<acc_t>(
-        out.mutable_data_ptr<acc_t>(), mu.const_data_ptr<acc_t>(), rho.const_data_ptr<acc_t>(),
-        seed_of(seed), uint32_t(stream), num_samples, O, current_stream(mu));
-  };
-  mu.scalar_type() == ScalarType::Double ? run(double()) : run(float());
+  run_sample_bias<float>(
+      out.mutable_data_ptr<float>(), mu.const_data_ptr<float>(), rho.const_data_ptr<float>(),
+      seed_of(seed), uint32_t(stream), num_samples, O, current_stream(mu));
   return out;
 }
 
@@ -233,7 +207,6 @@ STABLE_TORCH_LIBRARY_IMPL(bnuq, CUDA, m) {
   m.impl("bayes_forward", TORCH_BOX(&bayes_forward_cuda));
   m.impl("bayes_grad_x_", TORCH_BOX(&bayes_grad_x_cuda));
   m.impl("bayes_grad_rho", TORCH_BOX(&bayes_grad_rho_cuda));
-  m.impl("sample_weights_", TORCH_BOX(&sample_weights_cuda));
   m.impl("sample_bias", TORCH_BOX(&sample_bias_cuda));
   m.impl("sample_noise_", TORCH_BOX(&sample_noise_cuda));
 }

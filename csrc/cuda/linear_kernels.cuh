@@ -31,24 +31,24 @@ struct Lane {
 
 // Adds up, in the order of the warps, what the `parts` warps of a tile have summed; the first of
 // them gets it. All threads of the block.
-template <int A, int B>
-BNUQ_DEVICE void add_parts(float (&acc)[A][B][4], float* shared, int part, int parts) {
+template <typename acc_t, int A, int B, int C>
+BNUQ_DEVICE void add_parts(acc_t (&acc)[A][B][C], acc_t* shared, int part, int parts) {
   const Lane at;
-  float* sums = shared + at.warp / parts * A * B * 4 * kWarp + at.lane;
+  acc_t* sums = shared + at.warp / parts * A * B * C * kWarp + at.lane;
   for (int from = 1; from < parts; ++from) {
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < A * B * 4; ++i)
-      if (part == from) sums[i * kWarp] = acc[i / 4 / B][i / 4 % B][i % 4];
+    for (int i = 0; i < A * B * C; ++i)
+      if (part == from) sums[i * kWarp] = acc[i / C / B][i / C % B][i % C];
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < A * B * 4; ++i)
-      if (part == 0) acc[i / 4 / B][i / 4 % B][i % 4] += sums[i * kWarp];
+    for (int i = 0; i < A * B * C; ++i)
+      if (part == 0) acc[i / C / B][i / C % B][i % C] += sums[i * kWarp];
   }
 }
 
-constexpr int parts_bytes(int sums, int parts) {
-  return parts == 1 ? 0 : kLinearWarps / parts * sums * kWarp * int(sizeof(float));
+constexpr int parts_bytes(int sums, int parts, int bytes = sizeof(float)) {
+  return parts == 1 ? 0 : kLinearWarps / parts * sums * kWarp * bytes;
 }
 
 // ---- y[t] = base[t] + bias[t] + x[t] @ (sigma * eps[t])^T --------------------------------------

@@ -1,6 +1,6 @@
-// What the products of bayes_linear read: 16-bit matrices over a power of two, which brings
-// float16's range to where the numbers lie. Two passes: each block of the first keeps its largest
-// number, each of the second finds the largest of those.
+// What the fused products of bayes_linear read: biases, and 16-bit matrices over a power of two,
+// which brings float16's range to where the numbers lie. The matrices in two passes: each block of
+// the first keeps its largest number, each of the second finds the largest of those.
 #pragma once
 #include <type_traits>
 
@@ -139,6 +139,23 @@ __global__ void __launch_bounds__(kOperandThreads) sample_noise_kernel(
   }
 }
 
+// The biases of all replicas, (T, O) = mu + softplus(rho) * eps: one thread a Philox call.
+template <typename acc_t>
+__global__ void __launch_bounds__(kOperandThreads) sample_bias_kernel(
+    acc_t* __restrict__ bias, const acc_t* __restrict__ mu, const acc_t* __restrict__ rho,
+    const int64_t* __restrict__ seed, uint32_t stream, int64_t T, int64_t O) {
+  const int64_t groups = ceil_div<int64_t>(O, 8);
+  const int64_t i = int64_t(blockIdx.x) * kOperandThreads + threadIdx.x;
+  if (i >= T * groups) return;
+  const int64_t t = i / groups, first = i % groups * 8;
+  float z[8];
+  normals8(philox_at(subkey(seed[0], stream, kTagBias), first >> 3, uint64_t(seed[1] + t)), z);
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    if (first + e < O)
+      bias[t * O + first + e] = mu[first + e] + softplus(rho[first + e]) * acc_t(z[e]);
+}
+
 // ---- launches ----------------------------------------------------------------------------------
 
 inline dim3 operand_grid(int64_t threads) {
@@ -191,6 +208,16 @@ void run_sample_noise(
   BNUQ_LAUNCH(
       kernel, operand_grid(threads), dim3(kOperandThreads), 0, stream, weight, sigma, seed,
       stream_id, first, R, O, tiles_i);
+}
+
+template <typename acc_t>
+void run_sample_bias(
+    acc_t* bias, const acc_t* mu, const acc_t* rho, const int64_t* seed, uint32_t stream_id,
+    int64_t T, int64_t O, cudaStream_t stream) {
+  const auto kernel = sample_bias_kernel<acc_t>;
+  BNUQ_LAUNCH(
+      kernel, operand_grid(T * ceil_div<int64_t>(O, 8)), dim3(kOperandThreads), 0, stream, bias, mu,
+      rho, seed, stream_id, T, O);
 }
 
 }  // namespace bnuq

@@ -60,8 +60,9 @@ struct Bayes {
   double prior_std, pi, std1, std2;
   uint32_t stream;
   const int64_t* seed;
-  const void *x, *sigma, *base, *bias, *x_scale, *sigma_scale, *grad_scale, *mu, *rho, *grad;
-  void *out, *out2, *partial;
+  const void *x, *sigma, *base, *bias, *x_scale, *sigma_scale, *grad_scale, *mu, *rho, *bias_rho,
+      *grad;
+  void *out, *out2, *out3, *out4, *partial;
 };
 void bayes(const Bayes& call);
 

@@ -1,4 +1,5 @@
 #include "../../csrc/cuda/linear_backward_kernels.cuh"
+#include "../../csrc/cuda/linear_direct_kernels.cuh"
 #include "../../csrc/cuda/operand_kernels.cuh"
 
 #include "../../csrc/cuda/kl_kernels.cuh"
@@ -55,17 +56,36 @@ void fused(const Bayes& c) {
 }
 
 template <typename acc_t>
+bool direct(const Bayes& c) {
+  DirectArgs<acc_t> p = {};
+  p.mu = in<acc_t>(c.mu), p.rho = in<acc_t>(c.rho), p.bias_mu = in<acc_t>(c.bias);
+  p.bias_rho = in<acc_t>(c.bias_rho), p.x = in<acc_t>(c.x), p.grad_y = in<acc_t>(c.grad);
+  p.seed = c.seed, p.stream = c.stream, p.shared = c.shared;
+  p.T = c.T, p.N = c.N, p.O = c.O, p.I = c.I;
+  if (c.kernel == "direct_forward") {
+    p.y = to<acc_t>(c.out);
+    run_direct_forward(p, nullptr);
+  } else if (c.kernel == "direct_grad_weight") {
+    p.grad_mu = to<acc_t>(c.out), p.grad_rho = to<acc_t>(c.out2);
+    p.grad_bias_mu = to<acc_t>(c.out3), p.grad_bias_rho = to<acc_t>(c.out4);
+    run_direct_grad_weight(p, nullptr);
+  } else if (c.kernel == "direct_grad_x") {
+    p.grad_x = to<acc_t>(c.out);
+    run_direct_grad_x(p, nullptr);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+template <typename acc_t>
 void in_memory(const Bayes& c) {
+  if (direct<acc_t>(c)) return;
   const acc_t *mu = in<acc_t>(c.mu), *rho = in<acc_t>(c.rho), *grad = in<acc_t>(c.grad);
   acc_t *out = to<acc_t>(c.out), *out2 = to<acc_t>(c.out2);
   const MixtureArgs<acc_t> mixture = {
       mu, rho, c.seed, c.stream, c.T, c.O, c.I, c.matrix, mixture_of<acc_t>(c.pi, c.std1, c.std2)};
-  if (c.kernel == "sample_bias") {
-    run_sample_bias<acc_t>(out, mu, rho, c.seed, c.stream, c.T, c.O, nullptr);
-  } else if (c.kernel == "sample_weights") {
-    run_sample_weights<acc_t>(
-        out, mu, in<acc_t>(c.sigma), c.seed, c.stream, c.first, c.T, c.O, c.I, nullptr);
-  } else if (c.kernel == "gaussian_kl") {
+  if (c.kernel == "gaussian_kl") {
     run_gaussian_kl<acc_t>(out, to<double>(c.partial), mu, rho, c.prior_std, c.O * c.I, nullptr);
   } else if (c.kernel == "gaussian_kl_backward") {
     run_gaussian_kl_backward<acc_t>(out, out2, grad, mu, rho, c.prior_std, c.O * c.I, nullptr);
@@ -81,6 +101,9 @@ void in_memory(const Bayes& c) {
 }  // namespace
 
 void bayes(const Bayes& c) {
+  if (c.kernel == "sample_bias")
+    return run_sample_bias<float>(
+        to<float>(c.out), in<float>(c.mu), in<float>(c.rho), c.seed, c.stream, c.T, c.O, nullptr);
   if (c.dtype == "float16") return fused<__half>(c);
   if (c.dtype == "bfloat16") return fused<__nv_bfloat16>(c);
   if (c.dtype == "float64") return in_memory<double>(c);

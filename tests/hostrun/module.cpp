@@ -105,8 +105,8 @@ Bayes bayes_call(const py::kwargs& kwargs) {
   a.take("x", c.x), a.take("sigma", c.sigma), a.take("base", c.base), a.take("bias", c.bias);
   a.take("x_scale", c.x_scale), a.take("sigma_scale", c.sigma_scale);
   a.take("grad_scale", c.grad_scale), a.take("mu", c.mu), a.take("rho", c.rho);
-  a.take("grad", c.grad), a.take("out", c.out), a.take("out2", c.out2);
-  a.take("partial", c.partial);
+  a.take("bias_rho", c.bias_rho), a.take("grad", c.grad), a.take("partial", c.partial);
+  a.take("out", c.out), a.take("out2", c.out2), a.take("out3", c.out3), a.take("out4", c.out4);
   a.finish();
   return c;
 }

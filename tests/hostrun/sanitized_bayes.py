@@ -53,25 +53,41 @@ def run_products(kernels, random_bits, random, dtype, shape, shared):
     )
     run(kernels, "grad_x", dtype, {"out": zeros((first, N, I), np.float32)}, **given)
 
+    bias = {"mu": rho[:, 0].copy(), "rho": rho[:, 0].copy(), "O": O, "I": 1}
+    run(kernels, "sample_bias", "float32", {"out": fresh((2, O), np.float32)}, **bias)
+
     given = common | sizes | {"grad": random_bits(random, (T, N, O16), dtype)}
     given |= {"x": random_bits(random, (first, N, I16), dtype), "rho": rho}
     run(kernels, "grad_rho", dtype, {"out": fresh((O, I), np.float32)}, **given)
 
 
-def run_weights(kernels, random, dtype, shape):
-    """Weights in memory, and the divergences."""
+def run_divergences(kernels, random, dtype, shape):
+    """The divergences."""
     _, O, I = shape  # noqa: E741
     acc = STORAGE[dtype]
     mu, rho = random.random((2, O, I)).astype(acc)
     sizes = {"O": O, "I": I, "mu": mu, "sigma": rho, "rho": rho, "matrix": True}
-    bias = {"mu": mu[:, 0].copy(), "rho": rho[:, 0].copy(), "O": O, "I": 1}
-    run(kernels, "sample_bias", dtype, {"out": fresh((2, O), acc)}, **bias)
-    run(kernels, "sample_weights", dtype, {"out": fresh((2, O, I), acc)}, **sizes)
     for name in ("gaussian_kl", "mixture_kl"):
         results = {"out": fresh((), acc), "partial": fresh((1024,), np.float64)}
         run(kernels, name, dtype, results, **sizes)
         results = {name: zeros((O, I), acc) for name in ("out", "out2")}
         run(kernels, f"{name}_backward", dtype, results, grad=np.ones((), acc), **sizes)
+
+
+def run_direct(kernels, random, dtype, shape, shared):
+    """The products straight from mu and rho; one replica, then more than a warp takes."""
+    (N, O, I), acc = shape, STORAGE[dtype]  # noqa: E741
+    for T in (1, 5):
+        mu, rho, bias = (random.random(s).astype(acc) for s in ((O, I), (O, I), (O,)))
+        copies = 1 if shared or T == 1 else T
+        x, grad = (random.random(s).astype(acc) for s in ((copies, N, I), (T, N, O)))
+        given = {"mu": mu, "rho": rho, "bias": bias, "bias_rho": bias, "x": x, "grad": grad}
+        given |= {"T": T, "N": N, "O": O, "I": I, "shared": copies == 1}
+        run(kernels, "direct_forward", dtype, {"out": fresh((T, N, O), acc)}, **given)
+        shapes = {"out": (O, I), "out2": (O, I), "out3": (O,), "out4": (O,)}
+        results = {name: fresh(size, acc) for name, size in shapes.items()}
+        run(kernels, "direct_grad_weight", dtype, results, **given)
+        run(kernels, "direct_grad_x", dtype, {"out": fresh((T, N, I), acc)}, **given)
 
 
 def run_all(kernels, random_bits, random):
@@ -80,4 +96,6 @@ def run_all(kernels, random_bits, random):
             for shared in (True, False):
                 run_products(kernels, random_bits, random, dtype, shape, shared)
         for dtype in ("float32", "float64"):
-            run_weights(kernels, random, dtype, shape)
+            run_divergences(kernels, random, dtype, shape)
+            for shared in (True, False):
+                run_direct(kernels, random, dtype, shape, shared)
