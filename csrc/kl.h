@@ -79,11 +79,15 @@ BNUQ_HD KlTerm<acc_t> mixture_kl_term(
   const acc_t w = mu + q.sigma * eps, square = w * w;
   const acc_t a = p.log_scale1 - acc_t(0.5) * square * p.precision1;
   const acc_t b = p.log_scale2 - acc_t(0.5) * square * p.precision2;
-  const acc_t e = exp_nonpositive(-std::fabs(a - b));  // the smaller density over the larger
-  const acc_t log_p = (a > b ? a : b) + log1p_unit(e);
+  // log of the first density over the second; a - b would be NaN where w * w overflows.
+  const acc_t ratio =
+      p.log_scale1 - p.log_scale2 + acc_t(0.5) * square * (p.precision2 - p.precision1);
+  const bool first = ratio > acc_t(0);
+  const acc_t e = exp_nonpositive(-std::fabs(ratio));  // the smaller density over the larger
+  const acc_t log_p = (first ? a : b) + log1p_unit(e);
   const acc_t larger = acc_t(1) / (acc_t(1) + e);
   // Both shares as products: 1 minus the other one loses the small share of a narrow component.
-  const acc_t share1 = a > b ? larger : e * larger, share2 = a > b ? e * larger : larger;
+  const acc_t share1 = first ? larger : e * larger, share2 = first ? e * larger : larger;
   const acc_t by_w = w * (share1 * p.precision1 + share2 * p.precision2);
   const acc_t value = -acc_t(0.5) * eps * eps - q.log_sigma - log_p;
   return {

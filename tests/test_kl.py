@@ -169,6 +169,16 @@ def test_mixture_far_in_the_tail():
         torch.testing.assert_close(grad_mu, torch.full_like(mu, 200 / 0.1**2), rtol=1e-2, atol=0.0)
 
 
+def test_mixture_where_squares_overflow():
+    """At w = 1e30 the divergence is infinite in float32; its slope is not."""
+    mu = torch.tensor([1e30, -1e30], requires_grad=True)
+    rho = torch.full((2,), -5.0, requires_grad=True)
+    kl = ops.mixture_kl(mu, rho, ops.new_seed(0), STREAM, pi=0.5, std1=1.0, std2=0.01)
+    (grad,) = torch.autograd.grad(kl, mu)
+    assert kl.item() == math.inf
+    torch.testing.assert_close(grad, mu.detach())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("std2", [math.exp(-6), math.exp(-8)])
 def test_mixture_gradient_where_the_narrow_component_fades(std2, dtype):

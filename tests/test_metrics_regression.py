@@ -53,6 +53,19 @@ def test_gaussian_crps_without_spread_is_the_absolute_error():
     torch.testing.assert_close(actual, (y.double() - mean.double()).abs())
 
 
+def test_gaussian_crps_has_gradients_without_spread():
+    """Those of the absolute error, and by the spread -1 / sqrt(pi), whatever the error."""
+    y = torch.tensor([1.0, 5.0, -1e30, 2.0]).double()
+    mean = torch.tensor([1.0, 2.0, -1.0, 3.0]).double().requires_grad_()
+    std = torch.zeros(4).double().requires_grad_()
+    by_mean, by_std = torch.autograd.grad(
+        metrics.gaussian_crps(mean, std, y, reduction="none").sum(), (mean, std)
+    )
+    assert by_mean.tolist() == [0.0, -1.0, 1.0, 1.0]
+    torch.testing.assert_close(by_std[1:], torch.full_like(by_std[1:], -(math.pi**-0.5)))
+    assert by_std.isfinite().all()
+
+
 @pytest.mark.parametrize("replicas", [2, 3, 50])
 def test_ensemble_crps_matches_two_packages(replicas):
     _, _, y, samples = problem(replicas=replicas)

@@ -119,6 +119,7 @@ def gaussian_crps(
     mean, y = take_means("gaussian_crps", mean, y)
     std, error = _take_std("gaussian_crps", std, y), (y - mean).abs()
     z = error / std.clamp_min(torch.finfo(torch.float64).tiny)
+    z = z.clamp_max(40.0)  # erf is 1 there; an infinite z would make gradients NaN
     peak = (2 / math.pi) ** 0.5 * torch.exp(-0.5 * z.square()) - math.pi**-0.5
     values = error * torch.erf(z / 2**0.5) + std * peak
     return reduce("gaussian_crps", per_row(values).mean(-1), reduction)
