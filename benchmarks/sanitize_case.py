@@ -9,6 +9,7 @@ device than "cuda" may be named, to try the script itself.
 import itertools
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -74,12 +75,8 @@ def run_bayes():
     few = [(1, 1, 1), (5, 17, 33)]  # go direct, but the fused way has forms for them too
     more = [(9, 17, 33), (20, 7, 16), (33, 40, 20), (65, 3, 5), (600, 16, 24)]
     run_products([torch.float32, torch.bfloat16, torch.float64], [*few, (9, 17, 33)])
-    chosen = linear_cuda.goes_direct
-    linear_cuda.goes_direct = lambda x, mu: False
-    try:
+    with patch.object(linear_cuda, "goes_direct", lambda x, mu: False):
         run_products([torch.float32, torch.float16, torch.bfloat16], [*few, *more])
-    finally:
-        linear_cuda.goes_direct = chosen
     seed = torch.tensor([7, 3]).to(DEVICE)
     for dtype in (torch.float32, torch.float64):
         mu, rho = (made(17, 33, dtype=dtype).requires_grad_() for _ in range(2))

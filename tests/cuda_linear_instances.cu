@@ -11,6 +11,7 @@ template <typename half_t>
 void use_fused() {
   run_half_operand<half_t>(nullptr, nullptr, nullptr, nullptr, 1, 1, nullptr);
   run_pack_sigma<half_t>(nullptr, nullptr, nullptr, nullptr, 1, 1, nullptr);
+  run_sample_bias(nullptr, nullptr, nullptr, nullptr, 0, 1, 1, nullptr);
   run_sample_noise<half_t>(nullptr, nullptr, nullptr, 0, 0, 1, 1, 1, nullptr);
   run_bayes_forward<half_t>({}, nullptr);
   run_bayes_grad_x<half_t>({}, nullptr);
@@ -34,7 +35,5 @@ template void use_fused<__half>();
 template void use_fused<__nv_bfloat16>();
 template void use_in_memory<float>();
 template void use_in_memory<double>();
-template void run_sample_bias<float>(
-    float*, const float*, const float*, const int64_t*, uint32_t, int64_t, int64_t, cudaStream_t);
 
 }  // namespace bnuq

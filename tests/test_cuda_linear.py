@@ -114,7 +114,7 @@ def test_gradient_loops_are_bound_by_their_noise(backward):
 
 @needs_nvcc
 def test_the_direct_way_takes_what_its_limits_assume(hopper):
-    """Instructions a weight, of 8 rows or of one: what `MOST_DIRECT_WEIGHTS` and `MOST_DIRECT_TURNS` were counted with."""
+    """Instructions a weight, of 8 rows or of one: what `MOST_DIRECT_WEIGHTS` was counted with."""
     assumed = {
         "direct_forward_kernelIfLi1ELi1E": 76,
         "direct_forward_kernelIfLi1ELi4E": 33,

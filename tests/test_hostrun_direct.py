@@ -42,11 +42,10 @@ class Direct:
         self, grad_y, x, mu, rho, bias_rho, seed, stream, need_x, need_weight, need_bias
     ):
         given = (x, mu, rho, None, bias_rho, seed, len(grad_y), grad_y)
-        results = [torch.empty_like(x) if need_x else None, None, None, None, None]
+        sums = (min(len(grad_y), 16) if len(x) == 1 else len(x), *x.shape[1:])
+        results = [x.new_empty(sums) if need_x else None, None, None, None, None]
         if need_x and mu.numel():
-            sums = min(len(grad_y), 16) if len(x) == 1 else len(x)
-            (grad_x,) = self.run("direct_grad_x", [(sums, *x.shape[1:])], *given)
-            results[0] = grad_x.sum(0, keepdim=True) if len(x) == 1 else grad_x
+            results[:1] = self.run("direct_grad_x", [sums], *given)
         if need_weight or need_bias:
             weight, bias = mu.shape if need_weight else None, mu.shape[:1] if need_bias else None
             results[1:] = self.run("direct_grad_weight", [weight, weight, bias, bias], *given)

@@ -82,10 +82,11 @@ def _backward(
     grad_y = grad_y.to(mu.dtype).contiguous()
     if goes_direct(x, mu):
         weights = parts.contiguous(mu, rho, bias_rho)
-        grads = _ops.bayes_direct_backward(
+        grad_x, grad_mu, grad_rho, *bias_grads = _ops.bayes_direct_backward(
             grad_y, xs, *weights, seed, stream, need_x, need_weight, need_bias
         )
-        return grads[0].view(x.shape if need_x else 0).to(x.dtype), *grads[1:]
+        grads = grad_x if need_x else None, grad_mu, grad_rho
+        return parts.pack_grads(x, rho, *grads, bias_grads)
     grads = _half_backward(grad_y, xs, mu, rho, noise, _is_bfloat16(x), need_x, need_weight)
     bias_grads = parts.grad_bias(grad_y, bias_rho, noise) if need_bias else None
     return parts.pack_grads(x, rho, *grads, bias_grads)

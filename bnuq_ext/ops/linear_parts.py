@@ -56,7 +56,9 @@ def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> tuple[Tensor, T
 def pack_grads(x, rho, grad_x, grad_mu, grad_rho, bias_grads) -> tuple[Tensor, ...]:
     """The results of bayes_linear_backward: in the shapes and dtypes of its inputs, empty for None."""
     if grad_x is not None:
-        grad_x = (grad_x if x.dim() == 3 else grad_x.sum(0)).to(x.dtype)
+        if x.dim() == 2:
+            grad_x = grad_x[0] if len(grad_x) == 1 else grad_x.sum(0)
+        grad_x = grad_x.to(x.dtype)
     return (
         x.new_empty(0) if grad_x is None else grad_x,
         # Each its own: results of an op may not share memory.

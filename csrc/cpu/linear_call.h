@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "../dispatch.h"
 #include "../layout.h"
 #include "../seed.h"
 #include "linear_rows.h"
@@ -14,14 +15,6 @@ namespace bnuq {
 
 // Up to this many rows a replica, a dot product per row beats writing the weights out for a GEMM.
 constexpr int64_t kFewRows = 4;
-
-template <typename F>
-void dispatch_acc(const Tensor& t, const F& body) {
-  if (t.scalar_type() == ScalarType::Double) return body(double());
-  STD_TORCH_CHECK(
-      t.scalar_type() == ScalarType::Float, "bayes_linear: mu must be float32 or float64");
-  body(float());
-}
 
 inline Tensor contiguous_as(ScalarType type, const Tensor& t) {
   const Tensor same = t.scalar_type() == type ? t : torch::stable::to(t, type);

@@ -2,6 +2,7 @@
 
 #include <tuple>
 
+#include "../dispatch.h"
 #include "kl_kernels.cuh"
 
 namespace bnuq {
@@ -16,9 +17,7 @@ void dispatch_kl(const Tensor& mu, const Tensor& rho, const F& body) {
       mu.is_contiguous() && rho.is_contiguous() && mu.numel() == rho.numel() &&
           mu.scalar_type() == rho.scalar_type(),
       "kl: mu and rho must be contiguous and alike");
-  if (mu.scalar_type() == ScalarType::Double) return body(double());
-  STD_TORCH_CHECK(mu.scalar_type() == ScalarType::Float, "kl: dtype must be float32 or float64");
-  body(float());
+  dispatch_acc(mu, body);
 }
 
 Tensor partials(const Tensor& mu) {

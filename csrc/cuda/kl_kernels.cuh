@@ -3,7 +3,7 @@
 // does not depend on the order in which blocks finish.
 #pragma once
 #include "../kl.h"
-#include "device.cuh"
+#include "lane_weights.cuh"
 
 namespace bnuq {
 
@@ -41,18 +41,6 @@ __global__ void __launch_bounds__(kKlThreads) gaussian_kl_backward_kernel(
     const KlTerm<acc_t> term = gaussian_kl_term(mu[i], rho[i], acc_t(0), precision);
     grad_mu[i] = *grad * term.by_mu;
     grad_rho[i] = *grad * term.by_rho;
-  }
-}
-
-// Where a thread's eight weights lie: body(slot, o * I + i) for those inside the matrix.
-template <typename Body>
-BNUQ_DEVICE void for_lane_weights(
-    int64_t tile_o, int64_t tile_i, int lane, int64_t O, int64_t I, const Body& body) {
-#pragma unroll
-  for (int slot = 0; slot < 8; ++slot) {
-    const int64_t o = tile_o * 16 + lane / 4 + (slot >> 1 & 1) * 8;
-    const int64_t i = tile_i * 16 + lane % 4 * 2 + (slot & 1) + (slot >> 2) * 8;
-    if (o < O && i < I) body(slot, o * I + i);
   }
 }
 

@@ -178,7 +178,7 @@ Tensor sample_bias_cuda(Tensor mu, Tensor rho, Tensor seed, int64_t stream, int6
   const DeviceGuard guard(mu.get_device_index());
   const Tensor out = torch::stable::new_empty(mu, {num_samples, O});
   if (out.numel() == 0) return out;
-  run_sample_bias<float>(
+  run_sample_bias(
       out.mutable_data_ptr<float>(), mu.const_data_ptr<float>(), rho.const_data_ptr<float>(),
       seed_of(seed), uint32_t(stream), num_samples, O, current_stream(mu));
   return out;

@@ -2,25 +2,17 @@
 
 #include <tuple>
 
+#include "../dispatch.h"
 #include "linear_direct_kernels.cuh"
 
 namespace bnuq {
 namespace {
-
-template <typename F>
-void dispatch_direct(const Tensor& mu, const F& body) {
-  if (mu.scalar_type() == ScalarType::Double) return body(double());
-  STD_TORCH_CHECK(
-      mu.scalar_type() == ScalarType::Float, "bayes_linear: mu must be float32 or float64");
-  body(float());
-}
 
 // Sizes, and memory that the kernels may read: x (T or 1, N, I), mu and rho (O, I), biases (O,).
 template <typename acc_t>
 DirectArgs<acc_t> arguments_of(
     const Tensor& x, const Tensor& mu, const Tensor& rho, const std::optional<Tensor>& bias_mu,
     const std::optional<Tensor>& bias_rho, const Tensor& seed, int64_t stream, int64_t T) {
-  check_on_device_of(x, {mu, rho, bias_mu, bias_rho, seed});
   const int64_t O = mu.size(0), I = mu.size(1);
   const auto check = [&](const Tensor& t, int64_t numel) {
     STD_TORCH_CHECK(
@@ -49,9 +41,10 @@ Tensor bayes_direct_cuda(
     Tensor seed, int64_t stream, int64_t num_samples) {
   STD_TORCH_CHECK(
       bias_mu.has_value() == bias_rho.has_value(), "bayes_linear: a bias must have both halves");
+  check_on_device_of(x, {mu, rho, bias_mu, bias_rho, seed});
   const DeviceGuard guard(x.get_device_index());
   const Tensor y = torch::stable::new_empty(x, {num_samples, x.size(1), mu.size(0)});
-  dispatch_direct(mu, [&](auto zero) {
+  dispatch_acc(mu, [&](auto zero) {
     using acc_t = decltype(zero);
     auto args = arguments_of<acc_t>(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples);
     args.y = output<acc_t>(y);
@@ -60,22 +53,22 @@ Tensor bayes_direct_cuda(
   return y;
 }
 
-// Gradients by x, in its shape, by mu, rho, bias_mu and bias_rho; what is not needed stays empty.
+// Gradients by x, (direct_sums, N, I) to be summed where x is shared, by mu, rho, bias_mu and
+// bias_rho; what is not needed stays empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bayes_direct_backward_cuda(
     Tensor grad_y, Tensor x, Tensor mu, Tensor rho, std::optional<Tensor> bias_rho, Tensor seed,
     int64_t stream, bool need_x, bool need_weight, bool need_bias) {
-  check_on_device_of(x, {grad_y});
+  check_on_device_of(x, {grad_y, mu, rho, bias_rho, seed});
   STD_TORCH_CHECK(!need_bias || bias_rho, "bayes_linear: bias_rho is needed for its gradient");
   const DeviceGuard guard(x.get_device_index());
   const int64_t T = grad_y.size(0), O = mu.size(0), I = mu.size(1), N = x.size(1);
   const auto made = [&](bool needed, std::vector<int64_t> shape) {
     return torch::stable::new_empty(mu, needed ? shape : std::vector<int64_t>{0});
   };
-  const bool shared = x.size(0) == 1;
-  const Tensor grad_x = made(need_x, {direct_sums(T, shared), N, I});
+  const Tensor grad_x = made(need_x, {direct_sums(T, x.size(0) == 1), N, I});
   const Tensor grad_mu = made(need_weight, {O, I}), grad_rho = made(need_weight, {O, I});
   const Tensor grad_bias_mu = made(need_bias, {O}), grad_bias_rho = made(need_bias, {O});
-  dispatch_direct(mu, [&](auto zero) {
+  dispatch_acc(mu, [&](auto zero) {
     using acc_t = decltype(zero);
     auto args = arguments_of<acc_t>(x, mu, rho, std::nullopt, bias_rho, seed, stream, T);
     STD_TORCH_CHECK(
@@ -90,10 +83,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bayes_direct_backward_cuda(
     if (O > 0 && (need_weight || need_bias)) run_direct_grad_weight(args, current_stream(x));
     if (grad_x.numel() > 0) run_direct_grad_x(args, current_stream(x));
   });
-  const bool sum = need_x && shared && T > 1;
-  return {
-      sum ? torch::stable::sum(grad_x, std::vector<int64_t>{0}, true) : grad_x, grad_mu, grad_rho,
-      grad_bias_mu, grad_bias_rho};
+  return {grad_x, grad_mu, grad_rho, grad_bias_mu, grad_bias_rho};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CUDA, m) {

@@ -5,6 +5,7 @@
 // The floor is mu and rho once, 8 bytes a weight; beyond four replicas it is the noise, made again
 // for every 8 rows. sigma is made again wherever a weight is read.
 #pragma once
+#include "lane_weights.cuh"
 #include "linear_kernels.cuh"
 
 namespace bnuq {
@@ -32,16 +33,13 @@ struct DirectArgs {
 // the matrix is 0, and so is its spread.
 template <typename acc_t>
 struct LaneWeights {
-  acc_t mean[8], sigma[8];
+  acc_t mean[8] = {}, sigma[8] = {};
 
-  BNUQ_DEVICE LaneWeights(const DirectArgs<acc_t>& p, int64_t o, int64_t i) {
-#pragma unroll
-    for (int slot = 0; slot < 8; ++slot) {
-      const int64_t row = o + slot / 2 % 2 * 8, column = i + slot % 2 + slot / 4 * 8;
-      const bool inside = row < p.O && column < p.I;
-      mean[slot] = inside ? p.mu[row * p.I + column] : acc_t(0);
-      sigma[slot] = inside ? softplus(p.rho[row * p.I + column]) : acc_t(0);
-    }
+  BNUQ_DEVICE LaneWeights(const DirectArgs<acc_t>& p, int64_t tile_o, int64_t tile_i, int lane) {
+    for_lane_weights(tile_o, tile_i, lane, p.O, p.I, [&](int slot, int64_t k) {
+      mean[slot] = p.mu[k];
+      sigma[slot] = softplus(p.rho[k]);
+    });
   }
 
   BNUQ_DEVICE void sample(acc_t (&weight)[8], const float (&z)[8]) const {
@@ -81,7 +79,7 @@ __global__ void __launch_bounds__(kLinearThreads, 1) direct_forward_kernel(Direc
   acc_t acc[kReplicas][kRows][2] = {};
   for (int64_t tile_i = part; tile_i < tiles_i; tile_i += p.parts) {
     const int64_t i = tile_i * kEdge + at.pair;
-    const LaneWeights<acc_t> w(p, tile_o * kEdge + at.g, i);
+    const LaneWeights<acc_t> w(p, tile_o, tile_i, at.lane);
 #pragma unroll
     for (int r = 0; r < kReplicas; ++r) {
       const int64_t source = p.shared ? 0 : smaller<int64_t>(t0 + r, p.T - 1);
@@ -142,11 +140,12 @@ __global__ void __launch_bounds__(kLinearThreads, 1)
   const int64_t tile_o = int64_t(blockIdx.y) * (kLinearWarps / p.parts) + at.warp / p.parts;
   const int64_t o = tile_o * kEdge + at.g, i = tile_i * kEdge + at.pair;
   const bool biases = p.grad_bias_mu && tile_i == 0 && at.pair == 0;
-  const int64_t blocks = ceil_div<int64_t>(p.N, kDirectRows);
-  const int64_t turns = tile_o * kEdge < p.O ? p.T * blocks : 0;
+  // 32 bits, as many as a grid of the forward has: a division of 64 is a call.
+  const unsigned blocks = unsigned(ceil_div<int64_t>(p.N, kDirectRows));
+  const unsigned turns = tile_o * kEdge < p.O ? unsigned(p.T) * blocks : 0;
   acc_t sums[1][5][4] = {};  // by mu in two rows, by sigma in two; by mu and sigma of two biases
-  for (int64_t k = part; k < turns; k += p.parts) {
-    const int64_t t = k / blocks, n0 = k % blocks * kDirectRows;
+  for (unsigned k = part; k < turns; k += p.parts) {
+    const int64_t t = k / blocks, n0 = int64_t(k % blocks) * kDirectRows;
     const uint64_t replica = uint64_t(p.seed[1] + t);
     const acc_t* x = p.x + ((p.shared ? 0 : t) * p.N + n0) * p.I + i;
     const acc_t* grad_y = p.grad_y + (t * p.N + n0) * p.O + o;
@@ -181,14 +180,11 @@ __global__ void __launch_bounds__(kLinearThreads, 1)
   }
   add_parts(sums, shared, part, p.parts);
   if (part > 0) return;
-#pragma unroll
-  for (int slot = 0; slot < 8; ++slot) {
-    const int64_t row = o + slot / 2 % 2 * 8, column = i + slot % 2 + slot / 4 * 8;
-    if (!p.grad_mu || row >= p.O || column >= p.I) continue;
-    const int64_t place = row * p.I + column;
-    p.grad_mu[place] = sums[0][slot / 4][slot % 4];
-    p.grad_rho[place] = sums[0][2 + slot / 4][slot % 4] * sigmoid(p.rho[place]);
-  }
+  if (p.grad_mu)
+    for_lane_weights(tile_o, tile_i, at.lane, p.O, p.I, [&](int slot, int64_t k) {
+      p.grad_mu[k] = sums[0][slot / 4][slot % 4];
+      p.grad_rho[k] = sums[0][2 + slot / 4][slot % 4] * sigmoid(p.rho[k]);
+    });
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     if (biases && o + h * 8 < p.O) {
@@ -219,7 +215,7 @@ __global__ void __launch_bounds__(kLinearThreads, 1) direct_grad_x_kernel(Direct
   acc_t acc[1][kRows][4] = {};
   for (int64_t tile_o = part; tile_o < tiles_o; tile_o += p.parts) {
     const int64_t o = tile_o * kEdge + at.g;
-    const LaneWeights<acc_t> w(p, o, i);
+    const LaneWeights<acc_t> w(p, tile_o, tile_i, at.lane);
     for (int64_t t = sum; t < p.T; t += sums) {
       const acc_t* grad_y = p.grad_y + (t * p.N + n0) * p.O + o;
       float z[8];
@@ -285,7 +281,7 @@ template <typename acc_t>
 void run_direct_grad_weight(const DirectArgs<acc_t>& p, cudaStream_t stream) {
   const auto kernel = direct_grad_weight_kernel<acc_t>;
   const int64_t tiles_i = larger<int64_t>(1, ceil_div<int64_t>(p.I, kEdge));
-  launch_direct(kernel, p, tiles_i, ceil_div<int64_t>(p.O, kEdge), 20, stream);
+  launch_direct(kernel, p, tiles_i, ceil_div<int64_t>(p.O, kEdge), 5 * 4, stream);
 }
 
 template <typename acc_t, int kRows>

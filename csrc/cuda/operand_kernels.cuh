@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(kOperandThreads) sample_noise_kernel(
 }
 
 // The biases of all replicas, (T, O) = mu + softplus(rho) * eps: one thread a Philox call.
-template <typename acc_t>
+template <typename = void>
 __global__ void __launch_bounds__(kOperandThreads) sample_bias_kernel(
-    acc_t* __restrict__ bias, const acc_t* __restrict__ mu, const acc_t* __restrict__ rho,
+    float* __restrict__ bias, const float* __restrict__ mu, const float* __restrict__ rho,
     const int64_t* __restrict__ seed, uint32_t stream, int64_t T, int64_t O) {
   const int64_t groups = ceil_div<int64_t>(O, 8);
   const int64_t i = int64_t(blockIdx.x) * kOperandThreads + threadIdx.x;
@@ -152,8 +152,7 @@ __global__ void __launch_bounds__(kOperandThreads) sample_bias_kernel(
   normals8(philox_at(subkey(seed[0], stream, kTagBias), first >> 3, uint64_t(seed[1] + t)), z);
 #pragma unroll
   for (int e = 0; e < 8; ++e)
-    if (first + e < O)
-      bias[t * O + first + e] = mu[first + e] + softplus(rho[first + e]) * acc_t(z[e]);
+    if (first + e < O) bias[t * O + first + e] = mu[first + e] + softplus(rho[first + e]) * z[e];
 }
 
 // ---- launches ----------------------------------------------------------------------------------
@@ -210,11 +209,10 @@ void run_sample_noise(
       stream_id, first, R, O, tiles_i);
 }
 
-template <typename acc_t>
-void run_sample_bias(
-    acc_t* bias, const acc_t* mu, const acc_t* rho, const int64_t* seed, uint32_t stream_id,
+inline void run_sample_bias(
+    float* bias, const float* mu, const float* rho, const int64_t* seed, uint32_t stream_id,
     int64_t T, int64_t O, cudaStream_t stream) {
-  const auto kernel = sample_bias_kernel<acc_t>;
+  const auto kernel = sample_bias_kernel<>;
   BNUQ_LAUNCH(
       kernel, operand_grid(T * ceil_div<int64_t>(O, 8)), dim3(kOperandThreads), 0, stream, bias, mu,
       rho, seed, stream_id, T, O);

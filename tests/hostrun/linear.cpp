@@ -102,7 +102,7 @@ void in_memory(const Bayes& c) {
 
 void bayes(const Bayes& c) {
   if (c.kernel == "sample_bias")
-    return run_sample_bias<float>(
+    return run_sample_bias(
         to<float>(c.out), in<float>(c.mu), in<float>(c.rho), c.seed, c.stream, c.T, c.O, nullptr);
   if (c.dtype == "float16") return fused<__half>(c);
   if (c.dtype == "bfloat16") return fused<__nv_bfloat16>(c);

@@ -65,11 +65,10 @@ def run_products(kernels, random_bits, random, dtype, shape, shared):
 
 
 def run_divergences(kernels, random, dtype, shape):
-    """The divergences."""
     _, O, I = shape  # noqa: E741
     acc = STORAGE[dtype]
     mu, rho = random.random((2, O, I)).astype(acc)
-    sizes = {"O": O, "I": I, "mu": mu, "sigma": rho, "rho": rho, "matrix": True}
+    sizes = {"O": O, "I": I, "mu": mu, "rho": rho, "matrix": True}
     for name in ("gaussian_kl", "mixture_kl"):
         results = {"out": fresh((), acc), "partial": fresh((1024,), np.float64)}
         run(kernels, name, dtype, results, **sizes)
