@@ -147,10 +147,8 @@ def test_fused_product_on_cuda(benchmark, size, rows, T):
     x, q = make((size, size, rows, T, False), "cuda")
     seed, fused = ops.new_seed(0, 0, "cuda"), torch.ops.bnuq
     base = torch.zeros(T, rows, size, device="cuda")
-    (operand, scale), (sigma, sigma_scale) = (
-        fused.half_operand(x, False),
-        fused.pack_sigma(q.rho, False),
-    )
+    _, _, *operands = fused.bayes_operands(None, x, q.rho, False)
+    operand, scale, sigma, sigma_scale = operands
     runs = {
         "ours": lambda: fused.bayes_forward(
             operand, sigma, base, None, scale, sigma_scale, seed, 0, T

@@ -56,9 +56,9 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " Tensor grad_bias_rho)");
 
   // The pieces of bayes_linear on CUDA: products with sigma * eps, whose weights stay in registers.
-  m.def("sample_bias(Tensor mu, Tensor rho, Tensor seed, int stream, int num_samples) -> Tensor");
-  m.def("half_operand(Tensor v, bool bfloat16) -> (Tensor operand, Tensor scale)");
-  m.def("pack_sigma(Tensor rho, bool bfloat16) -> (Tensor sigma, Tensor scale)");
+  m.def(
+      "bayes_operands(Tensor? grad_y, Tensor? x, Tensor? rho, bool bfloat16) -> (Tensor grad_y,"
+      " Tensor grad_scale, Tensor x, Tensor x_scale, Tensor sigma, Tensor sigma_scale)");
   m.def("sample_noise_(Tensor(a!) weight, Tensor sigma, Tensor seed, int stream, int first) -> ()");
   m.def(
       "bayes_direct(Tensor x, Tensor mu, Tensor rho, Tensor? bias_mu, Tensor? bias_rho,"

@@ -9,9 +9,7 @@ namespace bnuq {
 
 template <typename half_t>
 void use_fused() {
-  run_half_operand<half_t>(nullptr, nullptr, nullptr, nullptr, 1, 1, nullptr);
-  run_pack_sigma<half_t>(nullptr, nullptr, nullptr, nullptr, 1, 1, nullptr);
-  run_sample_bias(nullptr, nullptr, nullptr, nullptr, 0, 1, 1, nullptr);
+  run_operands<half_t>({}, nullptr, nullptr);
   run_sample_noise<half_t>(nullptr, nullptr, nullptr, 0, 0, 1, 1, 1, nullptr);
   run_bayes_forward<half_t>({}, nullptr);
   run_bayes_grad_x<half_t>({}, nullptr);

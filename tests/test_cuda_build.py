@@ -233,8 +233,7 @@ OPS = [
     *("batch_norm_fitted_backward", "predictive_statistics", "predictive_statistics_backward"),
     "predictive_accumulate_",
     *("bayes_linear", "bayes_linear_backward", "bayes_direct", "bayes_direct_backward"),
-    *("sample_bias", "sample_noise_", "half_operand", "pack_sigma"),
-    *("bayes_forward", "bayes_grad_x_", "bayes_grad_rho"),
+    *("bayes_operands", "sample_noise_", "bayes_forward", "bayes_grad_x_", "bayes_grad_rho"),
     *("gaussian_kl", "gaussian_kl_backward", "mixture_kl", "mixture_kl_backward"),
 ]
 needs_library = pytest.mark.skipif(

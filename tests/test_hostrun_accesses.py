@@ -37,7 +37,7 @@ SPLIT = 4.0  # on a GPU one instruction, of 16 bytes
 SMALL = 8.0  # of a few numbers, next to what its kernel or the one before it moves
 EXPECTED = {
     "unpack(load_stream<4>(from + 4 * h), z[h])": HALVES,
-    "softplus(rho[o * I + k]) * (kNormalScale": HALVES,
+    "v[slot] = softplus(m.from[k])": HALVES,
     "*reinterpret_cast<uint32_t*>(weight + ": HALVES,
     "b[r][0] = __ldg(x[r]": HALVES,
     "b[r][1] = __ldg(x[r]": HALVES,
@@ -53,10 +53,9 @@ EXPECTED = {
     "grad_mu[k] = scale * by_mu[slot]": HALVES,
     "grad_rho[k] = scale * by_rho[slot]": HALVES,
     "out[(t * O + row) * I + column] = z[slot]": HALVES,
-    "out[i] = {": SPLIT,
+    "m.to[i] = {": SPLIT,
     "total += from[": SMALL,
     "out[t * C + first + e] = z[e]": SMALL,
-    "bias[t * O + first + e] =": SMALL,
     "total += scratch[slot_of(": 2.0,  # a channel of 49 places begins at any bank
     "if (lane == 0) out[k] = total": 1.5,  # ends of the rows of partial sums
     # A tile of few channels has several replicas in a request, whose tables begin at any bank.

@@ -1,64 +1,17 @@
 """The CUDA source of bayes_linear's direct way, run on the CPU, and which calls take it."""
 
-import numpy as np
 import pytest
 import torch
 from hostrun import build
-from hostrun.calls import Kernels, fresh
-from test_hostrun_linear import NOTHING, Ops, array, make
+from hostrun.bayes import STREAM, Direct, Ops
+from test_hostrun_linear import make
 
 from bnuq_ext import ops, reference
 from bnuq_ext.ops import linear_cuda, linear_parts
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
 
-STREAM = 7
 TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-12}  # of the largest number of a result
-
-
-class Direct:
-    """The two ops of the direct way by the host run's kernels. `order` shuffles the threads."""
-
-    def __init__(self, order=0):
-        self.kernels = Kernels(build.load(), order)
-
-    def run(self, kernel, shapes, x, mu, rho, bias_mu, bias_rho, seed, T, grad=None):
-        """Results of these shapes; None, and nothing to write to, for a shape of None."""
-        (O, I), tensors = mu.shape, dict(x=x, mu=mu, rho=rho, bias=bias_mu, bias_rho=bias_rho)  # noqa: E741
-        call = NOTHING | {k: array(v) for k, v in (tensors | dict(grad=grad, seed=seed)).items()}
-        call |= dict(T=T, N=x.shape[1], O=O, I=I, shared=len(x) == 1, kernel=kernel)
-        storage = np.float64 if mu.dtype == torch.float64 else np.float32
-        results = [None if shape is None else fresh(tuple(shape), storage) for shape in shapes]
-        call |= dict(zip(("out", "out2", "out3", "out4"), results, strict=False))
-        written = [r for r in results if r is not None]
-        self.kernels.call("bayes", written, **call, dtype=str(mu.dtype).removeprefix("torch."))
-        return [None if r is None else torch.from_numpy(r) for r in results]
-
-    def bayes_direct(self, x, mu, rho, bias_mu, bias_rho, seed, stream, T):
-        given = (x, mu, rho, bias_mu, bias_rho, seed, T)
-        return self.run("direct_forward", [(T, x.shape[1], len(mu))], *given)[0]
-
-    def bayes_direct_backward(
-        self, grad_y, x, mu, rho, bias_rho, seed, stream, need_x, need_weight, need_bias
-    ):
-        given = (x, mu, rho, None, bias_rho, seed, len(grad_y), grad_y)
-        sums = (min(len(grad_y), 16) if len(x) == 1 else len(x), *x.shape[1:])
-        results = [x.new_empty(sums) if need_x else None, None, None, None, None]
-        if need_x and mu.numel():
-            results[:1] = self.run("direct_grad_x", [sums], *given)
-        if need_weight or need_bias:
-            weight, bias = mu.shape if need_weight else None, mu.shape[:1] if need_bias else None
-            results[1:] = self.run("direct_grad_weight", [weight, weight, bias, bias], *given)
-        return [x.new_empty(0) if r is None else r for r in results]
-
-    def noise64(self, seed, T, O, I):  # noqa: E741
-        """The noise of weights and biases to the last bit, which the CPU's own op rounds otherwise."""
-        key, made = array(seed), []
-        for tag, shape in ((0, (T, O, I)), (1, (T, O))):
-            some = np.prod(shape) > 0
-            z = self.kernels.philox_normal(key, STREAM, shape, tag) if some else np.zeros(shape)
-            made.append(torch.from_numpy(z).double())
-        return made
 
 
 @pytest.fixture(params=[0, 1], ids=lambda order: f"order{order}")
@@ -148,13 +101,13 @@ def test_only_what_is_needed_is_made(direct, needs):
 
 def test_which_calls_go_direct():
     """float64, and few rows of few weights; whatever the number of replicas, which `goes_direct` does not know."""
-    mu = {size: torch.empty(size, size, device="meta") for size in (16, 512, 513)}
+    mu = {size: torch.empty(size, size, device="meta") for size in (16, 443, 444)}
 
     def goes(N, size, dtype=torch.float32):
         return linear_cuda.goes_direct(torch.empty(3, N, size, dtype=dtype), mu[size])
 
-    assert goes(1, 16) and goes(8, 512) and goes(1000, 513, torch.float64)
-    assert not goes(9, 16) and not goes(1, 513) and not goes(1, 513, torch.bfloat16)
+    assert goes(1, 16) and goes(8, 443) and goes(1000, 444, torch.float64)
+    assert not goes(9, 16) and not goes(1, 444) and not goes(1, 444, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,7 +115,6 @@ def test_which_calls_go_direct():
 def test_a_replica_alone_is_what_it_is_among_others(monkeypatch, N, dtype):
     """To far less than the rounding of 16-bit operands: `predict` promises it for every chunk and strategy."""
     both = Ops(1)
-    both.bayes_direct = Direct(1).bayes_direct
     for module in (linear_cuda, linear_parts):
         monkeypatch.setattr(module, "_ops", both)
     x, *weights = make(N, 40, 20, 6, True, dtype)

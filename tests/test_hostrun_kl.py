@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from hostrun import build
+from hostrun.bayes import STREAM, Ops
 from hostrun.calls import check_guards, fresh
-from test_hostrun_linear import STREAM, Ops
 
 from bnuq_ext import ops
 

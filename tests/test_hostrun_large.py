@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from hostrun import build
+from hostrun.bayes import NOTHING
 from hostrun.calls import batch_norm_arguments, state_arguments
-from test_hostrun_linear import NOTHING
 
 from bnuq_ext import reference
 

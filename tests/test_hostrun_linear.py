@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hostrun import build
-from hostrun.calls import Kernels, check_guards, fresh, placed
+from hostrun.bayes import STREAM, Ops
 
 from bnuq_ext import ops, reference
 from bnuq_ext.ops import linear_batched, linear_cuda, linear_parts
@@ -12,102 +12,7 @@ from bnuq_ext.ops.linear_parts import Noise
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
 
-STREAM = 7
 HALF_STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-NOTHING = dict(
-    T=0, N=0, O=0, I=0, first=0, shared=False, matrix=False, prior_std=1.0, pi=0.5, std1=1.0, std2=0.1,
-    stream=STREAM,
-)  # fmt: skip
-
-
-def array(tensor):
-    """A tensor's numbers as the host run takes them: 16-bit floats by their bits, aligned."""
-    if tensor is None:
-        return None
-    tensor = tensor.detach().contiguous()
-    tensor = tensor.view(torch.uint16) if tensor.element_size() == 2 else tensor
-    return placed(tensor.numpy())
-
-
-class Ops:
-    """The ops that `linear_cuda` calls, by the host run's kernels. `order` shuffles the threads."""
-
-    def __init__(self, order):
-        self.kernels = Kernels(build.load(), order)
-
-    def run(self, kernel, dtype, result, **arguments):
-        tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor) or v is None}
-        arguments |= {k: array(v) for k, v in tensors.items()}
-        name = str(dtype).removeprefix("torch.")
-        call = NOTHING | arguments | dict(kernel=kernel, dtype=name, out=result)
-        self.kernels.call("bayes", [result], **call)
-        return torch.from_numpy(result)
-
-    def operand(self, kernel, bfloat16, shape, **arguments):
-        """(what a kernel packs into 16 bits, its scale)."""
-        dtype = torch.bfloat16 if bfloat16 else torch.float16
-        out, scale, partial = (
-            fresh(shape, np.uint16),
-            fresh((), np.float32),
-            fresh((512,), np.float32),
-        )
-        packed = self.run(kernel, dtype, out, out2=scale, partial=partial, **arguments)
-        check_guards(partial)
-        return packed.view(dtype), torch.from_numpy(scale)
-
-    def half_operand(self, v, bfloat16):
-        shape = (*v.shape[:2], -(-v.shape[2] // 16) * 16)
-        rows = v.shape[0] * v.shape[1]
-        return self.operand("half_operand", bfloat16, shape, x=v, N=rows, I=v.shape[2])
-
-    def pack_sigma(self, rho, bfloat16):
-        O, I = rho.shape  # noqa: E741
-        tiles = -(-O // 16) * -(-I // 16)
-        return self.operand("pack_sigma", bfloat16, (tiles * 256,), rho=rho, O=O, I=I)
-
-    def sample_noise_(self, weight, sigma, seed, stream, first):
-        R, O, I = weight.shape  # noqa: E741
-        weight.view(torch.uint16).copy_(
-            self.run(
-                "sample_noise", weight.dtype, fresh((R, O, I), np.uint16), sigma=sigma, seed=seed,
-                stream=stream, first=first, T=R, O=O, I=I,
-            )
-        )  # fmt: skip
-
-    def bayes_forward(self, x, sigma, base, bias, x_scale, sigma_scale, seed, stream, num_samples):
-        N, O = base.shape[1:]  # noqa: E741
-        return self.run(
-            "forward", x.dtype, fresh((num_samples, N, O), np.float32), x=x, sigma=sigma, base=base,
-            bias=bias, x_scale=x_scale, sigma_scale=sigma_scale, seed=seed, stream=stream,
-            T=num_samples, N=N, O=O, I=x.shape[2], shared=len(x) == 1,
-        )  # fmt: skip
-
-    def bayes_grad_x_(self, grad_x, grad_y, sigma, grad_scale, sigma_scale, seed, stream):
-        out = fresh(tuple(grad_x.shape), np.float32)
-        out[...] = grad_x.numpy()
-        T, N, O = grad_y.shape  # noqa: E741
-        result = self.run(
-            "grad_x", grad_y.dtype, out, grad=grad_y, sigma=sigma, grad_scale=grad_scale,
-            sigma_scale=sigma_scale, seed=seed, stream=stream, T=T, N=N, O=O, I=grad_x.shape[2],
-            shared=len(grad_x) == 1,
-        )  # fmt: skip
-        grad_x.copy_(result)
-
-    def bayes_grad_rho(self, grad_y, x, rho, grad_scale, x_scale, seed, stream):
-        (T, N), (O, I) = grad_y.shape[:2], rho.shape  # noqa: E741
-        return self.run(
-            "grad_rho", grad_y.dtype, fresh((O, I), np.float32), grad=grad_y, x=x,
-            rho=rho, grad_scale=grad_scale, x_scale=x_scale, seed=seed, stream=stream, T=T, N=N, O=O,
-            I=I, shared=len(x) == 1,
-        )  # fmt: skip
-
-    def sample_bias(self, mu, rho, seed, stream, num_samples):
-        shape, sizes = (num_samples, len(mu)), dict(T=num_samples, O=len(mu), I=1)
-        given = dict(mu=mu, rho=rho, seed=seed, stream=stream) | sizes
-        return self.run("sample_bias", mu.dtype, fresh(shape, np.float32), **given)
-
-    def philox_normal(self, *args):
-        return torch.ops.bnuq.philox_normal(*args)
 
 
 @pytest.fixture(params=[0, 1], ids=lambda order: f"order{order}")
@@ -341,10 +246,16 @@ def test_thread_order_does_not_matter():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("O,T", [(1, 1), (17, 40)])
+@pytest.mark.parametrize("O,T", [(1, 1), (17, 40), (250, 300)])
 def test_biases_match_the_cpu(kernels, O, T):  # noqa: E741
     _, _, _, mu, rho = make(1, 1, O, 1, True, torch.float32)
     noise = Noise(ops.new_seed(3, 8), STREAM, T)
-    actual = kernels.sample_bias(mu, rho, *noise)
-    expected = mu + reference.softplus(rho) * noise.bias(O)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+    eps = ops.philox_normal(noise.seed, STREAM, (T, O), tag="bias")
+    actual = linear_parts.sample_bias(mu, rho, noise)
+    torch.testing.assert_close(actual, mu + reference.softplus(rho) * eps, rtol=1e-5, atol=2e-6)
+    grad_y = torch.randn(T, 3, O, generator=torch.Generator().manual_seed(2))
+    by_mu, by_rho = linear_parts.grad_bias(grad_y, rho, noise)
+    summed = grad_y.double().sum(1)
+    expected = summed.sum(0), (summed * eps).sum(0) * torch.sigmoid(rho.double())
+    for actual, wanted in zip((by_mu, by_rho), expected, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=2e-6 * T**0.5)

@@ -45,7 +45,7 @@ def add_noise_product_(
     Args:
         out: (T, N, O) forward; (T or 1, N, I) else, 1 for the sum over the replicas.
         v: (T or 1, N, padded I) forward; (T, N, padded O) else; 16 bits.
-        sigma: what `pack_sigma` made, in the dtype of v.
+        sigma: what `bayes_operands` made, in the dtype of v.
         scale: of v times that of sigma.
         num_outputs, padded_inputs: O, and I padded to 16.
     """

@@ -25,11 +25,11 @@ from .linear_parts import Noise
 # writing the weight for a product of torch's from about 5 times on.
 MOST_FUSED_ROWS = 512
 
-# The fused way has seven launches where the direct one has one, some 12 us more by counting. So long the direct one
+# The fused way has five launches where the direct one has one, some 8 us more by counting. So long the direct one
 # takes, at the 69 instructions of its loop, for 20 replicas of so many weights and rows. T has no say: a replica alone
 # is what it is among others.
 MOST_DIRECT_ROWS = 8
-MOST_DIRECT_WEIGHTS = 2**18
+MOST_DIRECT_WEIGHTS = 3 * 2**16
 
 _ops = torch.ops.bnuq
 
@@ -61,8 +61,8 @@ def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
         return _ops.bayes_direct(xs, *weights, *noise).to(x.dtype)
     bias = parts.sample_bias(bias_mu, bias_rho, noise)
     base = (xs @ mu.t()).contiguous()
-    operand, scale = _ops.half_operand(xs, _is_bfloat16(x))
-    sigma, sigma_scale = _ops.pack_sigma(rho.contiguous(), _is_bfloat16(x))
+    made = _ops.bayes_operands(None, xs, rho.contiguous(), _is_bfloat16(x))
+    _, _, operand, scale, sigma, sigma_scale = made
     if xs.shape[1] <= MOST_FUSED_ROWS:
         y = _ops.bayes_forward(operand, sigma, base, bias, scale, sigma_scale, *noise)
     else:
@@ -87,24 +87,30 @@ def _backward(
         )
         grads = grad_x if need_x else None, grad_mu, grad_rho
         return parts.pack_grads(x, rho, *grads, bias_grads)
-    grads = _half_backward(grad_y, xs, mu, rho, noise, _is_bfloat16(x), need_x, need_weight)
-    bias_grads = parts.grad_bias(grad_y, bias_rho, noise) if need_bias else None
-    return parts.pack_grads(x, rho, *grads, bias_grads)
+    grad_x = grad_mu = grad_rho = bias_grads = None
+    if need_x or need_weight:
+        grad_x, grad_mu, grad_rho = _half_backward(
+            grad_y, xs, mu, rho, noise, _is_bfloat16(x), need_x, need_weight
+        )
+    if need_bias:
+        bias_grads = parts.grad_bias(grad_y, bias_rho, noise)
+    return parts.pack_grads(x, rho, grad_x, grad_mu, grad_rho, bias_grads)
 
 
 def _half_backward(grad_y, xs, mu, rho, noise, bfloat16, need_x, need_weight):
     grad_x = grad_mu = grad_rho = None
+    rho = rho.contiguous()
     summed = grad_y.sum(0, keepdim=True) if len(xs) == 1 else grad_y  # for the products with mu
-    operand, scale = _ops.half_operand(grad_y, bfloat16)
+    operand, scale, x_operand, x_scale, sigma, sigma_scale = _ops.bayes_operands(
+        grad_y, xs if need_weight else None, rho if need_x else None, bfloat16
+    )
     if need_weight:
         grad_mu = summed.flatten(0, 1).t() @ xs.flatten(0, 1)
-        x_operand, x_scale = _ops.half_operand(xs, bfloat16)
         grad_rho = _ops.bayes_grad_rho(
-            operand, x_operand, rho.contiguous(), scale, x_scale, noise.seed, noise.stream
+            operand, x_operand, rho, scale, x_scale, noise.seed, noise.stream
         )
     if need_x:
         grad_x = (summed @ mu).contiguous()
-        sigma, sigma_scale = _ops.pack_sigma(rho.contiguous(), bfloat16)
         if xs.shape[1] <= MOST_FUSED_ROWS:
             _ops.bayes_grad_x_(grad_x, operand, sigma, scale, sigma_scale, noise.seed, noise.stream)
         else:

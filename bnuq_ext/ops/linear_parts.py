@@ -1,4 +1,4 @@
-"""The parts of bayes_linear on CUDA that are plain PyTorch: spreads, biases, the packing of results."""
+"""The parts of bayes_linear on CUDA around its products: spreads, biases, the packing of results."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,6 @@ from torch.nn.functional import softplus
 
 from .. import _library  # noqa: F401
 from .checks import acc_dtype
-from .philox import TAGS
 
 _ops = torch.ops.bnuq
 
@@ -19,10 +18,6 @@ class Noise(NamedTuple):
     seed: Tensor
     stream: int
     num_samples: int
-
-    def bias(self, features: int) -> Tensor:
-        shape = (self.num_samples, features)
-        return _ops.philox_normal(self.seed, self.stream, TAGS["bias"], shape)
 
 
 def spread(rho: Tensor) -> Tensor:
@@ -40,17 +35,24 @@ def contiguous(*weights: Tensor | None) -> list[Tensor | None]:
 
 
 def sample_bias(bias_mu: Tensor | None, bias_rho: Tensor | None, noise: Noise) -> Tensor | None:
-    """(T, O), or None without a bias."""
+    """(T, O): what a layer without inputs returns for one row. None without a bias."""
     if bias_mu is None:
         return None
-    return _ops.sample_bias(*contiguous(bias_mu, bias_rho), *noise)
+    none = _no_inputs(bias_mu)
+    return _ops.bayes_direct(*none, *contiguous(bias_mu, bias_rho), *noise)[:, 0]
 
 
-def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> list[Tensor]:
     """Gradients by bias_mu and bias_rho of grad_y (T, N, O)."""
-    by_replica = grad_y.sum(1)
-    eps = noise.bias(by_replica.shape[1]).to(grad_y.dtype)
-    return by_replica.sum(0), (by_replica * eps).sum(0) * torch.sigmoid(bias_rho)
+    summed, needed = grad_y.sum(1, keepdim=True), (False, False, True)
+    given = *_no_inputs(bias_rho), bias_rho.contiguous(), noise.seed, noise.stream
+    return _ops.bayes_direct_backward(summed, *given, *needed)[3:]
+
+
+def _no_inputs(bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x, mu and rho of a layer with this bias and no inputs."""
+    none = bias.new_empty(len(bias), 0)
+    return bias.new_empty(1, 1, 0), none, none
 
 
 def pack_grads(x, rho, grad_x, grad_mu, grad_rho, bias_grads) -> tuple[Tensor, ...]:

@@ -43,49 +43,49 @@ const uint4* fragments_of(const Tensor& sigma, int64_t O, int64_t I) {
   const int64_t tiles = ceil_div<int64_t>(O, kEdge) * ceil_div<int64_t>(I, kEdge);
   STD_TORCH_CHECK(
       sigma.is_contiguous() && sigma.numel() == tiles * kEdge * kEdge,
-      "bayes_linear: sigma must be packed by pack_sigma");
+      "bayes_linear: sigma must be packed by bayes_operands");
   return static_cast<const uint4*>(sigma.const_data_ptr());
 }
 
-using Operand = std::tuple<Tensor, Tensor>;  // of 16 bits, and its scale
-
-// (*, padded columns) = v / scale.
-Operand half_operand_cuda(Tensor v, bool bfloat16) {
-  check_on_device_of(v, {});
-  STD_TORCH_CHECK(v.dim() == 3, "bayes_linear: an operand must have 3 dimensions");
-  check_floats(v, v.numel());
-  const DeviceGuard guard(v.get_device_index());
-  const int64_t rows = v.size(0) * v.size(1), columns = v.size(2);
-  const int64_t padded = ceil_div<int64_t>(columns, kEdge) * kEdge;
-  const ScalarType type = bfloat16 ? ScalarType::BFloat16 : ScalarType::Half;
-  const Tensor out = torch::stable::new_empty(v, {v.size(0), v.size(1), padded}, type);
-  const Tensor scale = torch::stable::new_empty(v, {});
-  const Tensor partial = torch::stable::new_empty(v, {kOperandBlocks});
-  dispatch_half(type, [&](auto zero) {
-    run_half_operand<decltype(zero)>(
-        output<uint4>(out), scale.mutable_data_ptr<float>(), partial.mutable_data_ptr<float>(),
-        v.const_data_ptr<float>(), rows, columns, current_stream(v));
-  });
+// A 16-bit matrix (*, padded columns) that run_operands will make of v, and the power of two that
+// it lacks; of rho (O, I) its sigma in fragment order. Both are empty without v.
+std::tuple<Tensor, Tensor> add_operand(
+    Operands& operands, const std::optional<Tensor>& v, const Tensor& like, ScalarType type,
+    bool sigma) {
+  if (!v) return {torch::stable::new_empty(like, {0}), torch::stable::new_empty(like, {0})};
+  STD_TORCH_CHECK(v->dim() == (sigma ? 2 : 3), "bayes_linear: an operand lacks dimensions");
+  check_floats(*v, v->numel());
+  std::vector<int64_t> shape(v->sizes().begin(), v->sizes().end());
+  const int64_t columns = shape.back(), rows = sigma ? shape[0] : shape[0] * shape[1];
+  shape.back() = ceil_div<int64_t>(columns, kEdge) * kEdge;
+  if (sigma) shape = {ceil_div<int64_t>(rows, kEdge) * kEdge * shape[1]};
+  const Tensor out = torch::stable::new_empty(*v, shape, type);
+  const Tensor scale = torch::stable::new_empty(*v, {});
+  operands.add(
+      {v->const_data_ptr<float>(), output<uint4>(out), scale.mutable_data_ptr<float>(), rows,
+       columns, sigma});
   return {out, scale};
 }
 
-// (tiles of O * tiles of I * 256) = softplus(rho) / scale in fragment order.
-Operand pack_sigma_cuda(Tensor rho, bool bfloat16) {
-  check_on_device_of(rho, {});
-  const int64_t O = rho.size(0), I = rho.size(1);
-  check_floats(rho, O * I);
-  const DeviceGuard guard(rho.get_device_index());
-  const int64_t tiles = ceil_div<int64_t>(O, kEdge) * ceil_div<int64_t>(I, kEdge);
+// The operands of a product with weights: of grad_y (T, N, O), x (T or 1, N, I) and rho (O, I),
+// those that are given.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bayes_operands_cuda(
+    std::optional<Tensor> grad_y, std::optional<Tensor> x, std::optional<Tensor> rho,
+    bool bfloat16) {
+  STD_TORCH_CHECK(x || grad_y, "bayes_linear: an operand is needed");
+  const Tensor& like = x ? *x : *grad_y;
+  check_on_device_of(like, {grad_y, rho});
+  const DeviceGuard guard(like.get_device_index());
   const ScalarType type = bfloat16 ? ScalarType::BFloat16 : ScalarType::Half;
-  const Tensor out = torch::stable::new_empty(rho, {tiles * kEdge * kEdge}, type);
-  const Tensor scale = torch::stable::new_empty(rho, {});
-  const Tensor partial = torch::stable::new_empty(rho, {kOperandBlocks});
+  const Tensor partial = torch::stable::new_empty(like, {bfloat16 ? 0 : 3 * kOperandBlocks});
+  Operands operands;
+  const auto [grad, grad_scale] = add_operand(operands, grad_y, like, type, false);
+  const auto [rows, x_scale] = add_operand(operands, x, like, type, false);
+  const auto [sigma, sigma_scale] = add_operand(operands, rho, like, type, true);
   dispatch_half(type, [&](auto zero) {
-    run_pack_sigma<decltype(zero)>(
-        output<uint4>(out), scale.mutable_data_ptr<float>(), partial.mutable_data_ptr<float>(),
-        rho.const_data_ptr<float>(), O, I, current_stream(rho));
+    run_operands<decltype(zero)>(operands, output<float>(partial), current_stream(like));
   });
-  return {out, scale};
+  return {grad, grad_scale, rows, x_scale, sigma, sigma_scale};
 }
 
 // y (T, N, O) = base (T or 1, N, O) + bias (T, O) + x (T or 1, N, padded I) @ noise^T.
@@ -167,22 +167,7 @@ Tensor bayes_grad_rho_cuda(
   return out;
 }
 
-// ---- biases, and noise in memory for a matrix product of torch's -------------------------------
-
-// (T, O) = mu + softplus(rho) * eps.
-Tensor sample_bias_cuda(Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64_t num_samples) {
-  check_on_device_of(mu, {rho, seed});
-  const int64_t O = mu.numel();
-  check_floats(mu, O);
-  check_floats(rho, O);
-  const DeviceGuard guard(mu.get_device_index());
-  const Tensor out = torch::stable::new_empty(mu, {num_samples, O});
-  if (out.numel() == 0) return out;
-  run_sample_bias(
-      out.mutable_data_ptr<float>(), mu.const_data_ptr<float>(), rho.const_data_ptr<float>(),
-      seed_of(seed), uint32_t(stream), num_samples, O, current_stream(mu));
-  return out;
-}
+// ---- noise in memory for a matrix product of torch's -------------------------------------------
 
 // weight (R, O, padded I) = sigma * eps of replicas first .. first + R - 1.
 void sample_noise_cuda(Tensor weight, Tensor sigma, Tensor seed, int64_t stream, int64_t first) {
@@ -202,12 +187,10 @@ void sample_noise_cuda(Tensor weight, Tensor sigma, Tensor seed, int64_t stream,
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CUDA, m) {
-  m.impl("half_operand", TORCH_BOX(&half_operand_cuda));
-  m.impl("pack_sigma", TORCH_BOX(&pack_sigma_cuda));
+  m.impl("bayes_operands", TORCH_BOX(&bayes_operands_cuda));
   m.impl("bayes_forward", TORCH_BOX(&bayes_forward_cuda));
   m.impl("bayes_grad_x_", TORCH_BOX(&bayes_grad_x_cuda));
   m.impl("bayes_grad_rho", TORCH_BOX(&bayes_grad_rho_cuda));
-  m.impl("sample_bias", TORCH_BOX(&sample_bias_cuda));
   m.impl("sample_noise_", TORCH_BOX(&sample_noise_cuda));
 }
 

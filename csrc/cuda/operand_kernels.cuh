@@ -1,9 +1,10 @@
-// What the fused products of bayes_linear read: biases, and 16-bit matrices over a power of two,
-// which brings float16's range to where the numbers lie. The matrices in two passes: each block of
-// the first keeps its largest number, each of the second finds the largest of those.
+// What the fused products of bayes_linear read: 16-bit matrices over a power of two, which brings
+// float16's range to where the numbers lie. In two passes: each block of the first keeps its
+// largest number, each of the second finds the largest of those.
 #pragma once
 #include <type_traits>
 
+#include "lane_weights.cuh"
 #include "weight_fragments.cuh"
 
 namespace bnuq {
@@ -23,17 +24,43 @@ BNUQ_DEVICE float block_max(float v) {
   return v;
 }
 
-// The largest v, or |v|, of each block.
-template <bool kAbsolute>
+// A float32 matrix (rows, columns), and what is made of it.
+struct Operand {
+  const float* from;
+  uint4* to;
+  float* scale;  // the power of two
+  int64_t rows, columns;
+  bool sigma;         // of rho its softplus, in the order of the fragments
+  bool wide = false;  // four neighbours lie on 16 bytes
+
+  BNUQ_HD int64_t threads() const {
+    const int64_t columns16 = ceil_div<int64_t>(columns, kEdge);
+    return sigma ? ceil_div<int64_t>(rows, kEdge) * columns16 * kWarp : rows * columns16 * 2;
+  }
+};
+
+// Those of a call. A row of the grid's blocks has one of them.
+struct Operands {
+  Operand of[3] = {};
+  int count = 0;
+
+  void add(const Operand& operand) { of[count++] = operand; }
+};
+
+// The largest number of each block; the largest magnitude where there are signs.
+template <typename = void>
 __global__ void __launch_bounds__(kOperandThreads)
-    largest_kernel(float* __restrict__ partial, const float* __restrict__ v, int64_t n) {
-  const int64_t stride = int64_t(gridDim.x) * kOperandThreads;
+    largest_kernel(float* __restrict__ partial, Operands p) {
+  const Operand& m = p.of[blockIdx.y];
+  const float* __restrict__ v = m.from;
+  const int64_t n = m.rows * m.columns, stride = int64_t(gridDim.x) * kOperandThreads;
+  const unsigned kept = m.sigma ? ~0u : ~0u >> 1;
   float largest = -INFINITY;
 #pragma unroll 4
   for (int64_t i = int64_t(blockIdx.x) * kOperandThreads + threadIdx.x; i < n; i += stride)
-    largest = fmaxf(largest, kAbsolute ? fabsf(v[i]) : v[i]);
+    largest = fmaxf(largest, __uint_as_float(__float_as_uint(v[i]) & kept));
   largest = block_max(largest);
-  if (threadIdx.x == 0) partial[blockIdx.x] = largest;
+  if (threadIdx.x == 0) partial[blockIdx.y * kOperandBlocks + blockIdx.x] = largest;
 }
 
 // All threads of the block.
@@ -56,24 +83,15 @@ BNUQ_DEVICE Scale power_of_two(float largest, int exponent) {
       __uint_as_float(unsigned(127 + shift) << 23), __uint_as_float(unsigned(127 - shift) << 23)};
 }
 
-// (rows, columns) to (rows, columns padded to 16), eight numbers a thread. The largest lies in
-// [2^13, 2^14) for float16; bfloat16 has the range of float32: no partials, and no scale. `wide`:
-// four neighbours of v lie on 16 bytes.
+// (rows, columns) to (rows, columns padded to 16), eight numbers a thread.
 template <typename half_t>
-__global__ void __launch_bounds__(kOperandThreads) half_operand_kernel(
-    uint4* __restrict__ out, float* __restrict__ scale, const float* __restrict__ v,
-    const float* __restrict__ partial, int partials, int64_t rows, int64_t columns, bool wide) {
-  const Scale s = partials ? power_of_two(largest_of(partial, partials), 14) : Scale{1.0f, 1.0f};
-  const int64_t i = int64_t(blockIdx.x) * kOperandThreads + threadIdx.x;
-  const int64_t groups = ceil_div<int64_t>(columns, kEdge) * 2;
-  if (i == 0) *scale = s.factor;
-  if (i >= rows * groups) return;
-  const int64_t first = i % groups * 8;
-  const float* from = v + i / groups * columns + first;
-  const int inside = int(smaller<int64_t>(8, columns - first));
+BNUQ_DEVICE void pack_rows(const Operand& m, float inverse, int64_t i) {
+  const int64_t groups = ceil_div<int64_t>(m.columns, kEdge) * 2, first = i % groups * 8;
+  const float* from = m.from + i / groups * m.columns + first;
+  const int inside = int(smaller<int64_t>(8, m.columns - first));
   float z[2][4] = {};
   uint32_t pairs[4];
-  if (wide) {
+  if (m.wide) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (4 * h < inside) unpack(load_stream<4>(from + 4 * h), z[h]);
@@ -84,34 +102,39 @@ __global__ void __launch_bounds__(kOperandThreads) half_operand_kernel(
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e)
-    pairs[e] = pack2<half_t>(z[e / 2][e % 2 * 2] * s.inverse, z[e / 2][e % 2 * 2 + 1] * s.inverse);
-  out[i] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    pairs[e] = pack2<half_t>(z[e / 2][e % 2 * 2] * inverse, z[e / 2][e % 2 * 2 + 1] * inverse);
+  m.to[i] = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-// sigma of rho in the order of the fragments. Times eps, at most 5.1, it stays below 65504.
+// sigma of rho in the order of the fragments, a lane's share a thread.
 template <typename half_t>
-__global__ void __launch_bounds__(kOperandThreads) pack_sigma_kernel(
-    uint4* __restrict__ out, float* __restrict__ scale, const float* __restrict__ rho,
-    const float* __restrict__ partial, int partials, int64_t O, int64_t I) {
-  const Scale s =
-      partials ? power_of_two(softplus(largest_of(partial, partials)), 12) : Scale{1.0f, 1.0f};
-  const int64_t tiles_i = ceil_div<int64_t>(I, kEdge),
-                tiles = ceil_div<int64_t>(O, kEdge) * tiles_i;
-  const int64_t i = int64_t(blockIdx.x) * kOperandThreads + threadIdx.x;
-  if (i == 0) *scale = s.factor;
-  if (i >= tiles * kWarp) return;
-  const int lane = int(i % kWarp);
-  const int64_t tile = i / kWarp, row = tile / tiles_i * kEdge, column = tile % tiles_i * kEdge;
-  float v[8];
-#pragma unroll
-  for (int slot = 0; slot < 8; ++slot) {
-    const int64_t o = row + lane / 4 + (slot >> 1 & 1) * 8;
-    const int64_t k = column + lane % 4 * 2 + (slot & 1) + (slot >> 2) * 8;
-    v[slot] = o < O && k < I ? softplus(rho[o * I + k]) * (kNormalScale * s.inverse) : 0.0f;
-  }
-  out[i] = {
+BNUQ_DEVICE void pack_sigma(const Operand& m, float inverse, int64_t i) {
+  const int64_t tiles_i = ceil_div<int64_t>(m.columns, kEdge), tile = i / kWarp;
+  float v[8] = {};
+  for_lane_weights(
+      tile / tiles_i, tile % tiles_i, int(i % kWarp), m.rows, m.columns,
+      [&](int slot, int64_t k) { v[slot] = softplus(m.from[k]) * (kNormalScale * inverse); });
+  m.to[i] = {
       pack2<half_t>(v[0], v[1]), pack2<half_t>(v[2], v[3]), pack2<half_t>(v[4], v[5]),
       pack2<half_t>(v[6], v[7])};
+}
+
+// Float16 has its largest number in [2^13, 2^14); sigma in [2^11, 2^12): times eps, at most 5.1, it
+// stays below 65504. bfloat16 has the range of float32: no partials, and no scale.
+template <typename half_t>
+__global__ void __launch_bounds__(kOperandThreads)
+    operand_kernel(Operands p, const float* __restrict__ partial, int partials) {
+  const Operand& m = p.of[blockIdx.y];
+  const int64_t first = int64_t(blockIdx.x) * kOperandThreads, i = first + threadIdx.x;
+  if (first > 0 && first >= m.threads()) return;
+  Scale s = {1.0f, 1.0f};
+  if (partials) {
+    const float largest = largest_of(partial + blockIdx.y * kOperandBlocks, partials);
+    s = power_of_two(m.sigma ? softplus(largest) : largest, m.sigma ? 12 : 14);
+  }
+  if (i == 0) *m.scale = s.factor;
+  if (i >= m.threads()) return;
+  m.sigma ? pack_sigma<half_t>(m, s.inverse, i) : pack_rows<half_t>(m, s.inverse, i);
 }
 
 // (R, O, padded I) = sigma * eps of replicas first .. first + R - 1, for a matrix product of
@@ -139,63 +162,37 @@ __global__ void __launch_bounds__(kOperandThreads) sample_noise_kernel(
   }
 }
 
-// The biases of all replicas, (T, O) = mu + softplus(rho) * eps: one thread a Philox call.
-template <typename = void>
-__global__ void __launch_bounds__(kOperandThreads) sample_bias_kernel(
-    float* __restrict__ bias, const float* __restrict__ mu, const float* __restrict__ rho,
-    const int64_t* __restrict__ seed, uint32_t stream, int64_t T, int64_t O) {
-  const int64_t groups = ceil_div<int64_t>(O, 8);
-  const int64_t i = int64_t(blockIdx.x) * kOperandThreads + threadIdx.x;
-  if (i >= T * groups) return;
-  const int64_t t = i / groups, first = i % groups * 8;
-  float z[8];
-  normals8(philox_at(subkey(seed[0], stream, kTagBias), first >> 3, uint64_t(seed[1] + t)), z);
-#pragma unroll
-  for (int e = 0; e < 8; ++e)
-    if (first + e < O) bias[t * O + first + e] = mu[first + e] + softplus(rho[first + e]) * z[e];
-}
-
 // ---- launches ----------------------------------------------------------------------------------
 
-inline dim3 operand_grid(int64_t threads) {
-  return dim3(unsigned(larger<int64_t>(1, ceil_div<int64_t>(threads, kOperandThreads))));
-}
-
-// Returns how many partials there are.
-template <bool kAbsolute>
-int run_largest(float* partial, const float* v, int64_t n, cudaStream_t stream) {
-  const auto kernel = largest_kernel<kAbsolute>;
-  const int64_t blocks = ceil_div<int64_t>(n, int64_t(kOperandThreads) * 8);
-  const int count = int(larger<int64_t>(1, smaller<int64_t>(kOperandBlocks, blocks)));
-  BNUQ_LAUNCH(kernel, dim3(unsigned(count)), dim3(kOperandThreads), 0, stream, partial, v, n);
-  return count;
+inline dim3 operand_grid(int64_t threads, int rows = 1) {
+  const int64_t blocks = larger<int64_t>(1, ceil_div<int64_t>(threads, kOperandThreads));
+  return dim3(unsigned(blocks), unsigned(rows));
 }
 
 template <typename half_t>
 constexpr bool kScaled = !std::is_same_v<half_t, __nv_bfloat16>;
 
+// partial: (3, kOperandBlocks), to work in.
 template <typename half_t>
-void run_half_operand(
-    uint4* out, float* scale, float* partial, const float* v, int64_t rows, int64_t columns,
-    cudaStream_t stream) {
-  const int count = kScaled<half_t> ? run_largest<true>(partial, v, rows * columns, stream) : 0;
-  const auto kernel = half_operand_kernel<half_t>;
-  const int64_t threads = rows * ceil_div<int64_t>(columns, kEdge) * 2;
+void run_operands(Operands p, float* partial, cudaStream_t stream) {
+  int64_t largest = 0, threads = 0;
+  for (int k = 0; k < p.count; ++k) {
+    Operand& m = p.of[k];
+    m.wide = m.columns % 4 == 0 && aligned(m.from);
+    largest = larger(largest, m.rows * m.columns), threads = larger(threads, m.threads());
+  }
+  int partials = 0;
+  if (kScaled<half_t>) {
+    const auto kernel = largest_kernel<>;
+    const dim3 grid = operand_grid(
+        smaller<int64_t>(kOperandBlocks * kOperandThreads, ceil_div<int64_t>(largest, 8)), p.count);
+    partials = int(grid.x);
+    BNUQ_LAUNCH(kernel, grid, dim3(kOperandThreads), 0, stream, partial, p);
+  }
+  const auto kernel = operand_kernel<half_t>;
   BNUQ_LAUNCH(
-      kernel, operand_grid(threads), dim3(kOperandThreads), 0, stream, out, scale, v, partial,
-      count, rows, columns, columns % 4 == 0 && aligned(v));
-}
-
-template <typename half_t>
-void run_pack_sigma(
-    uint4* out, float* scale, float* partial, const float* rho, int64_t O, int64_t I,
-    cudaStream_t stream) {
-  const int count = kScaled<half_t> ? run_largest<false>(partial, rho, O * I, stream) : 0;
-  const auto kernel = pack_sigma_kernel<half_t>;
-  const int64_t threads = ceil_div<int64_t>(O, kEdge) * ceil_div<int64_t>(I, kEdge) * kWarp;
-  BNUQ_LAUNCH(
-      kernel, operand_grid(threads), dim3(kOperandThreads), 0, stream, out, scale, rho, partial,
-      count, O, I);
+      kernel, operand_grid(threads, p.count), dim3(kOperandThreads), 0, stream, p, partial,
+      partials);
 }
 
 template <typename half_t>
@@ -207,15 +204,6 @@ void run_sample_noise(
   BNUQ_LAUNCH(
       kernel, operand_grid(threads), dim3(kOperandThreads), 0, stream, weight, sigma, seed,
       stream_id, first, R, O, tiles_i);
-}
-
-inline void run_sample_bias(
-    float* bias, const float* mu, const float* rho, const int64_t* seed, uint32_t stream_id,
-    int64_t T, int64_t O, cudaStream_t stream) {
-  const auto kernel = sample_bias_kernel<>;
-  BNUQ_LAUNCH(
-      kernel, operand_grid(T * ceil_div<int64_t>(O, 8)), dim3(kOperandThreads), 0, stream, bias, mu,
-      rho, seed, stream_id, T, O);
 }
 
 }  // namespace bnuq

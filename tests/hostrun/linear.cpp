@@ -19,17 +19,26 @@ T* to(void* p) {
   return static_cast<T*>(p);
 }
 
+// out, out2 and out3 of grad, x and rho, of those that are given; out4 (3,): their scales.
+template <typename half_t>
+void operands(const Bayes& c) {
+  Operands p;
+  const auto add = [&](const void* v, void* to_half, int k, int64_t rows, int64_t columns) {
+    if (v) p.add({in<float>(v), to<uint4>(to_half), to<float>(c.out4) + k, rows, columns, k == 2});
+  };
+  add(c.grad, c.out, 0, c.T * c.N, c.O);
+  add(c.x, c.out2, 1, (c.shared ? 1 : c.T) * c.N, c.I);
+  add(c.rho, c.out3, 2, c.O, c.I);
+  run_operands<half_t>(p, to<float>(c.partial), nullptr);
+}
+
 template <typename half_t>
 void fused(const Bayes& c) {
   const auto f = [](const void* p) { return in<float>(p); };
   const auto h = [](const void* p) { return in<half_t>(p); };
   const uint4* sigma = in<uint4>(c.sigma);
-  if (c.kernel == "half_operand") {
-    run_half_operand<half_t>(
-        to<uint4>(c.out), to<float>(c.out2), to<float>(c.partial), f(c.x), c.N, c.I, nullptr);
-  } else if (c.kernel == "pack_sigma") {
-    run_pack_sigma<half_t>(
-        to<uint4>(c.out), to<float>(c.out2), to<float>(c.partial), f(c.rho), c.O, c.I, nullptr);
+  if (c.kernel == "operands") {
+    operands<half_t>(c);
   } else if (c.kernel == "sample_noise") {
     run_sample_noise<half_t>(
         to<half_t>(c.out), sigma, c.seed, c.stream, c.first, c.T, c.O, c.I / kEdge, nullptr);
@@ -101,9 +110,6 @@ void in_memory(const Bayes& c) {
 }  // namespace
 
 void bayes(const Bayes& c) {
-  if (c.kernel == "sample_bias")
-    return run_sample_bias(
-        to<float>(c.out), in<float>(c.mu), in<float>(c.rho), c.seed, c.stream, c.T, c.O, nullptr);
   if (c.dtype == "float16") return fused<__half>(c);
   if (c.dtype == "bfloat16") return fused<__nv_bfloat16>(c);
   if (c.dtype == "float64") return in_memory<double>(c);

@@ -35,11 +35,11 @@ def run_products(kernels, random_bits, random, dtype, shape, shared):
     common = {"x_scale": one, "sigma_scale": one, "grad_scale": one}
     rho, sigma = random.random((O, I)).astype(np.float32), fresh((O16 * I16,), np.uint16)
 
-    def scratch(out):
-        return {"out": out, "out2": fresh((), np.float32), "partial": fresh((512,), np.float32)}
-
-    run(kernels, "pack_sigma", dtype, scratch(sigma), rho=rho, O=O, I=I)
-    run(kernels, "half_operand", dtype, scratch(fresh((O, I16), np.uint16)), x=rho, N=O, O=O, I=I)
+    grad, x = (random.random((n, N, m)).astype(np.float32) for n, m in ((T, O), (first, I)))
+    results = {"out": fresh((T, N, O16), np.uint16), "out2": fresh((first, N, I16), np.uint16)}
+    results |= {"out3": sigma, "out4": fresh((3,), np.float32)}
+    results |= {"partial": fresh((3, 512), np.float32)}
+    run(kernels, "operands", dtype, results, grad=grad, x=x, rho=rho, **sizes)
     noise = {"out": fresh((T, O, I16), np.uint16)}
     run(kernels, "sample_noise", dtype, noise, sigma=sigma, O=O, I=I16)
 
@@ -55,9 +55,6 @@ def run_products(kernels, random_bits, random, dtype, shape, shared):
         common | sizes | {"O": O16, "sigma": sigma, "grad": random_bits(random, (T, N, O16), dtype)}
     )
     run(kernels, "grad_x", dtype, {"out": zeros((first, N, I), np.float32)}, **given)
-
-    bias = {"mu": rho[:, 0].copy(), "rho": rho[:, 0].copy(), "O": O, "I": 1}
-    run(kernels, "sample_bias", "float32", {"out": fresh((2, O), np.float32)}, **bias)
 
     given = common | sizes | {"grad": random_bits(random, (T, N, O16), dtype)}
     given |= {"x": random_bits(random, (first, N, I16), dtype), "rho": rho}
