@@ -170,8 +170,8 @@ class BayesLinear(Replicated, nn.Module):
         N, *inner = x.shape[:-1]
         folded = num_samples * N if shared else N
         # Sizes are written out: -1 is ambiguous where one of the others is 0.
-        if shared:
-            rows = x.reshape(N * math.prod(inner), self.in_features)
+        if shared or num_samples == 1:
+            rows = x.reshape(N * math.prod(inner), self.in_features) if inner else x
         else:
             rows = x.reshape(num_samples, N // num_samples * math.prod(inner), self.in_features)
         draw = bayes_linear if self.estimator == "exact" else _local

@@ -207,17 +207,20 @@ def elbo_loss(
 
 def _outputs(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor:
     """(T, N, ...), of all samples at once where that is the same."""
+    if draw.num_samples == 1:
+        if _is_plain(modules) and not any([getattr(m, "inplace", False) for m in modules]):
+            forward.known.changes_input = False
+        return forward.run(x, draw)[0][None]
     output = _together(forward, modules, x, draw)
     if output is not None:
         return output.unflatten(0, (draw.num_samples, -1))
-    outputs = [forward.run(x, forward.draw(t, 1))[0] for t in range(draw.num_samples)]
-    return torch.stack(outputs) if len(outputs) > 1 else outputs[0][None]
+    return torch.stack([forward.run(x, forward.draw(t, 1))[0] for t in range(draw.num_samples)])
 
 
 def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor | None:
     """The outputs (T*N, ...) of samples that go through the model together; None for one after another."""
     coupled = any(module.training and averages_rows(module) for module in modules)
-    if draw.num_samples == 1 or coupled or num_rows(forward.op, x) == 0:
+    if coupled or num_rows(forward.op, x) == 0:
         return None
     if _goes_by_row(forward.model, modules, x):
         return forward.run(x, draw, dict.fromkeys(forward.layers, len(x)))[0]
@@ -231,10 +234,17 @@ def _goes_by_row(model: nn.Module, modules: list[nn.Module], x) -> bool:
     return (
         isinstance(x, Tensor)
         and x.dim() >= 2
-        and all(type(m) in _BY_ROW or type(m) is nn.Sequential for m in modules)
-        and not any(getattr(m, kind) for m in modules for kind in HOOKS)
-        and not any("forward" in vars(m) for m in modules)
+        and _is_plain(modules)
         and len(modules) == sum(1 for _ in model.named_modules(remove_duplicate=False))
+    )
+
+
+def _is_plain(modules: list[nn.Module]) -> bool:
+    """Whether these layers treat rows one by one, and do nothing else than torch's."""
+    return (
+        all([type(m) in _BY_ROW or type(m) is nn.Sequential for m in modules])
+        and not any([getattr(m, kind) for m in modules for kind in HOOKS])
+        and not any(["forward" in vars(m) for m in modules])
     )
 
 

@@ -66,6 +66,35 @@ inline bool prefers_onednn([[maybe_unused]] const Matrix& a, [[maybe_unused]] co
 #endif
 }
 
+constexpr int64_t kBlock = 16;
+
+// Rows [row, row + kBlock) of a transpose, one after another, through a block in the first cache.
+inline void write_rows(float* to, const float* from, const Matrix& a, int64_t row) {
+  const int64_t n = std::min(kBlock, a.rows - row);
+  float block[kBlock][kBlock];
+  for (int64_t column = 0; column < a.columns; column += kBlock) {
+    const int64_t m = std::min(kBlock, a.columns - column);
+    for (int64_t k = 0; k < m; ++k)
+      std::copy_n(from + (column + k) * a.column_stride + row, n, block[k]);
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t k = 0; k < m; ++k) to[(row + i) * a.columns + column + k] = block[k][i];
+  }
+}
+
+// The same matrix with its rows one after another, as oneDNN wants it. Of a transpose torch's own
+// copy takes one thread.
+inline Tensor in_rows(const Matrix& a) {
+  if (a.column_stride == 1) return a.view();
+  const Tensor out = empty_on(a.in, {a.rows, a.columns}, a.in.scalar_type());
+  const float* from = static_cast<const float*>(a.in.const_data_ptr()) + a.offset;
+  float* to = out.mutable_data_ptr<float>();
+  const int64_t bands = (a.rows + kBlock - 1) / kBlock;
+  torch::stable::parallel_for(0, bands, 1 + 512 / (a.columns + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t band = begin; band < end; ++band) write_rows(to, from, a, band * kBlock);
+  });
+  return out;
+}
+
 // a b, plus `bias` (columns,) in each row, by oneDNN.
 inline Tensor onednn_product(
     [[maybe_unused]] const Matrix& a, [[maybe_unused]] const Matrix& b,
@@ -74,7 +103,7 @@ inline Tensor onednn_product(
 #if defined(BNUQ_AVX512)
   AtenTensorHandle row = bias ? bias->get() : nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu__linear_pointwise(
-      a.view().get(), b.t().view().get(), bias ? &row : nullptr, "none", nullptr, 0, nullptr,
+      in_rows(a).get(), b.t().view().get(), bias ? &row : nullptr, "none", nullptr, 0, nullptr,
       &made));
 #endif
   return Tensor(made);
