@@ -235,6 +235,7 @@ OPS = [
     *("bayes_linear", "bayes_linear_backward", "bayes_direct", "bayes_direct_backward"),
     *("bayes_operands", "sample_noise_", "bayes_forward", "bayes_grad_x_", "bayes_grad_rho"),
     *("gaussian_kl", "gaussian_kl_backward", "mixture_kl", "mixture_kl_backward"),
+    *("gaussian_kl_sum", "gaussian_kl_sum_backward"),
 ]
 needs_library = pytest.mark.skipif(
     not list(PACKAGE.glob("_cuda*.so")) or torch.version.cuda is None,

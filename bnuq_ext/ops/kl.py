@@ -43,12 +43,17 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
 
 def gaussian_kl_sum(parameters: list[tuple[Tensor, Tensor, float]]) -> Tensor:
     """The sum of `gaussian_kl` of all (mu, rho, prior_std), in dtype and on the device of the first."""
-    stds = [std for *_, std in parameters]
-    return _GaussianSum.apply(stds, *(tensor for mu, rho, _ in parameters for tensor in (mu, rho)))
+    groups = {}
+    for mu, rho, std in parameters:
+        stds, tensors = groups.setdefault((mu.device, mu.dtype), ([], []))
+        stds.append(std)
+        tensors += mu, rho
+    total, *others = (_GaussianSum.apply(stds, *tensors) for stds, tensors in groups.values())
+    return sum((other.to(total) for other in others), start=total)
 
 
 class _GaussianSum(torch.autograd.Function):
-    """One node for all layers: a node of its own costs each of them more than its arithmetic."""
+    """One node for all layers of a device and dtype: a node of its own costs each more than its arithmetic."""
 
     @staticmethod
     def forward(ctx, stds, *tensors):
@@ -63,23 +68,6 @@ class _GaussianSum(torch.autograd.Function):
         args = grad, tensors[::2], tensors[1::2], ctx.stds
         with past_autograd():
             return None, *torch.ops.bnuq.gaussian_kl_sum_backward(*args)
-
-
-def _sum(mu, rho, prior_std):
-    parts = map(torch.ops.bnuq.gaussian_kl, mu, rho, prior_std)
-    return torch.stack([part.to(mu[0]) for part in parts]).sum()
-
-
-def _sum_backward(grad, mu, rho, prior_std):
-    grads = []
-    for m, r, std in zip(mu, rho, prior_std, strict=True):
-        grads += torch.ops.bnuq.gaussian_kl_backward(grad.to(m), m, r, std)
-    return grads
-
-
-_LIBRARY = torch.library.Library("bnuq", "IMPL")
-_LIBRARY.impl("gaussian_kl_sum", _sum, "CUDA")
-_LIBRARY.impl("gaussian_kl_sum_backward", _sum_backward, "CUDA")
 
 
 def mixture_kl(

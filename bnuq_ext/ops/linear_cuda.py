@@ -100,7 +100,8 @@ def _backward(
 def _half_backward(grad_y, xs, mu, rho, noise, bfloat16, need_x, need_weight):
     grad_x = grad_mu = grad_rho = None
     rho = rho.contiguous()
-    summed = grad_y.sum(0, keepdim=True) if len(xs) == 1 else grad_y  # for the products with mu
+    # For the products with mu, whose x may be that of all replicas.
+    summed = grad_y if len(xs) == len(grad_y) else grad_y.sum(0, keepdim=True)
     operand, scale, x_operand, x_scale, sigma, sigma_scale = _ops.bayes_operands(
         grad_y, xs if need_weight else None, rho if need_x else None, bfloat16
     )

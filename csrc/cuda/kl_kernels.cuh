@@ -21,24 +21,50 @@ BNUQ_DEVICE double block_sum(double v) {
 }
 
 template <typename acc_t>
-__global__ void __launch_bounds__(kKlThreads) gaussian_kl_kernel(
-    double* __restrict__ partial, const acc_t* __restrict__ mu, const acc_t* __restrict__ rho,
-    acc_t log_std, acc_t precision, int64_t n) {
+struct Gaussian {
+  const acc_t *mu, *rho;
+  acc_t *grad_mu, *grad_rho;  // of the backward
+  acc_t log_std, precision;   // of the prior
+  int64_t n;
+};
+
+constexpr int kGaussians = 32;  // in a launch, at most: a network's layers cost one
+
+// A row of the grid's blocks has one of them.
+template <typename acc_t>
+struct Gaussians {
+  Gaussian<acc_t> of[kGaussians] = {};
+  int count = 0;
+  int64_t largest = 0;
+
+  void add(const Gaussian<acc_t>& part) {
+    of[count++] = part;
+    largest = larger(largest, part.n);
+  }
+};
+
+template <typename acc_t>
+__global__ void __launch_bounds__(kKlThreads)
+    gaussian_kl_kernel(double* __restrict__ partial, Gaussians<acc_t> p) {
+  const Gaussian<acc_t>& q = p.of[blockIdx.y];
+  const acc_t* __restrict__ mu = q.mu, * __restrict__ rho = q.rho;
   double sum = 0;
-  const int64_t stride = int64_t(gridDim.x) * kKlThreads;
+  const int64_t n = q.n, stride = int64_t(gridDim.x) * kKlThreads;
   for (int64_t i = int64_t(blockIdx.x) * kKlThreads + threadIdx.x; i < n; i += stride)
-    sum += double(gaussian_kl_term(mu[i], rho[i], log_std, precision).value);
+    sum += double(gaussian_kl_term(mu[i], rho[i], q.log_std, q.precision).value);
   sum = block_sum(sum);
-  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+  if (threadIdx.x == 0) partial[blockIdx.y * gridDim.x + blockIdx.x] = sum;
 }
 
 template <typename acc_t>
-__global__ void __launch_bounds__(kKlThreads) gaussian_kl_backward_kernel(
-    acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_rho, const acc_t* __restrict__ grad,
-    const acc_t* __restrict__ mu, const acc_t* __restrict__ rho, acc_t precision, int64_t n) {
-  const int64_t stride = int64_t(gridDim.x) * kKlThreads;
+__global__ void __launch_bounds__(kKlThreads)
+    gaussian_kl_backward_kernel(const acc_t* __restrict__ grad, Gaussians<acc_t> p) {
+  const Gaussian<acc_t>& q = p.of[blockIdx.y];
+  const acc_t* __restrict__ mu = q.mu, * __restrict__ rho = q.rho;
+  acc_t* __restrict__ grad_mu = q.grad_mu, * __restrict__ grad_rho = q.grad_rho;
+  const int64_t n = q.n, stride = int64_t(gridDim.x) * kKlThreads;
   for (int64_t i = int64_t(blockIdx.x) * kKlThreads + threadIdx.x; i < n; i += stride) {
-    const KlTerm<acc_t> term = gaussian_kl_term(mu[i], rho[i], acc_t(0), precision);
+    const KlTerm<acc_t> term = gaussian_kl_term(mu[i], rho[i], acc_t(0), q.precision);
     grad_mu[i] = *grad * term.by_mu;
     grad_rho[i] = *grad * term.by_rho;
   }
@@ -175,25 +201,23 @@ void run_add_partials(acc_t* out, const double* partial, int n, double scale, cu
 }
 
 template <typename acc_t>
-void run_gaussian_kl(
-    acc_t* out, double* partial, const acc_t* mu, const acc_t* rho, double prior_std, int64_t n,
-    cudaStream_t stream) {
+dim3 gaussian_grid(const Gaussians<acc_t>& p) {
+  return dim3(unsigned(kl_blocks(p.largest)), unsigned(p.count));
+}
+
+// Returns how many partials there are, at most kKlBlocks of each.
+template <typename acc_t>
+int run_gaussian_kl(double* partial, const Gaussians<acc_t>& p, cudaStream_t stream) {
   const auto kernel = gaussian_kl_kernel<acc_t>;
-  const int blocks = kl_blocks(n);
-  BNUQ_LAUNCH(
-      kernel, dim3(unsigned(blocks)), dim3(kKlThreads), 0, stream, partial, mu, rho,
-      acc_t(std::log(prior_std)), acc_t(1 / (prior_std * prior_std)), n);
-  run_add_partials(out, partial, blocks, 1.0, stream);
+  const dim3 grid = gaussian_grid(p);
+  BNUQ_LAUNCH(kernel, grid, dim3(kKlThreads), 0, stream, partial, p);
+  return int(grid.x * grid.y);
 }
 
 template <typename acc_t>
-void run_gaussian_kl_backward(
-    acc_t* grad_mu, acc_t* grad_rho, const acc_t* grad, const acc_t* mu, const acc_t* rho,
-    double prior_std, int64_t n, cudaStream_t stream) {
+void run_gaussian_kl_backward(const acc_t* grad, const Gaussians<acc_t>& p, cudaStream_t stream) {
   const auto kernel = gaussian_kl_backward_kernel<acc_t>;
-  BNUQ_LAUNCH(
-      kernel, dim3(unsigned(kl_blocks(n))), dim3(kKlThreads), 0, stream, grad_mu, grad_rho, grad,
-      mu, rho, acc_t(1 / (prior_std * prior_std)), n);
+  BNUQ_LAUNCH(kernel, gaussian_grid(p), dim3(kKlThreads), 0, stream, grad, p);
 }
 
 template <typename acc_t>

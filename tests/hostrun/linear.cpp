@@ -94,10 +94,15 @@ void in_memory(const Bayes& c) {
   acc_t *out = to<acc_t>(c.out), *out2 = to<acc_t>(c.out2);
   const MixtureArgs<acc_t> mixture = {
       mu, rho, c.seed, c.stream, c.T, c.O, c.I, c.matrix, mixture_of<acc_t>(c.pi, c.std1, c.std2)};
+  Gaussians<acc_t> gaussians;
+  gaussians.add(
+      {mu, rho, out, out2, acc_t(std::log(c.prior_std)), acc_t(1 / (c.prior_std * c.prior_std)),
+       c.O * c.I});
   if (c.kernel == "gaussian_kl") {
-    run_gaussian_kl<acc_t>(out, to<double>(c.partial), mu, rho, c.prior_std, c.O * c.I, nullptr);
+    const int made = run_gaussian_kl(to<double>(c.partial), gaussians, nullptr);
+    run_add_partials(out, to<double>(c.partial), made, 1.0, nullptr);
   } else if (c.kernel == "gaussian_kl_backward") {
-    run_gaussian_kl_backward<acc_t>(out, out2, grad, mu, rho, c.prior_std, c.O * c.I, nullptr);
+    run_gaussian_kl_backward(grad, gaussians, nullptr);
   } else if (c.kernel == "mixture_kl") {
     run_mixture_kl<acc_t>(out, to<double>(c.partial), mixture, nullptr);
   } else if (c.kernel == "mixture_kl_backward") {
