@@ -167,7 +167,7 @@ class PlainForward(Forward):
         with running(Pass({})):
             output = self.call(self.model, spared)
         if spared is not inputs:
-            self.known.look_at(spared)
+            self.known.look_at(inputs, spared)
         return self._tensor(output), None
 
 

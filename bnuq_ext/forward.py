@@ -36,7 +36,7 @@ class Forward(NamedTuple):
         with running(active), self.known.examining(self.op, self.model, self.layers):
             output = self.call(self.model, spared)
         if spared is not inputs:
-            self.known.look_at(spared)
+            self.known.look_at(inputs, spared)
         active.check_calls()
         output = self._tensor(output)
         active.follow([output])

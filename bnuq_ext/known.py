@@ -34,7 +34,7 @@ class Known:
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
         samplers: of its bank, as they have been asked for.
-        changes_input: whether its forward writes into its input; None until one has been run.
+        changes_input: whether its forward writes into its input; None until that is known.
     """
 
     def __init__(self, seen: Fingerprint):
@@ -69,16 +69,20 @@ class Known:
     def spared(self, inputs):
         """What to give a forward: a copy of the input unless it is known to leave its input alone.
 
-        Without, a model that normalises its input in place would see another one in each replica.
+        Without, a model that normalises its input in place would see another one in each replica. Of a tensor of
+        inference mode autograd takes only a copy.
         """
-        return inputs if self.changes_input is False else map_tensors(inputs, torch.clone)
+        taken = not torch.is_grad_enabled() or not any(t.is_inference() for t in tensors(inputs))
+        if self.changes_input is False and taken:
+            return inputs
+        return map_tensors(inputs, torch.clone)
 
-    def look_at(self, copies) -> None:
-        """Learns from the copy that a forward was given whether it writes into its input."""
-        given = list(tensors(copies))
-        # Tensors of inference mode do not count how often they are written to; a copy has 0.
-        if self.changes_input is None and not any(t.is_inference() for t in given):
-            self.changes_input = any(t._version > 0 for t in given)
+    def look_at(self, inputs, copies) -> None:
+        """Learns from the copies that a forward was given whether it writes into its inputs."""
+        pairs = list(zip(tensors(inputs), tensors(copies), strict=True))
+        # Tensors of inference mode do not count how often they are written to; to copy one counts as a time.
+        if self.changes_input is None and not any(copy.is_inference() for _, copy in pairs):
+            self.changes_input = any(c._version > t.is_inference() for t, c in pairs)
 
     def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
         """Around a forward; around the first one that draws statistics for `layers`, it warns of batch norm that

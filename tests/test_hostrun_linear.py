@@ -37,6 +37,14 @@ def make(N, I, O, T, shared, dtype):  # noqa: E741
     return x, 0.1 * draw(O, I), draw(O, I) - 3, draw(O), draw(O) - 3
 
 
+def half_of(kernels, v, bfloat16):
+    return kernels.bayes_operands(None, v, None, bfloat16)[2:4]
+
+
+def sigma_of(kernels, rho, bfloat16):
+    return kernels.bayes_operands(None, None, rho, bfloat16)[4:]
+
+
 def noise64(seed, T, O, I):  # noqa: E741
     eps = ops.philox_normal(seed, STREAM, (T, O, I)).double()
     return eps, ops.philox_normal(seed, STREAM, (T, O), tag="bias").double()
@@ -95,8 +103,8 @@ def test_the_noise_is_as_far_off_as_stated(kernels, I, half):  # noqa: E741
     T, O = 3, 30  # noqa: E741
     x, mu, rho, *_ = make(10, I, O, T, True, half)
     bfloat16 = half == torch.bfloat16
-    operand, scale = kernels.half_operand(x.float()[None], bfloat16)
-    sigma, sigma_scale = kernels.pack_sigma(rho, bfloat16)
+    operand, scale = half_of(kernels, x.float()[None], bfloat16)
+    sigma, sigma_scale = sigma_of(kernels, rho, bfloat16)
     seed, nothing = ops.new_seed(5), torch.zeros(1, 10, O)
     noise = kernels.bayes_forward(
         operand, sigma, nothing, None, scale, sigma_scale, seed, STREAM, T
@@ -141,7 +149,7 @@ def test_operands_lie_in_the_range_of_16_bits(kernels, largest, bfloat16):
     """v / scale, rows padded with zeros; for float16 the largest lies in [2^13, 2^14)."""
     v = torch.linspace(-1, 0.7, 2 * 40 * 70).view(2, 40, 70) * (largest if largest < 1e39 else 1.0)
     v[1, 3, 5] = largest
-    operand, scale = kernels.half_operand(v, bfloat16)
+    operand, scale = half_of(kernels, v, bfloat16)
     assert operand.shape == (2, 40, 80) and not operand[..., 70:].any()
     assert float(scale).hex().startswith(("0x1.0", "0x0.0"))  # a power of two
     if largest not in (1e-38, 0.0, float("inf")) and largest == largest and not bfloat16:
@@ -192,21 +200,21 @@ def test_the_largest_of_more_numbers_than_the_grid_has_threads(kernels, place):
     """The range is that of the largest; 512 blocks look for it, some numbers are in a second turn of theirs."""
     v = torch.full((1, 1100, 1000), 0.1)
     v.view(-1)[place] = -7.0
-    operand, scale = kernels.half_operand(v, False)
+    operand, scale = half_of(kernels, v, False)
     assert float(operand.abs().max()) * float(scale) == 7.0 and float(scale) == 2.0**-11
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 0), (0, 3, 5)], ids=str)
 def test_an_operand_of_nothing_has_a_scale(kernels, shape):
-    assert float(kernels.half_operand(torch.empty(shape), False)[1]) == 1.0
-    assert float(kernels.pack_sigma(torch.empty(shape[2], shape[0]), False)[1]) > 0.0
+    assert float(half_of(kernels, torch.empty(shape), False)[1]) == 1.0
+    assert float(sigma_of(kernels, torch.empty(shape[2], shape[0]), False)[1]) > 0.0
 
 
 @pytest.mark.parametrize("largest", [-3.0, 0.0, 40.0])
 def test_noise_stays_in_the_range_of_16_bits(kernels, largest):
     """sigma * eps with the largest eps there is, sqrt(32 * 2 ln 2): below 65504, and not by far."""
     rho = torch.linspace(largest - 5, largest, 17 * 33).view(17, 33)
-    packed, scale = kernels.pack_sigma(rho, False)
+    packed, scale = sigma_of(kernels, rho, False)
     sigma = torch.nn.functional.softplus(torch.tensor(largest, dtype=torch.float64))
     root = (2 * np.log(2)) ** 0.5  # comes with sigma here
     torch.testing.assert_close(
@@ -234,11 +242,11 @@ def test_thread_order_does_not_matter():
     seed, results = ops.new_seed(1), []
     for order in (0, 1, 2):
         made = Ops(order)
-        operand, scale = made.half_operand(x, False)
-        packed, sigma_scale = made.pack_sigma(parameters[1], False)
+        operand, scale = half_of(made, x, False)
+        packed, sigma_scale = sigma_of(made, parameters[1], False)
         base = torch.zeros(3, 40, 20)
         y = made.bayes_forward(operand, packed, base, None, scale, sigma_scale, seed, STREAM, 3)
-        grad, grad_scale = made.half_operand(y, False)
+        grad, grad_scale = half_of(made, y, False)
         results.append(
             [y, made.bayes_grad_rho(grad, operand, parameters[1], grad_scale, scale, seed, STREAM)]
         )

@@ -393,3 +393,20 @@ def test_elbo_leaves_its_input_alone(num_samples):
     for _ in range(2):
         bnuq.elbo_loss(model, x, torch.zeros(8).long(), batch_weight=0.1, num_samples=num_samples)
         assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_elbo_takes_inputs_of_inference_mode(num_samples):
+    """Autograd would not save them."""
+    model = nn.Sequential(bnuq.BayesLinear(5, 4), nn.ReLU(), bnuq.BayesLinear(4, 3))
+    with torch.inference_mode():
+        features = torch.randn(8, 5)
+    losses = []
+    for x in (features, features.clone(), features):
+        losses.append(
+            bnuq.elbo_loss(
+                model, x, torch.zeros(8).long(), batch_weight=0.1, num_samples=num_samples, seed=1
+            ).loss
+        )
+        losses[-1].backward()
+    assert losses[0] == losses[1] == losses[2]

@@ -42,7 +42,7 @@ def sample_bias(bias_mu: Tensor | None, bias_rho: Tensor | None, noise: Noise) -
     return _ops.bayes_direct(*none, *contiguous(bias_mu, bias_rho), *noise)[:, 0]
 
 
-def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> list[Tensor]:
+def grad_bias(grad_y: Tensor, bias_rho: Tensor, noise: Noise) -> tuple[Tensor, ...]:
     """Gradients by bias_mu and bias_rho of grad_y (T, N, O)."""
     summed, needed = grad_y.sum(1, keepdim=True), (False, False, True)
     given = *_no_inputs(bias_rho), bias_rho.contiguous(), noise.seed, noise.stream

@@ -93,7 +93,10 @@ void few_rows(
   if (need_weight) few_rows_weight(call, grad_y, grads);
   if (!need_x) return;
   grads.x = few_rows_x(call, grad_y);
-  if (call.shared) grads.x = torch::stable::sum(grads.x, std::vector<int64_t>{0});
+  if (!call.shared) return;
+  const int64_t N = call.N, I = call.I;
+  grads.x = grads.x.size(0) == 1 ? view_of(grads.x, 0, {N, I}, {I, 1})
+                                 : torch::stable::sum(grads.x, std::vector<int64_t>{0});
 }
 
 // ---- many rows a replica: weights into memory for torch's matrix product ------------------------
@@ -175,33 +178,11 @@ void many_replicas(
 
 // ---- the op -------------------------------------------------------------------------------------
 
-// (T, O) of grad_y (T, N, O). A few rows at a time: one sum over all loses digits.
-Tensor rows_summed(const LinearCall& call, const Tensor& grad_y) {
-  constexpr int64_t kRows = 64;
-  const int64_t T = call.T, N = call.N, O = call.O;
-  const Tensor sums = torch::stable::new_zeros(call.mu, {T, O});
-  dispatch_acc(call.mu, [&](auto zero) {
-    using acc_t = decltype(zero);
-    const acc_t* g = grad_y.const_data_ptr<acc_t>();
-    acc_t* s = sums.mutable_data_ptr<acc_t>();
-    torch::stable::parallel_for(0, O, 1 + 32768 / (T * N + 1), [&](int64_t begin, int64_t end) {
-      std::vector<acc_t> some(end - begin);
-      for (int64_t row = 0; row < T * N; ++row) {
-        add_scaled(some.data(), acc_t(1), g + row * O + begin, end - begin);
-        if ((row + 1) % N != 0 && (row % N + 1) % kRows != 0) continue;
-        add_scaled(s + row / N * O + begin, acc_t(1), some.data(), end - begin);
-        std::fill(some.begin(), some.end(), acc_t(0));
-      }
-    });
-  });
-  return sums;
-}
-
 // Gradients by bias_mu and bias_rho of grad_y (T, N, O).
 std::tuple<Tensor, Tensor> bias_grads(
     const LinearCall& call, const Tensor& grad_y, const Tensor& bias_rho, const Noise& noise) {
   const int64_t T = call.T, O = call.O;
-  const Tensor by_replica = rows_summed(call, grad_y);
+  const Tensor by_replica = torch::stable::sum(grad_y, std::vector<int64_t>{1});
   const Tensor rho = contiguous_as(call.mu.scalar_type(), bias_rho);
   const Tensor grad_mu = torch::stable::new_zeros(call.mu, {O});
   const Tensor grad_rho = torch::stable::new_zeros(call.mu, {O});

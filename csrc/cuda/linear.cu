@@ -72,8 +72,8 @@ std::tuple<Tensor, Tensor> add_operand(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bayes_operands_cuda(
     std::optional<Tensor> grad_y, std::optional<Tensor> x, std::optional<Tensor> rho,
     bool bfloat16) {
-  STD_TORCH_CHECK(x || grad_y, "bayes_linear: an operand is needed");
-  const Tensor& like = x ? *x : *grad_y;
+  STD_TORCH_CHECK(x || grad_y || rho, "bayes_linear: an operand is needed");
+  const Tensor& like = x ? *x : grad_y ? *grad_y : *rho;
   check_on_device_of(like, {grad_y, rho});
   const DeviceGuard guard(like.get_device_index());
   const ScalarType type = bfloat16 ? ScalarType::BFloat16 : ScalarType::Half;

@@ -1,6 +1,6 @@
 // bayes_linear straight from mu and rho, in one launch forward and two backward: for calls whose
-// launches cost more than their work, and for float64. Products by multiplications, in the
-// precision of the weights.
+// launches cost more than their work, for float64, and with I = 0, where x, mu and rho may be null,
+// for the biases of all others. Products by multiplications, in the precision of the weights.
 //
 // The floor is mu and rho once, 8 bytes a weight; beyond four replicas it is the noise, made again
 // for every 8 rows. sigma is made again wherever a weight is read.
@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(kLinearThreads, 1)
       for (int slot = 0; slot < 8; ++slot)
         by_weight[slot] += g[slot / 2 % 2] * v[slot / 4 * 2 + slot % 2];
     }
-    float z[8];
-    lane_noise(z, keys, tile_o, tile_i, at.lane, replica);
+    float z[8] = {};
+    if (p.grad_rho) lane_noise(z, keys, tile_o, tile_i, at.lane, replica);
 #pragma unroll
     for (int slot = 0; slot < 8; ++slot) {
       sums[0][slot / 4][slot % 4] += by_weight[slot];

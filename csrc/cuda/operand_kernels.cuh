@@ -172,7 +172,7 @@ inline dim3 operand_grid(int64_t threads, int rows = 1) {
 template <typename half_t>
 constexpr bool kScaled = !std::is_same_v<half_t, __nv_bfloat16>;
 
-// partial: (3, kOperandBlocks), to work in.
+// partial: (3, kOperandBlocks), to work in; null for bfloat16.
 template <typename half_t>
 void run_operands(Operands p, float* partial, cudaStream_t stream) {
   int64_t largest = 0, threads = 0;

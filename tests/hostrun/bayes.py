@@ -108,12 +108,6 @@ class Ops:
         packed = [torch.from_numpy(r).view(dtype) for r in results[:3]]
         return [v for pair in zip(packed, torch.from_numpy(results[3]), strict=True) for v in pair]
 
-    def half_operand(self, v, bfloat16):
-        return self.bayes_operands(None, v, None, bfloat16)[2:4]
-
-    def pack_sigma(self, rho, bfloat16):
-        return self.bayes_operands(None, None, rho, bfloat16)[4:]
-
     def sample_noise_(self, weight, sigma, seed, stream, first):
         R, O, I = weight.shape  # noqa: E741
         weight.view(torch.uint16).copy_(
