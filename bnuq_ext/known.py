@@ -72,8 +72,8 @@ class Known:
         Without, a model that normalises its input in place would see another one in each replica. Of a tensor of
         inference mode autograd takes only a copy.
         """
-        taken = not torch.is_grad_enabled() or not any(t.is_inference() for t in tensors(inputs))
-        if self.changes_input is False and taken:
+        refused = torch.is_grad_enabled() and any(t.is_inference() for t in tensors(inputs))
+        if self.changes_input is False and not refused:
             return inputs
         return map_tensors(inputs, torch.clone)
 

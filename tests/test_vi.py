@@ -1,4 +1,4 @@
-"""elbo_loss, kl_divergence and kl_weight."""
+"""elbo_loss and kl_divergence."""
 
 import math
 import threading
@@ -254,40 +254,6 @@ def test_threads_do_not_meet():
     for thread in threads:
         thread.join()
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-# ---- kl_weight ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", ["uniform", "geometric"])
-@pytest.mark.parametrize("num_batches", [1, 2, 5, 128, 1024, 100_000])
-def test_kl_weights_sum_to_one(scheme, num_batches):
-    weights = [bnuq.kl_weight(i, num_batches, scheme) for i in range(num_batches)]
-    assert all(math.isfinite(w) and w >= 0 for w in weights)
-    assert math.fsum(weights) == pytest.approx(1.0, rel=1e-12)
-
-
-def test_kl_weight_is_the_papers():
-    M = 7
-    for i in range(M):
-        paper = 2 ** (M - (i + 1)) / (2**M - 1)
-        assert bnuq.kl_weight(i, M, scheme="geometric") == pytest.approx(paper, rel=1e-14)
-    assert bnuq.kl_weight(3, M) == 1 / M
-
-
-@pytest.mark.parametrize(
-    "args,error,message",
-    [
-        ((3, 3), ValueError, r"i must lie in \[0, 3\), got 3"),
-        ((-1, 3), ValueError, r"i must lie in \[0, 3\), got -1"),
-        ((0, 0), ValueError, "num_batches must be at least 1, got 0"),
-        ((0.5, 3), TypeError, "i must be an integer, got 0.5"),
-        ((0, 3, "linear"), ValueError, "scheme must be one of uniform, geometric, got 'linear'"),
-    ],
-)
-def test_kl_weight_rejects(args, error, message):
-    with pytest.raises(error, match=f"kl_weight: {message}"):
-        bnuq.kl_weight(*args)
 
 
 # ---- kl_divergence ------------------------------------------------------------------------------

@@ -45,9 +45,9 @@ struct GaussianCall {
     check_on_device_of(first(), {mu[k]});
     acc_t* grad_mu = grads.empty() ? nullptr : output<acc_t>(grads[2 * k]);
     acc_t* grad_rho = grads.empty() ? nullptr : output<acc_t>(grads[2 * k + 1]);
-    const acc_t *m = mu[k].const_data_ptr<acc_t>(), *r = rho[k].const_data_ptr<acc_t>();
-    const double std = prior_std.at(k);
-    return {m, r, grad_mu, grad_rho, acc_t(std::log(std)), acc_t(1 / (std * std)), mu[k].numel()};
+    return gaussian_of(
+        mu[k].const_data_ptr<acc_t>(), rho[k].const_data_ptr<acc_t>(), grad_mu, grad_rho,
+        prior_std.at(k), mu[k].numel());
   }
 
   // body(some) for as many at a time as a launch takes; `grads` are those of mu and rho by turns.

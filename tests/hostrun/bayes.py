@@ -73,10 +73,8 @@ class Ops:
     def __init__(self, order):
         self.kernels = Kernels(build.load(), order)
         direct = Direct(order)
-        self.bayes_direct, self.bayes_direct_backward = (
-            direct.bayes_direct,
-            direct.bayes_direct_backward,
-        )
+        self.bayes_direct = direct.bayes_direct
+        self.bayes_direct_backward = direct.bayes_direct_backward
 
     def run(self, kernel, dtype, result, **arguments):
         tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor) or v is None}

@@ -95,9 +95,7 @@ void in_memory(const Bayes& c) {
   const MixtureArgs<acc_t> mixture = {
       mu, rho, c.seed, c.stream, c.T, c.O, c.I, c.matrix, mixture_of<acc_t>(c.pi, c.std1, c.std2)};
   Gaussians<acc_t> gaussians;
-  gaussians.add(
-      {mu, rho, out, out2, acc_t(std::log(c.prior_std)), acc_t(1 / (c.prior_std * c.prior_std)),
-       c.O * c.I});
+  gaussians.add(gaussian_of(mu, rho, out, out2, c.prior_std, c.O * c.I));
   if (c.kernel == "gaussian_kl") {
     const int made = run_gaussian_kl(to<double>(c.partial), gaussians, nullptr);
     run_add_partials(out, to<double>(c.partial), made, 1.0, nullptr);

@@ -1,0 +1,38 @@
+"""kl_weight: the share of the divergence that a batch carries."""
+
+import math
+
+import pytest
+
+import bnuq_ext as bnuq
+
+
+@pytest.mark.parametrize("scheme", ["uniform", "geometric"])
+@pytest.mark.parametrize("num_batches", [1, 2, 5, 128, 1024, 100_000])
+def test_kl_weights_sum_to_one(scheme, num_batches):
+    weights = [bnuq.kl_weight(i, num_batches, scheme) for i in range(num_batches)]
+    assert all(math.isfinite(w) and w >= 0 for w in weights)
+    assert math.fsum(weights) == pytest.approx(1.0, rel=1e-12)
+
+
+def test_kl_weight_is_the_papers():
+    M = 7
+    for i in range(M):
+        paper = 2 ** (M - (i + 1)) / (2**M - 1)
+        assert bnuq.kl_weight(i, M, scheme="geometric") == pytest.approx(paper, rel=1e-14)
+    assert bnuq.kl_weight(3, M) == 1 / M
+
+
+@pytest.mark.parametrize(
+    "args,error,message",
+    [
+        ((3, 3), ValueError, r"i must lie in \[0, 3\), got 3"),
+        ((-1, 3), ValueError, r"i must lie in \[0, 3\), got -1"),
+        ((0, 0), ValueError, "num_batches must be at least 1, got 0"),
+        ((0.5, 3), TypeError, "i must be an integer, got 0.5"),
+        ((0, 3, "linear"), ValueError, "scheme must be one of uniform, geometric, got 'linear'"),
+    ],
+)
+def test_kl_weight_rejects(args, error, message):
+    with pytest.raises(error, match=f"kl_weight: {message}"):
+        bnuq.kl_weight(*args)
