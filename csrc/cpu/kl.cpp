@@ -112,6 +112,33 @@ BNUQ_CLONES void gaussian_grad_slice(
   }
 }
 
+// gaussian_grad_slice where no rho is positive, in half of its time: with e = exp(rho) and
+// sigma = e r, the gradient by rho is (precision sigma^2 - 1) / (r (1 + e)), however small sigma
+// is.
+BNUQ_CLONES void narrow_grad_slice(
+    float* __restrict__ grad_mu, float* __restrict__ grad_rho, const float* mu, const float* rho,
+    float grad, float precision, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const float e = exp_nonpositive(rho[i]), ratio = log1p_ratio(e), sigma = e * ratio;
+    grad_mu[i] = grad * (mu[i] * precision);
+    grad_rho[i] = grad * ((sigma * sigma * precision - 1.0f) / (ratio * (1.0f + e)));
+  }
+}
+
+void gaussian_grad_part(
+    double* grad_mu, double* grad_rho, const double* mu, const double* rho, double grad,
+    double precision, int64_t n) {
+  gaussian_grad_slice(grad_mu, grad_rho, mu, rho, grad, precision, n);
+}
+
+void gaussian_grad_part(
+    float* grad_mu, float* grad_rho, const float* mu, const float* rho, float grad, float precision,
+    int64_t n) {
+  const auto slice = none_positive(rho, n) ? narrow_grad_slice : gaussian_grad_slice<float>;
+  slice(grad_mu, grad_rho, mu, rho, grad, precision, n);
+}
+
 double gaussian_kl_of(const Tensor& mu, const Tensor& rho, double prior_std) {
   double sum = 0;
   dispatch_kl(mu, rho, [&](auto zero) {
@@ -147,7 +174,7 @@ std::tuple<Tensor, Tensor> gaussian_kl_backward_cpu(
     acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
     const acc_t g = acc_t(factor), precision = acc_t(1 / (prior_std * prior_std));
     st::parallel_for(0, mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
-      gaussian_grad_slice(gm + begin, gr + begin, m + begin, r + begin, g, precision, end - begin);
+      gaussian_grad_part(gm + begin, gr + begin, m + begin, r + begin, g, precision, end - begin);
     });
   });
   return {grad_mu, grad_rho};
