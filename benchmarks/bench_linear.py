@@ -239,8 +239,8 @@ def floor(rows: int) -> str:
     """What a step has to do besides the work of the ordinary network."""
     weights = sum(a * b for a, b in zip(SIZES, SIZES[1:], strict=False))
     flops = 2 * rows * (3 * weights - SIZES[0] * SIZES[1])
-    # Twice the noise; rho, its gradient and its update beside those of mu; both for the divergence.
-    return f"{flops / 1e9:.2f} GFLOP, {2 * weights / 1e6:.2f} M normals, {9 * 4 * weights / 1e6:.0f} MB"
+    # Twice the noise; rho twice, its gradient and its update beside those of mu.
+    return f"{flops / 1e9:.2f} GFLOP, {2 * weights / 1e6:.2f} M normals, {6 * 4 * weights / 1e6:.0f} MB"
 
 
 def training_step(model, loss):

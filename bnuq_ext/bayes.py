@@ -12,6 +12,7 @@ from torch.nn import functional
 from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
 from .ops.checks import autocasted, check_integer, check_one_of, past_autocast, refuse
+from .ops.linear import bayes_linear_kl
 from .ops.linear_parts import spread
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
@@ -148,7 +149,8 @@ class BayesLinear(Replicated, nn.Module):
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
         self._check_features(x)
-        return self.sample(x, draw.seed, stream, draw.num_samples, shared, draw.trial)
+        noise = draw.seed, stream, draw.num_samples
+        return self.sample(x, *noise, shared, draw.trial, draw.divergences)
 
     def sample(
         self,
@@ -158,6 +160,7 @@ class BayesLinear(Replicated, nn.Module):
         num_samples: int,
         shared: bool,
         trial: bool = False,
+        divergences: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """The rows of T replicas, folded: (T*N, *, out_features).
 
@@ -165,6 +168,7 @@ class BayesLinear(Replicated, nn.Module):
             x: (N, *, in_features) if `shared`, else (T*N, *, in_features), replica-major.
             seed, stream, num_samples: see `ops.bayes_linear`.
             trial: whether the posterior is widened, so that samples differ by more than rounding.
+            divergences: see `samplers.Draw`.
         """
         x = autocasted(x)
         N, *inner = x.shape[:-1]
@@ -176,8 +180,16 @@ class BayesLinear(Replicated, nn.Module):
             rows = x.reshape(num_samples, N // num_samples * math.prod(inner), self.in_features)
         draw = bayes_linear if self.estimator == "exact" else _local
         noise = {"seed": seed, "stream": stream, "num_samples": num_samples}
+        if draw is bayes_linear and self._is_to_note(divergences):
+            draw, noise["prior_std"] = bayes_linear_kl, self.prior.std
         y = draw(rows, *self._parameters_of(trial), **noise)
-        return y.reshape(folded, *inner, self.out_features)
+        if draw is bayes_linear_kl:
+            y, divergences[id(self)] = y
+        return y if y.dim() == 2 and not inner else y.reshape(folded, *inner, self.out_features)
+
+    def _is_to_note(self, divergences: dict[int, Tensor] | None) -> bool:
+        closed = divergences is not None and type(self.prior) is GaussianPrior
+        return closed and id(self) not in divergences
 
     def _check_features(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[-1] != self.in_features:

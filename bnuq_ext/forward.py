@@ -25,6 +25,7 @@ class Forward(NamedTuple):
     known: Known
     op: str = "predict"
     call: Callable = call
+    plain: bool = False  # whether nothing in the model is computed again by a backward
 
     def draw(self, first_replica: int, num_samples: int) -> Draw:
         return self.sampler.draw(self.key, first_replica, num_samples)
@@ -39,7 +40,8 @@ class Forward(NamedTuple):
             self.known.look_at(inputs, spared)
         active.check_calls()
         output = self._tensor(output)
-        active.follow([output])
+        if not self.plain:
+            active.follow([output])
         return output, active
 
     def _tensor(self, output) -> Tensor:

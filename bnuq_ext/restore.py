@@ -73,17 +73,18 @@ def unmoved_by_errors(seed):
     """For a body that draws a key unless it was given a `seed`: an error leaves torch's generator of the CPU as it
     was. A GPU's may be part of a CUDA graph, where nothing asks for its state.
     """
-    return nullcontext() if seed is not None else _unmoved()
+    return nullcontext() if seed is not None else _Unmoved()
 
 
-@contextmanager
-def _unmoved():
-    state = torch.get_rng_state()
-    try:
-        yield
-    except BaseException:
-        torch.set_rng_state(state)
-        raise
+class _Unmoved:
+    """Written out, for a generator costs more than a small layer."""
+
+    def __enter__(self) -> None:
+        self.state = torch.get_rng_state()
+
+    def __exit__(self, error, *others) -> None:
+        if error is not None:
+            torch.set_rng_state(self.state)
 
 
 def random_states() -> tuple:

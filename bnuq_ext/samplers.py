@@ -49,6 +49,7 @@ class Draw(NamedTuple):
         tables: {key: Statistics | Fitted}, the key naming a layer's call.
         trial: whether the replicas are there to be told apart, not to be believed.
         spoilt: a replica of the trial and the value that every stochastic call gives in its rows.
+        divergences: of Bayesian layers by their id, which the forward fills where it is not None.
     """
 
     num_samples: int
@@ -57,6 +58,7 @@ class Draw(NamedTuple):
     tables: dict[str, Statistics | Fitted]
     trial: bool = False
     spoilt: tuple[int, float] | None = None
+    divergences: dict[int, Tensor] | None = None
 
 
 class Sampler(Protocol):

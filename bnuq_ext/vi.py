@@ -104,9 +104,12 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
 
 
 def _divergence(layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, int]) -> Tensor:
-    terms, closed = [], []
+    known = draw.divergences or {}
+    terms, closed = list(known.values()), []
     check_whole("kl_divergence", layers)
     for name, layer in layers.items():
+        if id(layer) in known:
+            continue
         parameters = layer.gaussian_divergence()
         if parameters is None:
             terms.append(layer.kl_divergence(draw.seed, streams[name], draw.num_samples))
@@ -114,9 +117,8 @@ def _divergence(layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, i
             closed += parameters
     if closed:
         terms.append(gaussian_kl_sum(closed))
-    if len(terms) == 1:
-        return terms[0]
-    return torch.stack([t.to(terms[0].device, terms[0].dtype) for t in terms]).sum()
+    total, *others = terms
+    return sum((other.to(total) for other in others), start=total)
 
 
 class Elbo(NamedTuple):
@@ -196,25 +198,33 @@ def elbo_loss(
         # Not read back: a step on a GPU waits for nothing, and goes into a CUDA graph.
         key = new_key(device) if seed is None else seed
         known = know(model, modules) if num_samples > 1 else run_once()
-        forward = Forward(model, layers, WeightSampler(device), key, None, known, op)
+        plain, sampler = _is_plain(modules), WeightSampler(device)
+        forward = Forward(model, layers, sampler, key, None, known, op, plain=plain)
         draw = forward.draw(0, num_samples)
+        if device.type == "cpu" and plain and _is_eager():
+            draw = draw._replace(divergences={})
         outputs = _outputs(forward, modules, x, draw)
         scale = max(rows, 1) if reduction == "mean" else 1
-        nll = _nll(outputs, y, likelihood, noise_std) / (num_samples * scale)
+        nll = _nll(outputs, num_samples, y, likelihood, noise_std) / (num_samples * scale)
         kl = _divergence(layers, draw, Pass(layers).streams)
-        return Elbo(nll + (weight / scale) * kl, nll, kl)
+        return Elbo(_weighted_sum(nll, kl, weight / scale), nll, kl)
+
+
+def _is_eager() -> bool:
+    transformed = torch._C._are_functorch_transforms_active()
+    return not (transformed or torch.compiler.is_compiling())
 
 
 def _outputs(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor:
-    """(T, N, ...), of all samples at once where that is the same."""
+    """(T*N, ...), of all samples at once where that is the same."""
     if draw.num_samples == 1:
-        if _is_plain(modules) and not any([getattr(m, "inplace", False) for m in modules]):
+        if forward.plain and not any([getattr(m, "inplace", False) for m in modules]):
             forward.known.changes_input = False
-        return forward.run(x, draw)[0][None]
+        return forward.run(x, draw)[0]
     output = _together(forward, modules, x, draw)
     if output is not None:
-        return output.unflatten(0, (draw.num_samples, -1))
-    return torch.stack([forward.run(x, forward.draw(t, 1))[0] for t in range(draw.num_samples)])
+        return output
+    return torch.cat([forward.run(x, forward.draw(t, 1))[0] for t in range(draw.num_samples)])
 
 
 def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor | None:
@@ -248,25 +258,36 @@ def _is_plain(modules: list[nn.Module]) -> bool:
     )
 
 
-def _nll(outputs: Tensor, y: Tensor, likelihood: str, noise_std: float) -> Tensor:
-    """-log p(y), summed over the rows and the T samples of outputs (T, N, ...)."""
+def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_std: float) -> Tensor:
+    """-log p(y), summed over the rows and the T samples of outputs (T*N, ...)."""
     outputs = outputs.to(acc_dtype(outputs.dtype))  # a sum over rows soon is infinite in float16
+    rows = len(outputs) // num_samples
     if likelihood == "categorical":
-        expected = (outputs.shape[1], *outputs.shape[3:])
-        if outputs.dim() < 3 or tuple(y.shape) != expected:
+        expected = (rows, *outputs.shape[2:])
+        if outputs.dim() < 2 or tuple(y.shape) != expected:
             refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
         labels = y.long()
-        if len(outputs) > 1:
-            labels = labels.expand(len(outputs), *y.shape).flatten(0, 1)
+        if num_samples > 1:
+            labels = labels.expand(num_samples, *y.shape).flatten(0, 1)
         try:
-            return functional.cross_entropy(outputs.flatten(0, 1), labels, reduction="sum")
+            return functional.cross_entropy(outputs, labels, reduction="sum")
         except IndexError:
             got = f"{y.min()} to {y.max()}"
-            refuse("elbo_loss", "y", f"hold labels in [0, {outputs.shape[2]})", got)
-    if y.shape != outputs.shape[1:]:
-        refuse("elbo_loss", "y", f"have shape {list(outputs.shape[1:])}", list(y.shape))
-    residuals = torch.distributions.Normal(outputs, noise_std, validate_args=False)
+            refuse("elbo_loss", "y", f"hold labels in [0, {outputs.shape[1]})", got)
+    expected = (rows, *outputs.shape[1:])
+    if tuple(y.shape) != expected:
+        refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
+    residuals = torch.distributions.Normal(
+        outputs.unflatten(0, (num_samples, rows)), noise_std, validate_args=False
+    )
     return -residuals.log_prob(y).sum()
+
+
+def _weighted_sum(nll: Tensor, kl: Tensor, weight: float | Tensor) -> Tensor:
+    """nll + weight * kl, in one step where it can be."""
+    if isinstance(weight, Tensor):
+        return nll + weight * kl
+    return torch.add(nll, kl, alpha=float(weight))
 
 
 def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | None) -> float:

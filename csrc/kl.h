@@ -57,17 +57,6 @@ inline float log_log1p_ratio(float x) {
                               x * (0.0310471803f + x * (-0.0115643563f + x * 0.00204814901f)))))));
 }
 
-// log(1 + x) / x for 0 <= x <= 1, relative error below 2e-7.
-inline float log1p_ratio(float x) {
-  return 0.99999994f +
-         x * (-0.49999493f +
-              x * (0.33319098f +
-                   x * (-0.24842982f +
-                        x * (0.19106007f +
-                             x * (-0.13663244f +
-                                  x * (0.07822594f + x * (-0.029505232f + x * 0.0052326927f)))))));
-}
-
 // log pi - log s1, log(1 - pi) - log s2 and the precisions: what the mixture needs of its
 // arguments. The 1/2 log(2 pi) of q and p cancel.
 template <typename acc_t>

@@ -55,6 +55,17 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " -> (Tensor grad_x, Tensor grad_mu, Tensor grad_rho, Tensor grad_bias_mu,"
       " Tensor grad_bias_rho)");
 
+  // On the CPU, with y (T*N, O), and gaussian_kl of all it takes: mu and rho of the weights, then
+  // of the bias if there is one.
+  m.def(
+      "bayes_linear_kl(Tensor x, Tensor[] mu, Tensor[] rho, Tensor seed, int stream,"
+      " int num_samples, float prior_std) -> (Tensor y, Tensor kl)");
+  m.def(
+      "bayes_linear_kl_backward(Tensor grad_y, Tensor grad_kl, Tensor x, Tensor[] mu, Tensor[] rho,"
+      " Tensor seed, int stream, int num_samples, float prior_std, bool need_x, bool need_weight,"
+      " bool need_bias) -> (Tensor grad_x, Tensor grad_mu, Tensor grad_rho, Tensor grad_bias_mu,"
+      " Tensor grad_bias_rho)");
+
   // The pieces of bayes_linear on CUDA: products with sigma * eps, whose weights stay in registers.
   m.def(
       "bayes_operands(Tensor? grad_y, Tensor? x, Tensor? rho, bool bfloat16) -> (Tensor grad_y,"

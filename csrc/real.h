@@ -46,10 +46,19 @@ BNUQ_HD float log_positive(float x) {
   return lg2_unit(x) * 0.693147181f;
 }
 
-// log(1 + x) for 0 <= x <= 1, relative error below 2e-7: 2 atanh(x / (2 + x)).
+// log(1 + x) / x for 0 <= x <= 1, relative error below 2e-7.
+BNUQ_HD float log1p_ratio(float x) {
+  return 1.0f +
+         x * (-0.49999648f +
+              x * (0.33321324f +
+                   x * (-0.24857163f +
+                        x * (0.19153656f +
+                             x * (-0.13753803f +
+                                  x * (0.079204544f + x * (-0.0300658f + x * 0.005364826f)))))));
+}
+
 BNUQ_HD float log1p_unit(float x) {
-  const float s = x / (2.0f + x), q = s * s;
-  return s * (2.0f + q * (0.66666317f + q * (0.40024853f + q * (0.27961418f + q * 0.28174657f))));
+  return x * log1p_ratio(x);
 }
 #endif
 

@@ -27,13 +27,14 @@ def check_tensor(op: str, name: str, value) -> None:
 
 
 def check_floating(op: str, name: str, value) -> None:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return
     check_tensor(op, name, value)
-    if not value.is_floating_point():
-        refuse(op, name, "be a floating-point tensor", value.dtype, TypeError)
+    refuse(op, name, "be a floating-point tensor", value.dtype, TypeError)
 
 
 def check_shape(op: str, name: str, value: Tensor, shape: tuple) -> None:
-    if tuple(value.shape) != tuple(shape):
+    if value.shape != shape:
         refuse(op, name, f"have shape {list(shape)}", list(value.shape))
 
 
@@ -145,6 +146,8 @@ def past_autocast(device: torch.device):
 
 def _autocasts(device: torch.device) -> bool:
     kind = device.type
+    if not torch._C._is_any_autocast_enabled():
+        return False
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 

@@ -65,6 +65,29 @@ def bayes_linear(
     return _Eager.apply(*args)
 
 
+def bayes_linear_kl(
+    x: Tensor,
+    mu: Tensor,
+    rho: Tensor,
+    bias_mu: Tensor | None = None,
+    bias_rho: Tensor | None = None,
+    *,
+    seed: Tensor,
+    stream: int,
+    num_samples: int,
+    prior_std: float,
+) -> tuple[Tensor, Tensor]:
+    """`bayes_linear` on the CPU, (T*N, O), and `gaussian_kl` of its weights and biases, in one node of autograd.
+
+    The divergence's gradients are added where the layer's lie: in memory of their own they take as long to write
+    and to add as to compute.
+    """
+    _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
+    refuse_forward_mode("bayes_linear", x, mu, rho, bias_mu, bias_rho)
+    tensors = [p.contiguous() for p in (mu, rho, bias_mu, bias_rho) if p is not None]
+    return _WithKl.apply((stream, num_samples, prior_std), x, seed.contiguous(), *tensors)
+
+
 def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
     op = "bayes_linear"
     check_floating(op, "x", x)
@@ -116,6 +139,11 @@ def _(grad_y, x, mu, rho, bias_rho, seed, stream, num_samples, need_x, need_weig
     )
 
 
+@torch.library.register_fake("bnuq::bayes_linear_kl")
+def _(x, mu, rho, seed, stream, num_samples, prior_std):
+    return x.new_empty((num_samples * x.shape[-2], mu[0].shape[0])), mu[0].new_empty(())
+
+
 def _setup_context(ctx, inputs, output):
     x, mu, rho, bias_mu, bias_rho, seed, ctx.stream, ctx.num_samples = inputs
     ctx.save_for_backward(x, mu, rho, bias_rho, seed)
@@ -147,5 +175,42 @@ class _Eager(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
+class _WithKl(torch.autograd.Function):
+    """Of (y, kl), of which either may have no gradient, by x and by mu and rho in turns."""
+
+    @staticmethod
+    def forward(ctx, numbers, x, seed, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.numbers = numbers
+        ctx.save_for_backward(x, seed, *tensors)
+        with past_autograd():
+            return torch.ops.bnuq.bayes_linear_kl(x, tensors[::2], tensors[1::2], seed, *numbers)
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_kl):
+        if grad_y is None and grad_kl is None:
+            return (None,) * len(ctx.needs_input_grad)
+        _, need_x, _, *needs = ctx.needs_input_grad
+        with past_autograd():
+            grads = _grads_with_kl(ctx, grad_y, grad_kl, need_x, needs)
+        by_x, *others = (g if n else None for g, n in zip(grads, (need_x, *needs), strict=False))
+        return None, by_x, None, *others
+
+
+def _grads_with_kl(ctx, grad_y, grad_kl, need_x, needs):
+    x, seed, *tensors = ctx.saved_tensors
+    mu, rho, *noise, prior_std = tensors[::2], tensors[1::2], seed, *ctx.numbers
+    if grad_y is None:
+        stds = [prior_std] * len(mu)
+        return None, *torch.ops.bnuq.gaussian_kl_sum_backward(grad_kl, mu, rho, stds)
+    needed = need_x, any(needs[:2]), any(needs[2:])
+    if grad_kl is None:
+        given = x, mu[0], rho[0], rho[1] if len(rho) > 1 else None
+        return torch.ops.bnuq.bayes_linear_backward(grad_y, *given, *noise, *needed)
+    given = x, mu, rho, *noise, prior_std
+    return torch.ops.bnuq.bayes_linear_kl_backward(grad_y, grad_kl, *given, *needed)
+
+
 torch.library.register_autograd("bnuq::bayes_linear", _backward, setup_context=_setup_context)
 refuse_second_derivatives("bayes_linear")
+refuse_second_derivatives("bayes_linear_kl")

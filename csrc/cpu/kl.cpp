@@ -10,6 +10,7 @@
 
 #include "../dispatch.h"
 #include "../seed.h"
+#include "gaussian_kl.h"
 #include "noise.h"
 #include "weight_noise.h"
 
@@ -19,8 +20,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 namespace st = torch::stable;
-
-constexpr int64_t kSlice = 8192;  // elements that one partial sum covers, whatever the threads
 
 template <typename F>
 void dispatch_kl(const Tensor& mu, const Tensor& rho, const F& body) {
@@ -43,115 +42,22 @@ double sum_slices(int64_t n, int64_t slice, const Part& part) {
   return std::accumulate(partial.begin(), partial.end(), 0.0);
 }
 
-Tensor scalar_like(const Tensor& like, double value) {
-  Tensor out = st::new_empty(like, {});
-  if (like.scalar_type() == ScalarType::Double)
-    *out.mutable_data_ptr<double>() = value;
-  else
-    *out.mutable_data_ptr<float>() = float(value);
-  return out;
-}
-
-double value_of(const Tensor& scalar) {
-  return scalar.scalar_type() == ScalarType::Double ? *scalar.const_data_ptr<double>()
-                                                    : *scalar.const_data_ptr<float>();
-}
-
-// ---- the Gaussian prior -------------------------------------------------------------------------
-
-template <typename acc_t>
-BNUQ_CLONES double gaussian_slice(
-    const acc_t* mu, const acc_t* rho, acc_t log_std, acc_t precision, int64_t n) {
-  acc_t sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += gaussian_kl_term(mu[i], rho[i], log_std, precision).value;
-  return double(sum);
-}
-
-BNUQ_CLONES bool none_positive(const float* v, int64_t n) {
-  int32_t found = 0;  // a bool would not vectorise
-#pragma omp simd reduction(| : found)
-  for (int64_t i = 0; i < n; ++i) found |= !(v[i] <= 0.0f);
-  return !found;
-}
-
-// gaussian_slice where no rho is positive, in two thirds of its time: with e = exp(rho),
-// log sigma = rho + log(log1p(e) / e) needs no logarithm of its own, however small sigma is.
-BNUQ_CLONES double narrow_slice(
-    const float* mu, const float* rho, float log_std, float precision, int64_t n) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) {
-    const float e = exp_nonpositive(rho[i]), sigma = log1p_unit(e);
-    const float value = log_std - (rho[i] + log_log1p_ratio(e)) - 0.5f +
-                        0.5f * precision * (sigma * sigma + mu[i] * mu[i]);
-    sum += rho[i] < kPrunedRho ? 0.0f : value;
-  }
-  return double(sum);
-}
-
-double gaussian_part(
-    const double* mu, const double* rho, double log_std, double precision, int64_t n) {
-  return gaussian_slice(mu, rho, log_std, precision, n);
-}
-
-double gaussian_part(const float* mu, const float* rho, float log_std, float precision, int64_t n) {
-  const auto slice = none_positive(rho, n) ? narrow_slice : gaussian_slice<float>;
-  return slice(mu, rho, log_std, precision, n);
-}
-
-template <typename acc_t>
-BNUQ_CLONES void gaussian_grad_slice(
-    acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_rho, const acc_t* mu, const acc_t* rho,
-    acc_t grad, acc_t precision, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    const KlTerm<acc_t> term = gaussian_kl_term(mu[i], rho[i], acc_t(0), precision);
-    grad_mu[i] = grad * term.by_mu;
-    grad_rho[i] = grad * term.by_rho;
-  }
-}
-
-// gaussian_grad_slice where no rho is positive, in half of its time: with e = exp(rho) and
-// sigma = e r, the gradient by rho is (precision sigma^2 - 1) / (r (1 + e)), however small sigma
-// is.
-BNUQ_CLONES void narrow_grad_slice(
-    float* __restrict__ grad_mu, float* __restrict__ grad_rho, const float* mu, const float* rho,
-    float grad, float precision, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    const float e = exp_nonpositive(rho[i]), ratio = log1p_ratio(e), sigma = e * ratio;
-    grad_mu[i] = grad * (mu[i] * precision);
-    grad_rho[i] = grad * ((sigma * sigma * precision - 1.0f) / (ratio * (1.0f + e)));
-  }
-}
-
-void gaussian_grad_part(
-    double* grad_mu, double* grad_rho, const double* mu, const double* rho, double grad,
-    double precision, int64_t n) {
-  gaussian_grad_slice(grad_mu, grad_rho, mu, rho, grad, precision, n);
-}
-
-void gaussian_grad_part(
-    float* grad_mu, float* grad_rho, const float* mu, const float* rho, float grad, float precision,
-    int64_t n) {
-  const auto slice = none_positive(rho, n) ? narrow_grad_slice : gaussian_grad_slice<float>;
-  slice(grad_mu, grad_rho, mu, rho, grad, precision, n);
-}
-
-double gaussian_kl_of(const Tensor& mu, const Tensor& rho, double prior_std) {
-  double sum = 0;
+template <bool kAdd>
+void write_gaussian_grads(
+    const Tensor& grad_mu, const Tensor& grad_rho, double grad, const Tensor& mu, const Tensor& rho,
+    double prior_std) {
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
-    const acc_t log_std = acc_t(std::log(prior_std)),
-                precision = acc_t(1 / (prior_std * prior_std));
-    sum = sum_slices(mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
-      return gaussian_part(m + begin, r + begin, log_std, precision, end - begin);
+    acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
+    const acc_t g = acc_t(grad), precision = acc_t(1 / (prior_std * prior_std));
+    st::parallel_for(0, mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
+      gaussian_grads<kAdd>(gm + begin, gr + begin, m + begin, r + begin, g, precision, end - begin);
     });
   });
-  return sum;
 }
+
+// ---- the Gaussian prior -------------------------------------------------------------------------
 
 Tensor gaussian_kl_cpu(Tensor mu, Tensor rho, double prior_std) {
   return scalar_like(mu, gaussian_kl_of(mu, rho, prior_std));
@@ -166,17 +72,8 @@ Tensor gaussian_kl_sum_cpu(
 
 std::tuple<Tensor, Tensor> gaussian_kl_backward_cpu(
     Tensor grad, Tensor mu, Tensor rho, double prior_std) {
-  Tensor grad_mu = st::empty_like(mu), grad_rho = st::empty_like(rho);
-  const double factor = value_of(grad);
-  dispatch_kl(mu, rho, [&](auto zero) {
-    using acc_t = decltype(zero);
-    const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
-    acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
-    const acc_t g = acc_t(factor), precision = acc_t(1 / (prior_std * prior_std));
-    st::parallel_for(0, mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
-      gaussian_grad_part(gm + begin, gr + begin, m + begin, r + begin, g, precision, end - begin);
-    });
-  });
+  const Tensor grad_mu = st::empty_like(mu), grad_rho = st::empty_like(rho);
+  write_gaussian_grads<false>(grad_mu, grad_rho, value_of(grad), mu, rho, prior_std);
   return {grad_mu, grad_rho};
 }
 
@@ -299,4 +196,25 @@ STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
 }
 
 }  // namespace
+
+double gaussian_kl_of(const Tensor& mu, const Tensor& rho, double prior_std) {
+  double sum = 0;
+  dispatch_kl(mu, rho, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
+    const acc_t log_std = acc_t(std::log(prior_std)),
+                precision = acc_t(1 / (prior_std * prior_std));
+    sum = sum_slices(mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
+      return gaussian_sum(m + begin, r + begin, log_std, precision, end - begin);
+    });
+  });
+  return sum;
+}
+
+void add_gaussian_grads(
+    const Tensor& grad_mu, const Tensor& grad_rho, double grad, const Tensor& mu, const Tensor& rho,
+    double prior_std) {
+  write_gaussian_grads<true>(grad_mu, grad_rho, grad, mu, rho, prior_std);
+}
+
 }  // namespace bnuq

@@ -1,7 +1,11 @@
 #include <torch/csrc/stable/library.h>
 
+#include <numeric>
+#include <tuple>
+
 #include "linear_call.h"
 #include "noise.h"
+#include "posterior_kl_rows.h"
 
 namespace bnuq {
 namespace {
@@ -57,15 +61,21 @@ Tensor few_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
 
 // ---- many rows a replica: weights into memory for torch's matrix product ------------------------
 
+// The only replica's, (N, O), of its weights.
+Tensor with_weight(
+    const LinearCall& call, const Tensor& weight, const std::optional<Tensor>& bias) {
+  std::optional<Tensor> row;
+  if (bias) row = view_of(*bias, 0, {call.O}, {1});
+  return product(call.x_of(0), Matrix(weight, 0, call.O, call.I).t(), row);
+}
+
 Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
   const int64_t T = call.T, N = call.N, O = call.O, I = call.I;
-  std::optional<Tensor> row;
   if (T == 1) {
-    const Tensor weight = sample_posterior(call);
-    if (bias) row = view_of(*bias, 0, {O}, {1});
-    const Tensor y = product(call.x_of(0), Matrix(weight, 0, O, I).t(), row);
-    return view_of(y, 0, {1, N, O}, {N * O, O, 1});
+    const Tensor only = with_weight(call, sample_posterior(call), bias);
+    return view_of(only, 0, {1, N, O}, {N * O, O, 1});
   }
+  std::optional<Tensor> row;
   const Tensor sigma = spread_of(call.rho), weight = call.empty({O, I});
   const Tensor y = call.empty({T, N, O});
   for (int64_t t = 0; t < T; ++t) {
@@ -76,18 +86,64 @@ Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
   return y;
 }
 
+// sample_posterior, and the weights' divergence.
+std::tuple<Tensor, double> sample_with_kl(const LinearCall& call, double prior_std) {
+  const int64_t O = call.O, I = call.I;
+  const Tensor weight = call.empty({O, I});
+  std::vector<double> by_band(tiles_of(O));  // summed in the same order by any number of threads
+  dispatch_acc(call.mu, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t *m = call.mu.const_data_ptr<acc_t>(), *r = call.rho.const_data_ptr<acc_t>();
+    const acc_t log_std = acc_t(std::log(prior_std)),
+                precision = acc_t(1 / (prior_std * prior_std));
+    acc_t* w = weight.mutable_data_ptr<acc_t>();
+    for_rows(call.noise, 0, O, I, [&](int64_t o, const float* z) {
+      for (int64_t i = 0, at = o * I; i < I; i += kSlice, at += kSlice)
+        by_band[o / kTile] += posterior_kl_row(
+            w + at, m + at, r + at, z + i, log_std, precision, std::min(kSlice, I - i));
+    });
+  });
+  return {weight, std::accumulate(by_band.begin(), by_band.end(), 0.0)};
+}
+
+// ---- the ops ------------------------------------------------------------------------------------
+
+Tensor forward(const LinearCall& call, const std::optional<Tensor>& bias) {
+  return call.N > kFewRows ? many_rows(call, bias) : few_rows(call, bias);
+}
+
 Tensor bayes_linear_cpu(
     Tensor x, Tensor mu, Tensor rho, std::optional<Tensor> bias_mu, std::optional<Tensor> bias_rho,
     Tensor seed, int64_t stream, int64_t num_samples) {
   const LinearCall call(x, mu, rho, seed, stream, num_samples);
   std::optional<Tensor> bias;
   if (bias_mu) bias = sample_bias(*bias_mu, *bias_rho, seed, stream, num_samples);
-  const Tensor y = call.N > kFewRows ? many_rows(call, bias) : few_rows(call, bias);
-  return contiguous_as(x.scalar_type(), y);
+  return contiguous_as(x.scalar_type(), forward(call, bias));
+}
+
+std::tuple<Tensor, Tensor> bayes_linear_kl_cpu(
+    Tensor x, std::vector<Tensor> mu, std::vector<Tensor> rho, Tensor seed, int64_t stream,
+    int64_t num_samples, double prior_std) {
+  const LinearCall call(x, mu.at(0), rho.at(0), seed, stream, num_samples);
+  std::optional<Tensor> bias;
+  double kl = 0;
+  if (mu.size() > 1) {
+    bias = sample_bias(mu[1], rho.at(1), seed, stream, num_samples);
+    kl = gaussian_kl_of(mu[1], rho[1], prior_std);
+  }
+  if (call.T > 1 || call.N <= kFewRows) {
+    kl += gaussian_kl_of(call.mu, call.rho, prior_std);
+    const Tensor y = contiguous_as(x.scalar_type(), forward(call, bias));
+    return {view_of(y, 0, {call.T * call.N, call.O}, {call.O, 1}), scalar_like(call.mu, kl)};
+  }
+  const auto [weight, weight_kl] = sample_with_kl(call, prior_std);
+  const Tensor y = contiguous_as(x.scalar_type(), with_weight(call, weight, bias));
+  return {y, scalar_like(call.mu, kl + weight_kl)};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
   m.impl("bayes_linear", TORCH_BOX(&bayes_linear_cpu));
+  m.impl("bayes_linear_kl", TORCH_BOX(&bayes_linear_kl_cpu));
 }
 
 }  // namespace

@@ -1,16 +1,29 @@
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
 #include <tuple>
 
 #include "linear_call.h"
 #include "noise.h"
+#include "posterior_kl_rows.h"
 
 namespace bnuq {
 namespace {
 
-// Of what the call needs; the others stay empty.
+// What the divergence from a Gaussian prior adds to the gradients: `grad` times its own.
+struct PriorGrad {
+  double grad, prior_std;
+};
+
+// Which gradients are asked for.
+struct Asked {
+  bool x, weight, bias;
+  std::optional<PriorGrad> prior;
+};
+
+// Those.
 struct Grads {
-  Tensor x, mu, rho;
+  std::optional<Tensor> x, mu, rho, bias_mu, bias_rho;
 };
 
 // A gradient by sigma becomes one by rho.
@@ -70,7 +83,7 @@ void few_rows_weight(const LinearCall& call, const Tensor& grad_y, Grads& grads)
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *px = call.x.const_data_ptr<acc_t>(), *g = grad_y.const_data_ptr<acc_t>();
-    acc_t *gm = grads.mu.mutable_data_ptr<acc_t>(), *gs = grads.rho.mutable_data_ptr<acc_t>();
+    acc_t *gm = grads.mu->mutable_data_ptr<acc_t>(), *gs = grads.rho->mutable_data_ptr<acc_t>();
     torch::stable::parallel_for(0, tiles_of(O), 1, [&](int64_t begin, int64_t end) {
       std::vector<acc_t> grad(I);
       for (int64_t band = begin; band < end; ++band)
@@ -85,46 +98,57 @@ void few_rows_weight(const LinearCall& call, const Tensor& grad_y, Grads& grads)
         }
     });
   });
-  spread_backward(grads.rho, call.rho);
+  spread_backward(*grads.rho, call.rho);
 }
 
-void few_rows(
-    const LinearCall& call, const Tensor& grad_y, bool need_x, bool need_weight, Grads& grads) {
-  if (need_weight) few_rows_weight(call, grad_y, grads);
-  if (!need_x) return;
-  grads.x = few_rows_x(call, grad_y);
-  if (!call.shared) return;
+void few_rows(const LinearCall& call, const Tensor& grad_y, const Asked& asked, Grads& grads) {
+  if (asked.weight) few_rows_weight(call, grad_y, grads);
+  if (!asked.x) return;
+  const Tensor grad_x = few_rows_x(call, grad_y);
   const int64_t N = call.N, I = call.I;
-  grads.x = grads.x.size(0) == 1 ? view_of(grads.x, 0, {N, I}, {I, 1})
-                                 : torch::stable::sum(grads.x, std::vector<int64_t>{0});
+  if (!call.shared)
+    grads.x = grad_x;
+  else if (grad_x.size(0) == 1)
+    grads.x = view_of(grad_x, 0, {N, I}, {I, 1});
+  else
+    grads.x = torch::stable::sum(grad_x, std::vector<int64_t>{0});
 }
 
 // ---- many rows a replica: weights into memory for torch's matrix product ------------------------
 
-// One replica needs no sigma in memory. Its weights are made again where the gradient by x needs
-// them: the noise is drawn once for both.
-void one_replica(
-    const LinearCall& call, const Tensor& grad_y, bool need_x, bool need_weight, Grads& grads) {
+// Gradients by mu and rho, the first of which hold that by the weights; and the weights, made again
+// where the gradient by x needs them: the noise is drawn once for both.
+void one_replica_weight(
+    const LinearCall& call, const Asked& asked, const Grads& grads, const Tensor& weight) {
+  const int64_t I = call.I;
+  dispatch_acc(call.mu, [&](auto zero) {
+    using acc_t = decltype(zero);
+    const acc_t *m = call.mu.const_data_ptr<acc_t>(), *r = call.rho.const_data_ptr<acc_t>();
+    acc_t *w = weight.mutable_data_ptr<acc_t>(), *gm = grads.mu->mutable_data_ptr<acc_t>(),
+          *gr = grads.rho->mutable_data_ptr<acc_t>();
+    const auto [grad, prior_std] = asked.prior.value_or(PriorGrad{0, 1});
+    const acc_t kl_grad = acc_t(grad), precision = acc_t(1 / (prior_std * prior_std));
+    const auto row = asked.x ? posterior_grads_row<true, acc_t> : posterior_grads_row<false, acc_t>;
+    for_rows(call.noise, 0, call.O, I, [&](int64_t o, const float* z) {
+      const int64_t at = o * I;
+      row(w + (asked.x ? at : 0), gm + at, gr + at, m + at, r + at, z, kl_grad, precision, I);
+    });
+  });
+}
+
+// One replica needs no sigma in memory.
+void one_replica(const LinearCall& call, const Tensor& grad_y, const Asked& asked, Grads& grads) {
   const int64_t N = call.N, O = call.O, I = call.I;
   const Matrix grad(grad_y, 0, N, O);
   Tensor weight;
-  if (need_weight) {
+  if (asked.weight) {
     grads.mu = product(grad.t(), call.x_of(0)), grads.rho = call.empty({O, I});
-    weight = need_x ? call.empty({O, I}) : call.empty({0});
-    dispatch_acc(call.mu, [&](auto zero) {
-      using acc_t = decltype(zero);
-      const acc_t *m = call.mu.const_data_ptr<acc_t>(), *r = call.rho.const_data_ptr<acc_t>();
-      const acc_t* g = grads.mu.const_data_ptr<acc_t>();
-      acc_t *w = weight.mutable_data_ptr<acc_t>(), *gr = grads.rho.mutable_data_ptr<acc_t>();
-      for_rows(call.noise, 0, O, I, [&](int64_t o, const float* z) {
-        posterior_grad_row(gr + o * I, g + o * I, r + o * I, z, I);
-        if (need_x) posterior_row(w + o * I, m + o * I, r + o * I, z, I);
-      });
-    });
+    weight = call.empty({asked.x ? O : 0, I});
+    one_replica_weight(call, asked, grads, weight);
   } else {
     weight = sample_posterior(call);
   }
-  if (!need_x) return;
+  if (!asked.x) return;
   const Tensor grad_x = product(grad, Matrix(weight, 0, O, I));
   grads.x = call.shared ? grad_x : view_of(grad_x, 0, {1, N, I}, {N * I, I, 1});
 }
@@ -141,8 +165,8 @@ void add_replica(
     using acc_t = decltype(zero);
     const acc_t *m = call.mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
     const acc_t* g = grad_weight.const_data_ptr<acc_t>();
-    acc_t *w = weight.mutable_data_ptr<acc_t>(), *gm = grads.mu.mutable_data_ptr<acc_t>(),
-          *gs = grads.rho.mutable_data_ptr<acc_t>();
+    acc_t *w = weight.mutable_data_ptr<acc_t>(), *gm = grads.mu->mutable_data_ptr<acc_t>(),
+          *gs = grads.rho->mutable_data_ptr<acc_t>();
     for_rows(call.noise, t, call.O, I, [&](int64_t o, const float* z) {
       if (t > 0)
         add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
@@ -153,80 +177,133 @@ void add_replica(
   });
 }
 
-void many_replicas(
-    const LinearCall& call, const Tensor& grad_y, bool need_x, bool need_weight, Grads& grads) {
+void many_replicas(const LinearCall& call, const Tensor& grad_y, const Asked& asked, Grads& grads) {
   const int64_t N = call.N, O = call.O, I = call.I;
-  const Tensor none = call.empty({0}), sigma = need_x ? spread_of(call.rho) : none;
-  const Tensor weight = need_x ? call.empty({O, I}) : none;
-  if (need_x) grads.x = empty_rows(call.x, call.x.size(0), MemoryFormat::Contiguous);
-  if (need_weight) grads.rho = call.empty({O, I});
+  const Tensor none = call.empty({0}), sigma = asked.x ? spread_of(call.rho) : none;
+  const Tensor weight = asked.x ? call.empty({O, I}) : none;
+  if (asked.x) grads.x = empty_rows(call.x, call.x.size(0), MemoryFormat::Contiguous);
+  if (asked.weight) grads.rho = call.empty({O, I});
   for (int64_t t = 0; t < call.T; ++t) {
     const Matrix grad(grad_y, t * N * O, N, O);
-    if (need_weight) {
+    if (asked.weight) {
       const Tensor by_weight = product(grad.t(), call.x_of(t));
       if (t == 0) grads.mu = by_weight;
       add_replica(call, t, by_weight, sigma, weight, grads);
     } else {
       sample_weights(weight, call, sigma, t);
     }
-    if (!need_x) continue;
-    const Matrix out(grads.x, t * call.x_stride(), N, I), w(weight, 0, O, I);
+    if (!asked.x) continue;
+    const Matrix out(*grads.x, t * call.x_stride(), N, I), w(weight, 0, O, I);
     t > 0 && call.shared ? add_product(out, grad, w) : multiply(out, grad, w);
   }
-  if (need_weight) spread_backward(grads.rho, call.rho);
+  if (asked.weight) spread_backward(*grads.rho, call.rho);
 }
 
 // ---- the op -------------------------------------------------------------------------------------
 
-// Gradients by bias_mu and bias_rho of grad_y (T, N, O).
+// Sums of grad_y (T, N, O) over the rows, (T, O).
+template <typename acc_t>
+std::vector<double> sums_over_rows(const LinearCall& call, const acc_t* grad_y) {
+  constexpr int64_t kWidth = 128;  // columns of one task
+  const int64_t T = call.T, N = call.N, O = call.O, parts = (O + kWidth - 1) / kWidth;
+  std::vector<double> sums(T * O);
+  const int64_t grain = 1 + 32768 / (N * kWidth + 1);
+  torch::stable::parallel_for(0, T * parts, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; ++j) {
+      const int64_t t = j / parts, first = j % parts * kWidth, width = std::min(kWidth, O - first);
+      for (int64_t n = 0; n < N; ++n)
+        add_row(sums.data() + t * O + first, grad_y + (t * N + n) * O + first, width);
+    }
+  });
+  return sums;
+}
+
+// Gradients by bias_mu and bias_rho.
 std::tuple<Tensor, Tensor> bias_grads(
     const LinearCall& call, const Tensor& grad_y, const Tensor& bias_rho, const Noise& noise) {
-  const int64_t T = call.T, O = call.O;
-  const Tensor by_replica = torch::stable::sum(grad_y, std::vector<int64_t>{1});
+  const int64_t O = call.O;
   const Tensor rho = contiguous_as(call.mu.scalar_type(), bias_rho);
-  const Tensor grad_mu = torch::stable::new_zeros(call.mu, {O});
-  const Tensor grad_rho = torch::stable::new_zeros(call.mu, {O});
+  const Tensor grad_mu = call.empty({O}), grad_rho = call.empty({O});
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
+    const std::vector<double> sums = sums_over_rows(call, grad_y.const_data_ptr<acc_t>());
+    std::vector<double> by_mu(O), by_sigma(O);
     std::vector<float> z(O);
-    for (int64_t t = 0; t < T; ++t) {
+    for (int64_t t = 0; t < call.T; ++t) {
       vector_normals(z.data(), noise.sub, noise.first + t, O);
-      add_noisy(
-          grad_mu.mutable_data_ptr<acc_t>(), grad_rho.mutable_data_ptr<acc_t>(),
-          by_replica.const_data_ptr<acc_t>() + t * O, z.data(), O);
+      add_noisy(by_mu.data(), by_sigma.data(), sums.data() + t * O, z.data(), O);
     }
-    sigmoid_row(grad_rho.mutable_data_ptr<acc_t>(), rho.const_data_ptr<acc_t>(), O);
+    acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
+    std::copy(by_mu.begin(), by_mu.end(), gm);
+    std::copy(by_sigma.begin(), by_sigma.end(), gr);
+    sigmoid_row(gr, rho.const_data_ptr<acc_t>(), O);
   });
   return {grad_mu, grad_rho};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bayes_linear_backward_cpu(
+// The bias is that of the layer, or no tensors.
+Grads backward(
+    const LinearCall& call, const Tensor& grad_y, const Asked& asked,
+    const std::optional<Tensor>& bias_mu, const std::optional<Tensor>& bias_rho,
+    const Noise& bias_noise) {
+  const Tensor grad = contiguous_as(call.mu.scalar_type(), grad_y);
+  STD_TORCH_CHECK(
+      grad.numel() == call.T * call.N * call.O, "bayes_linear: grad_y must have shape (T, N, O)");
+  Grads grads;
+  const auto& prior = asked.prior;
+  const bool one = call.N > kFewRows && call.T == 1;
+  if (asked.x || asked.weight) {
+    const auto run = one ? one_replica : call.N <= kFewRows ? few_rows : many_replicas;
+    run(call, grad, asked, grads);
+  }
+  if (asked.weight && prior && !one)
+    add_gaussian_grads(*grads.mu, *grads.rho, prior->grad, call.mu, call.rho, prior->prior_std);
+  if (!asked.bias) return grads;
+  std::tie(grads.bias_mu, grads.bias_rho) = bias_grads(call, grad, *bias_rho, bias_noise);
+  if (prior)
+    add_gaussian_grads(
+        *grads.bias_mu, *grads.bias_rho, prior->grad, *bias_mu, *bias_rho, prior->prior_std);
+  return grads;
+}
+
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// As an op returns them: each in its own memory, what was not asked for empty.
+Five results_of(const LinearCall& call, const Grads& grads, ScalarType x_type) {
+  const auto made = [&](const std::optional<Tensor>& grad) {
+    return grad ? *grad : call.empty({0});
+  };
+  return {
+      contiguous_as(x_type, made(grads.x)), made(grads.mu), made(grads.rho), made(grads.bias_mu),
+      made(grads.bias_rho)};
+}
+
+Five bayes_linear_backward_cpu(
     Tensor grad_y, Tensor x, Tensor mu, Tensor rho, std::optional<Tensor> bias_rho, Tensor seed,
     int64_t stream, int64_t num_samples, bool need_x, bool need_weight, bool need_bias) {
   const LinearCall call(x, mu, rho, seed, stream, num_samples);
-  const Tensor grad = contiguous_as(mu.scalar_type(), grad_y);
-  STD_TORCH_CHECK(
-      grad.numel() == call.T * call.N * call.O, "bayes_linear: grad_y must have shape (T, N, O)");
-  // Each result its own memory: those of an op may not share any.
-  Grads grads{empty_on(x, {0}, x.scalar_type()), call.empty({0}), call.empty({0})};
-  if (need_x || need_weight) {
-    if (call.N <= kFewRows)
-      few_rows(call, grad, need_x, need_weight, grads);
-    else if (call.T == 1)
-      one_replica(call, grad, need_x, need_weight, grads);
-    else
-      many_replicas(call, grad, need_x, need_weight, grads);
-  }
-  Tensor bias_mu = call.empty({0}), by_bias_rho = call.empty({0});
-  if (need_bias)
-    std::tie(bias_mu, by_bias_rho) =
-        bias_grads(call, grad, *bias_rho, noise_of(seed, stream, kTagBias));
-  grads.x = contiguous_as(x.scalar_type(), grads.x);
-  return {grads.x, grads.mu, grads.rho, bias_mu, by_bias_rho};
+  const Asked asked{need_x, need_weight, need_bias, {}};
+  const Noise bias_noise = noise_of(seed, stream, kTagBias);
+  const Grads grads = backward(call, grad_y, asked, {}, bias_rho, bias_noise);
+  return results_of(call, grads, x.scalar_type());
+}
+
+Five bayes_linear_kl_backward_cpu(
+    Tensor grad_y, Tensor grad_kl, Tensor x, std::vector<Tensor> mu, std::vector<Tensor> rho,
+    Tensor seed, int64_t stream, int64_t num_samples, double prior_std, bool need_x,
+    bool need_weight, bool need_bias) {
+  const LinearCall call(x, mu.at(0), rho.at(0), seed, stream, num_samples);
+  const Asked asked{need_x, need_weight, need_bias, PriorGrad{value_of(grad_kl), prior_std}};
+  std::optional<Tensor> bias_mu, bias_rho;
+  if (mu.size() > 1) bias_mu = mu[1], bias_rho = rho.at(1);
+  const Noise bias_noise = noise_of(seed, stream, kTagBias);
+  const Grads grads = backward(call, grad_y, asked, bias_mu, bias_rho, bias_noise);
+  return results_of(call, grads, x.scalar_type());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
   m.impl("bayes_linear_backward", TORCH_BOX(&bayes_linear_backward_cpu));
+  m.impl("bayes_linear_kl_backward", TORCH_BOX(&bayes_linear_kl_backward_cpu));
 }
 
 }  // namespace

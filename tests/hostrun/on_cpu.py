@@ -40,6 +40,27 @@ class Device(str):
     type = "cuda"
 
 
+def bayes_linear_kl(x, mu, rho, seed, stream, num_samples, prior_std):
+    """Of its parts, for it has no kernel on CUDA."""
+    posterior = mu[0], rho[0], *((mu[1], rho[1]) if len(mu) > 1 else (None, None))
+    y = torch.ops.bnuq.bayes_linear(x, *posterior, seed, stream, num_samples)
+    return y.flatten(0, 1), torch.ops.bnuq.gaussian_kl_sum(mu, rho, [prior_std] * len(mu))
+
+
+def bayes_linear_kl_backward(
+    grad_y, grad_kl, x, mu, rho, seed, stream, num_samples, prior_std, *needed
+):
+    bias_rho = rho[1] if len(rho) > 1 else None
+    grad_y = grad_y.view(num_samples, -1, len(mu[0]))
+    given = grad_y, x, mu[0], rho[0], bias_rho, seed, stream, num_samples, *needed
+    by_x, *grads = torch.ops.bnuq.bayes_linear_backward(*given)
+    more = torch.ops.bnuq.gaussian_kl_sum_backward(grad_kl, mu, rho, [prior_std] * len(mu))
+    for grad, own in zip(grads, more, strict=False):
+        if grad.numel():
+            grad += own
+    return by_x, *grads
+
+
 def install():
     """Loads the library, then bnuq_ext over it. Without any kernel for the CPU, none is called unseen."""
     path = build.build(os.environ.get("HOSTRUN_VARIANT", "torch"))
@@ -55,6 +76,8 @@ def install():
     from bnuq_ext.ops import linear_batched, linear_cuda
 
     torch.library.Library.impl = register
+    for name in (bayes_linear_kl, bayes_linear_kl_backward):
+        torch.library.impl(f"bnuq::{name.__name__}", "CPU", name)
     # torch has products of 16-bit matrices with float32 results on CUDA only.
     linear_batched.float_product = lambda a, b: torch.bmm(a.float(), b.float())
     if os.environ.get("HOSTRUN_FUSED"):  # calls so small would go direct

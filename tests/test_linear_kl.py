@@ -1,0 +1,244 @@
+"""bayes_linear_kl, a layer and its divergence in one node, against the two by themselves."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import bnuq_ext as bnuq
+from bnuq_ext import ops
+from bnuq_ext.ops.linear import bayes_linear_kl
+
+STREAM = 5
+RHO = {  # (low, high), of which the one with positive numbers goes another way
+    "narrow": (-9.0, 0.0),
+    "wide": (-3.0, 4.0),
+    "extreme": (-100.0, 100.0),
+}
+
+
+def make(O, I, dtype, rho="narrow", bias=True):  # noqa: E741
+    generator = torch.Generator().manual_seed(2)
+    low, high = RHO[rho]
+    shapes = [(O, I), (O,)] if bias else [(O, I)]
+    pairs = []
+    for shape in shapes:
+        mu = torch.randn(shape, generator=generator).to(dtype)
+        spread = (low + (high - low) * torch.rand(shape, generator=generator)).to(dtype)
+        pairs += mu.requires_grad_(), spread.requires_grad_()
+    return pairs
+
+
+def both(x, posterior, T, std=0.7, op=bayes_linear_kl):
+    """(y, kl) as of the op, or of the two ops that stand for it."""
+    noise = dict(seed=ops.new_seed(3, 2), stream=STREAM, num_samples=T)
+    if op is bayes_linear_kl:
+        return op(x, *posterior, **noise, prior_std=std)
+    pairs = zip(posterior[::2], posterior[1::2], strict=True)
+    kl = sum(ops.gaussian_kl(mu.double(), rho.double(), std) for mu, rho in pairs)
+    return ops.bayes_linear(x, *posterior, **noise).flatten(0, 1), kl
+
+
+def compared(x, posterior, T, weights, **tolerance):
+    """Values and gradients of weights[0] * y.sin().sum() + weights[1] * kl, of both."""
+    inputs = [t for t in (x, *posterior) if t.requires_grad]
+    results = []
+    for op in (bayes_linear_kl, None):
+        y, kl = both(x, posterior, T, op=op)
+        terms = [w * t for w, t in zip(weights, (y.double().sin().sum(), kl), strict=True) if w]
+        grads = torch.autograd.grad(sum(terms), inputs, allow_unused=True)
+        results.append((y.detach(), kl.detach().double(), *grads))
+    for actual, expected in zip(*results, strict=True):
+        if (
+            expected is None or actual is None
+        ):  # a kl has no gradient by x, and an unused one may be 0
+            assert actual is expected
+            continue
+        torch.testing.assert_close(actual.double(), expected.double(), **tolerance)
+
+
+@pytest.mark.parametrize("T, N", [(1, 1), (1, 9), (3, 2), (3, 9)])
+@pytest.mark.parametrize("size", [(1, 1), (7, 33), (40, 129)], ids=str)
+@pytest.mark.parametrize("rho", ["narrow", "wide"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_is_the_layer_and_its_divergence(dtype, rho, size, T, N):
+    x = torch.randn(N, size[1], generator=torch.Generator().manual_seed(0), dtype=dtype)
+    posterior = make(*size, dtype, rho)
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=1e-12, atol=1e-12)
+    for weights in ((1.0, 0.3), (1.0, 0.0), (0.0, 2.0)):
+        compared(x.clone().requires_grad_(), posterior, T, weights, **close)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_of_an_x_of_each_replica_and_without_a_bias(shared, bias):
+    x = torch.randn(6, 20) if shared else torch.randn(3, 6, 20)
+    posterior = make(11, 20, torch.float32, bias=bias)
+    compared(x.requires_grad_(), posterior, 3, (1.0, 0.5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_of_x_in_16_bits(dtype):
+    x = torch.randn(9, 20).to(dtype).requires_grad_()
+    eps = torch.finfo(dtype).eps
+    compared(x, make(11, 20, torch.float32), 1, (1.0, 0.5), rtol=4 * eps, atol=4 * eps)
+
+
+def test_rows_that_are_longer_than_a_slice_of_a_sum():
+    posterior = make(3, 20_001, torch.float32)
+    compared(torch.randn(9, 20_001), posterior, 1, (0.01, 1.0), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("rho", RHO)
+def test_weights_are_the_layers_own_and_the_divergence_is_that_of_float64(rho):
+    posterior = make(64, 50, torch.float32, rho)
+    eye = torch.eye(50)
+    y, kl = both(eye, posterior, 1)
+    expected, wanted = both(eye, posterior, 1, op=None)
+    torch.testing.assert_close(y, expected, rtol=3e-7, atol=1e-6)
+    torch.testing.assert_close(kl.double(), wanted, rtol=1e-6, atol=0.0)
+
+
+def test_pruned_weights_count_nothing():
+    mu, rho, *bias = make(12, 30, torch.float32)
+    kept, x = torch.arange(360).view(12, 30) % 3 > 0, torch.randn(9, 30)
+
+    def left():
+        return torch.where(kept, mu, 0.0), torch.where(kept, rho, -math.inf), *bias
+
+    y, kl = both(x, left(), 1)
+    expected, wanted = both(x, left(), 1, op=None)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(kl.double(), wanted, rtol=1e-6, atol=0.0)
+    inputs = [mu, rho, *bias]
+    grads = torch.autograd.grad(y.sum() + kl, inputs)
+    for actual, e in zip(grads, torch.autograd.grad(expected.sum() + wanted, inputs), strict=True):
+        torch.testing.assert_close(actual, e, rtol=1e-5, atol=1e-6)
+    assert not grads[0][~kept].any() and not grads[1][~kept].any()
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (3,), (0, 1), (2, 3), (1, 2, 3)], ids=str)
+def test_gradients_that_are_not_asked_for(frozen):
+    posterior = make(11, 20, torch.float32)
+    for place in frozen:
+        posterior[place].requires_grad_(False)
+    for x in (torch.randn(9, 20), torch.randn(2, 20)):
+        compared(x, posterior, 1, (1.0, 0.5), rtol=1e-5, atol=1e-5)
+
+
+def test_strided_arguments():
+    bias = make(11, 20, torch.float32)[2:]
+    strided = [t.detach().t().requires_grad_() for t in make(20, 11, torch.float32)[:2]]
+    x = torch.randn(20, 9).t()
+    compared(x, [*strided, *bias], 1, (1.0, 0.5), rtol=1e-5, atol=1e-5)
+
+
+def test_gradcheck():
+    posterior = make(4, 5, torch.float64, "wide")
+    x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *p: both(x, p, 1), (x, *posterior))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_opcheck(bias):
+    posterior = [t.detach() for t in make(4, 5, torch.float32, bias=bias)]
+    given = posterior[::2], posterior[1::2], ops.new_seed(0), STREAM, 2, 0.7
+    x = torch.randn(3, 5)
+    torch.library.opcheck(torch.ops.bnuq.bayes_linear_kl.default, (x, *given))
+
+
+def test_second_derivatives_are_refused():
+    posterior = make(4, 5, torch.float32)
+    y, kl = both(torch.randn(9, 5), posterior, 1)
+    for terms in (y.sum() + kl, y.sum(), kl):
+        (grad,) = torch.autograd.grad(terms, posterior[0], create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives are not available"):
+            (grad.sum() * torch.ones((), requires_grad=True)).backward()
+
+
+def test_bad_arguments_are_named():
+    mu, rho, *bias = make(4, 5, torch.float32)
+    with pytest.raises(ValueError, match="bayes_linear: x must have 5 features, got 6"):
+        both(torch.randn(3, 6), [mu, rho, *bias], 1)
+
+
+# ---- in a training step --------------------------------------------------------------------------
+
+
+def chain(*extra, **options):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        bnuq.BayesLinear(6, 9, rho_init=(-4.0, 1.0), prior=bnuq.GaussianPrior(0.7)),
+        *extra,
+        bnuq.BayesLinear(9, 3, rho_init=-3.0, **options),
+    )
+
+
+class Wrapped(nn.Module):
+    """No plain chain: layers and divergence each by themselves."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+SHARED = bnuq.BayesLinear(9, 9, rho_init=-3.0)
+CHAINS = {
+    "plain": lambda: chain(nn.ReLU()),
+    "in place": lambda: chain(nn.ReLU(inplace=True)),
+    "twice": lambda: chain(SHARED, nn.Tanh(), SHARED),
+    "mixture": lambda: chain(nn.ReLU(), prior=bnuq.ScaleMixturePrior(0.5, 1.0, 0.1)),
+    "local": lambda: chain(nn.ReLU(), estimator="local"),
+    "no bias": lambda: chain(nn.ReLU(), bias=False),
+    "pruned": lambda: pruned(chain(nn.ReLU())),
+}
+
+
+def pruned(model):
+    bnuq.prune(model, 0.4)
+    return model
+
+
+@pytest.mark.parametrize("T, N", [(1, 16), (1, 3), (3, 16)])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_plain_chain_has_the_loss_and_the_gradients_of_any_other_model(name, T, N, monkeypatch):
+    model = CHAINS[name]()
+    parameters, noted = list(model.parameters()), []
+    monkeypatch.setattr(
+        "bnuq_ext.bayes.bayes_linear_kl",
+        lambda *a, **k: noted.append(1) or bayes_linear_kl(*a, **k),
+    )
+    x, y = torch.randn(N, 6), torch.randint(0, 3, (N,))
+    results = []
+    for given in (model, Wrapped(model)):
+        out = bnuq.elbo_loss(given, x, y, num_samples=T, batch_weight=0.2, seed=1)
+        grads = [
+            torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
+            for term in out
+        ]
+        results.append([*out, *(torch.zeros(()) if g is None else g for gs in grads for g in gs)])
+        once = {"mixture": 1, "local": 1, "twice": 3}.get(name, 2)
+        assert len(noted) == once  # none of the other model's
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_without_gradients():
+    model, x, y = chain(nn.ReLU()), torch.randn(16, 6), torch.randint(0, 3, (16,))
+    expected = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)
+    with torch.no_grad():
+        out = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)
+    torch.testing.assert_close(list(out), [t.detach() for t in expected])
+
+
+def test_a_weight_of_the_divergence_may_have_a_gradient():
+    model, x, y = chain(nn.ReLU()), torch.randn(16, 6), torch.randint(0, 3, (16,))
+    weight = torch.tensor(0.3, requires_grad=True)
+    out = bnuq.elbo_loss(model, x, y, batch_weight=weight, seed=1, reduction="sum")
+    (grad,) = torch.autograd.grad(out.loss, weight)
+    torch.testing.assert_close(grad, out.kl.detach())
+    torch.testing.assert_close(out.loss, out.nll + 0.3 * out.kl)
