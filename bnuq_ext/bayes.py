@@ -143,53 +143,46 @@ class BayesLinear(Replicated, nn.Module):
             return functional.linear(x, self.posterior()[0].to(x.dtype), bias)
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         self._check_features(rows)
-        y = self.sample(rows, new_seed(device=x.device), 0, 1, shared=True)
+        y = self.sample(rows, Draw(1, new_seed(device=x.device), None, {}), 0, shared=True)
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
         self._check_features(x)
-        noise = draw.seed, stream, draw.num_samples
-        return self.sample(x, *noise, shared, draw.trial, draw.divergences)
+        return self.sample(x, draw, stream, shared)
 
-    def sample(
-        self,
-        x: Tensor,
-        seed: Tensor,
-        stream: int,
-        num_samples: int,
-        shared: bool,
-        trial: bool = False,
-        divergences: dict[int, Tensor] | None = None,
-    ) -> Tensor:
+    def sample(self, x: Tensor, draw: Draw, stream: int, shared: bool) -> Tensor:
         """The rows of T replicas, folded: (T*N, *, out_features).
 
         Args:
             x: (N, *, in_features) if `shared`, else (T*N, *, in_features), replica-major.
-            seed, stream, num_samples: see `ops.bayes_linear`.
-            trial: whether the posterior is widened, so that samples differ by more than rounding.
-            divergences: see `samplers.Draw`.
+            draw: in a trial the posterior is widened, so that samples differ by more than rounding.
+            stream: see `ops.bayes_linear`.
         """
-        x = autocasted(x)
+        T, x = draw.num_samples, autocasted(x)
         N, *inner = x.shape[:-1]
-        folded = num_samples * N if shared else N
+        folded = T * N if shared else N
         # Sizes are written out: -1 is ambiguous where one of the others is 0.
-        if shared or num_samples == 1:
+        if shared or T == 1:
             rows = x.reshape(N * math.prod(inner), self.in_features) if inner else x
         else:
-            rows = x.reshape(num_samples, N // num_samples * math.prod(inner), self.in_features)
-        draw = bayes_linear if self.estimator == "exact" else _local
-        noise = {"seed": seed, "stream": stream, "num_samples": num_samples}
-        if draw is bayes_linear and self._is_to_note(divergences):
-            draw, noise["prior_std"] = bayes_linear_kl, self.prior.std
-        y = draw(rows, *self._parameters_of(trial), **noise)
-        if draw is bayes_linear_kl:
-            y, divergences[id(self)] = y
+            rows = x.reshape(T, N // T * math.prod(inner), self.in_features)
+        given = rows, *self._parameters_of(draw.trial)
+        noise = {"seed": draw.seed, "stream": stream, "num_samples": T}
+        if self.estimator == "local":
+            y = _local(*given, **noise)
+        elif self._notes_divergence(draw):
+            y, kl = bayes_linear_kl(*given, **noise, prior_std=self.prior.std)
+            draw.divergences[id(self)] = kl
+        else:
+            y = bayes_linear(*given, **noise)
         return y if y.dim() == 2 and not inner else y.reshape(folded, *inner, self.out_features)
 
-    def _is_to_note(self, divergences: dict[int, Tensor] | None) -> bool:
-        closed = divergences is not None and type(self.prior) is GaussianPrior
-        return closed and id(self) not in divergences
+    def _notes_divergence(self, draw: Draw) -> bool:
+        """Whether the draw is to have it, and it is that of the weights as they are."""
+        if draw.divergences is None or draw.trial or id(self) in draw.divergences:
+            return False
+        return type(self.prior) is GaussianPrior
 
     def _check_features(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[-1] != self.in_features:

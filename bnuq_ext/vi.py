@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from .ops.checks import (
     check_number,
     check_one_of,
     check_tensor,
+    is_eager,
     refuse,
 )
 from .ops.kl import gaussian_kl_sum
@@ -97,26 +98,39 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
         active = active.outer
     if active is not None:
         streams = {n: active.streams[active.names[id(m)]] for n, m in layers.items()}
-        return _divergence(layers, active.draw, streams)
+        return _divergence(layers, active.draw, streams)[0]
     device = next(iter(layers.values())).weight_mu.device
     draw = Draw(num_samples, new_seed(seed, 0, device), None, {})
-    return _divergence(layers, draw, Pass(layers).streams)
+    return _divergence(layers, draw, Pass(layers).streams)[0]
 
 
-def _divergence(layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, int]) -> Tensor:
-    known = draw.divergences or {}
-    terms, closed = list(known.values()), []
+def _divergence(
+    layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, int]
+) -> tuple[Tensor, Tensor]:
+    """The sum over the layers; and the same for a loss, by the nodes of the layers that the draw has noted.
+
+    The first has nodes of its own: nll and divergence can be differentiated one after the other.
+    """
+    terms, closed = [], []
+    known, noted = draw.divergences or {}, []
     check_whole("kl_divergence", layers)
     for name, layer in layers.items():
-        if id(layer) in known:
-            continue
         parameters = layer.gaussian_divergence()
         if parameters is None:
             terms.append(layer.kl_divergence(draw.seed, streams[name], draw.num_samples))
         else:
-            closed += parameters
+            (noted if id(layer) in known else closed).extend(parameters)
     if closed:
         terms.append(gaussian_kl_sum(closed))
+    if not noted:
+        total = _sum(terms)
+        return total, total
+    together = _sum(known.values())
+    alone = gaussian_kl_sum(noted, together.detach())
+    return _sum([*terms, alone]), _sum([*terms, together])
+
+
+def _sum(terms: Iterable[Tensor]) -> Tensor:
     total, *others = terms
     return sum((other.to(total) for other in others), start=total)
 
@@ -198,21 +212,17 @@ def elbo_loss(
         # Not read back: a step on a GPU waits for nothing, and goes into a CUDA graph.
         key = new_key(device) if seed is None else seed
         known = know(model, modules) if num_samples > 1 else run_once()
-        plain, sampler = _is_plain(modules), WeightSampler(device)
+        sampler = WeightSampler(device)
+        plain = _is_plain(modules)
         forward = Forward(model, layers, sampler, key, None, known, op, plain=plain)
         draw = forward.draw(0, num_samples)
-        if device.type == "cpu" and plain and _is_eager():
+        if device.type == "cpu" and plain and is_eager():
             draw = draw._replace(divergences={})
         outputs = _outputs(forward, modules, x, draw)
         scale = max(rows, 1) if reduction == "mean" else 1
         nll = _nll(outputs, num_samples, y, likelihood, noise_std) / (num_samples * scale)
-        kl = _divergence(layers, draw, Pass(layers).streams)
-        return Elbo(_weighted_sum(nll, kl, weight / scale), nll, kl)
-
-
-def _is_eager() -> bool:
-    transformed = torch._C._are_functorch_transforms_active()
-    return not (transformed or torch.compiler.is_compiling())
+        kl, in_loss = _divergence(layers, draw, Pass(layers).streams)
+        return Elbo(_weighted_sum(nll, in_loss, weight / scale), nll, kl)
 
 
 def _outputs(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor:
@@ -220,11 +230,20 @@ def _outputs(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tenso
     if draw.num_samples == 1:
         if forward.plain and not any([getattr(m, "inplace", False) for m in modules]):
             forward.known.changes_input = False
-        return forward.run(x, draw)[0]
+        return _alone(forward, x, draw)
     output = _together(forward, modules, x, draw)
     if output is not None:
         return output
-    return torch.cat([forward.run(x, forward.draw(t, 1))[0] for t in range(draw.num_samples)])
+    outputs = [_alone(forward, x, forward.draw(t, 1)) for t in range(draw.num_samples)]
+    return torch.stack(outputs).flatten(0, 1)
+
+
+def _alone(forward: Forward, x, draw: Draw) -> Tensor:
+    """The outputs (N, ...) of one sample."""
+    output, _ = forward.run(x, draw)
+    if output.dim() == 0:
+        refuse(forward.op, "the output", "have rows (N, ...)", [])
+    return output
 
 
 def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor | None:

@@ -169,6 +169,24 @@ def test_elbo_of_an_output_that_is_no_tensor():
         bnuq.elbo_loss(model, torch.randn(4, 5), torch.zeros(4, dtype=torch.long), batch_weight=1.0)
 
 
+@pytest.mark.parametrize("T", [1, 2, 3])
+def test_elbo_of_an_output_without_rows(T):
+    model, y = network(), torch.zeros(4, dtype=torch.long)
+    model.forward = lambda x: model[0](x).sum()
+    with pytest.raises(
+        ValueError, match=r"elbo_loss: the output must have rows \(N, ...\), got \[\]"
+    ):
+        bnuq.elbo_loss(model, torch.randn(4, 5), y, batch_weight=1.0, num_samples=T)
+
+
+def test_elbo_of_samples_with_other_numbers_of_rows():
+    """17 and 15 rows are not twice 16."""
+    model, y, left = network(), torch.zeros(16, dtype=torch.long), [15, 17]
+    model.forward = lambda x: model[0](x[: left.pop()])
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        bnuq.elbo_loss(model, torch.randn(18, 5), y, batch_weight=1.0, num_samples=2)
+
+
 def test_a_refused_call_draws_nothing():
     layer, state = bnuq.BayesLinear(5, 3), torch.get_rng_state()
     with pytest.raises(

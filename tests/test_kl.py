@@ -61,6 +61,24 @@ def test_gaussian_of_one_wide_weight_among_many(at):
     torch.testing.assert_close(kl.double(), expected, rtol=2e-5, atol=0.0)
 
 
+def test_gradients_are_the_same_by_any_number_of_threads():
+    """One wide weight, at the end: the others' slices go their way whatever the threads."""
+    mu = torch.randn(40_000, requires_grad=True)
+    rho = -5 + torch.rand(40_000)
+    rho[-1] = 0.5
+    rho.requires_grad_()
+    before, grads = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            grads.append(torch.autograd.grad(ops.gaussian_kl(mu, rho, 0.7), (mu, rho)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(
+        torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True)
+    )
+
+
 @pytest.mark.parametrize("highest", [-1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pruned_weights_count_nothing(highest, dtype):

@@ -1,6 +1,7 @@
 """bayes_linear_kl, a layer and its divergence in one node, against the formulas in float64."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -163,6 +164,35 @@ def test_opcheck(bias):
     torch.library.opcheck(torch.ops.bnuq.bayes_linear_kl.default, (x, *given))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside opcheck
+def test_opcheck_of_the_gradients(bias):
+    posterior = [t.detach() for t in make(4, 5, torch.float32, bias=bias)]
+    given = posterior[::2], posterior[1::2], ops.new_seed(0), STREAM, 2, 0.7, True, True, bias
+    op, grad_y = torch.ops.bnuq.bayes_linear_kl_backward.default, torch.randn(6, 4)
+    torch.library.opcheck(op, (grad_y, torch.ones(()), torch.randn(3, 5), *given))
+
+
+def test_the_ops_refuse_what_does_not_fit():
+    mu, rho, *bias = (t.detach() for t in make(4, 5, torch.float32))
+    x, noise = torch.randn(9, 5), (ops.new_seed(0), STREAM, 1, 0.7)
+    with pytest.raises(RuntimeError, match="those of a matrix and of a bias that fits it"):
+        torch.ops.bnuq.bayes_linear_kl(x, [mu, bias[0][:3]], [rho, bias[1]], *noise)
+    with pytest.raises(RuntimeError, match="a bias be there if its gradients are needed"):
+        given = torch.randn(9, 4), torch.ones(()), x, [mu], [rho], *noise
+        torch.ops.bnuq.bayes_linear_kl_backward(*given, True, True, True)
+
+
+def test_infinite_means_without_a_divergence():
+    """The layer alone adds no 0 times infinity to a gradient."""
+    mu, rho, *bias = (t.detach() for t in make(4, 5, torch.float32))
+    mu[0, 0] = math.inf
+    noise = dict(seed=ops.new_seed(0), stream=0, num_samples=1)
+    y = ops.bayes_linear(torch.rand(16, 5) + 0.1, mu.requires_grad_(), rho, *bias, **noise)
+    (grad,) = torch.autograd.grad(y.tanh().sum(), mu)
+    assert grad[0, 0] == 0 and grad.isfinite().all()
+
+
 def test_second_derivatives_are_refused():
     posterior = make(4, 5, torch.float32)
     y, kl = both(torch.randn(9, 5), posterior, 1)
@@ -201,16 +231,19 @@ class Wrapped(nn.Module):
         return self.model(x)
 
 
-SHARED = bnuq.BayesLinear(9, 9, rho_init=-3.0)
 CHAINS = {
     "plain": lambda: chain(nn.ReLU()),
     "in place": lambda: chain(nn.ReLU(inplace=True)),
-    "twice": lambda: chain(SHARED, nn.Tanh(), SHARED),
+    "twice": lambda: twice(bnuq.BayesLinear(9, 9, rho_init=-3.0)),
     "mixture": lambda: chain(nn.ReLU(), prior=bnuq.ScaleMixturePrior(0.5, 1.0, 0.1)),
     "local": lambda: chain(nn.ReLU(), estimator="local"),
     "no bias": lambda: chain(nn.ReLU(), bias=False),
     "pruned": lambda: pruned(chain(nn.ReLU())),
 }
+
+
+def twice(layer):
+    return chain(layer, nn.Tanh(), layer)
 
 
 def pruned(model):
@@ -240,6 +273,47 @@ def test_a_plain_chain_has_the_loss_and_the_gradients_of_any_other_model(name, T
         assert len(noted) == once  # none of the other model's
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "mixture", "twice"])
+def test_likelihood_and_divergence_by_themselves(name):
+    """One after the other and in either order; and the sum of both, which a user may weigh as he likes."""
+    model, x, y = CHAINS[name](), torch.randn(16, 6), torch.randint(0, 3, (16,))
+    parameters = list(model.parameters())
+
+    def grads(*terms):
+        found = [torch.autograd.grad(t, parameters, allow_unused=True) for t in terms]
+        return [sum(g for g in gs if g is not None) for gs in zip(*found, strict=True)]
+
+    def loss():
+        return bnuq.elbo_loss(model, x, y, batch_weight=1.0, reduction="sum", seed=1)
+
+    expected = grads(loss().loss)
+    for terms in ((loss().nll, loss().kl), loss()[1:], loss()[:0:-1], [sum(loss()[1:])]):
+        for actual, e in zip(grads(*terms), expected, strict=True):
+            torch.testing.assert_close(actual, e, rtol=1e-5, atol=1e-5)
+
+
+def test_a_divergence_keeps_no_activations():
+    model, x = chain(nn.ReLU()), torch.randn(16, 6)
+    activation = weakref.ref(x)
+    kl = bnuq.elbo_loss(model, x, torch.randint(0, 3, (16,)), batch_weight=0.1).kl
+    del x
+    assert activation() is None and kl.requires_grad
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_compiled_chain(fullgraph):
+    torch._dynamo.reset()
+    model, x, y = chain(nn.ReLU()), torch.randn(16, 6), torch.randint(0, 3, (16,))
+    expected = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)
+    wanted = torch.autograd.grad(expected.loss, list(model.parameters()))
+    model.compile(backend="aot_eager", fullgraph=fullgraph)
+    out = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)
+    torch.testing.assert_close(list(out), list(expected))
+    grads = torch.autograd.grad(out.loss, list(model.parameters()))
+    for actual, e in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(actual, e, rtol=1e-5, atol=1e-6)
 
 
 def test_without_gradients():

@@ -125,6 +125,12 @@ def refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
         raise NotImplementedError(f"{op}: forward-mode derivatives are not available")
 
 
+def is_eager() -> bool:
+    """Whether ops run as they are called: neither compiled nor under a transform of torch.func."""
+    transformed = torch._C._are_functorch_transforms_active()
+    return not (transformed or torch.compiler.is_compiling())
+
+
 def past_autograd():
     """Around an op: its kernel directly where no graph is made, past 8 us of its rule, which is Python."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():

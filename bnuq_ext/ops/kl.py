@@ -41,14 +41,21 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
     return torch.ops.bnuq.gaussian_kl(mu.contiguous(), rho.contiguous(), prior_std)
 
 
-def gaussian_kl_sum(parameters: list[tuple[Tensor, Tensor, float]]) -> Tensor:
-    """The sum of `gaussian_kl` of all (mu, rho, prior_std), in dtype and on the device of the first."""
+def gaussian_kl_sum(
+    parameters: list[tuple[Tensor, Tensor, float]], value: Tensor | None = None
+) -> Tensor:
+    """The sum of `gaussian_kl` of all (mu, rho, prior_std), in dtype and on the device of the first.
+
+    With the value, which is then known, for parameters of one dtype on one device.
+    """
     groups = {}
     for mu, rho, std in parameters:
         stds, tensors = groups.setdefault((mu.device, mu.dtype), ([], []))
         stds.append(std)
         tensors += mu, rho
-    total, *others = (_GaussianSum.apply(stds, *tensors) for stds, tensors in groups.values())
+    total, *others = (
+        _GaussianSum.apply(value, stds, *tensors) for stds, tensors in groups.values()
+    )
     return sum((other.to(total) for other in others), start=total)
 
 
@@ -56,10 +63,12 @@ class _GaussianSum(torch.autograd.Function):
     """One node for all layers of a device and dtype: a node of its own costs each more than its arithmetic."""
 
     @staticmethod
-    def forward(ctx, stds, *tensors):
+    def forward(ctx, value, stds, *tensors):
         tensors = [tensor.contiguous() for tensor in tensors]
         ctx.stds = stds
         ctx.save_for_backward(*tensors)
+        if value is not None:
+            return value.clone()
         return torch.ops.bnuq.gaussian_kl_sum(tensors[::2], tensors[1::2], stds)
 
     @staticmethod
@@ -67,7 +76,7 @@ class _GaussianSum(torch.autograd.Function):
         tensors = ctx.saved_tensors
         args = grad, tensors[::2], tensors[1::2], ctx.stds
         with past_autograd():
-            return None, *torch.ops.bnuq.gaussian_kl_sum_backward(*args)
+            return None, None, *torch.ops.bnuq.gaussian_kl_sum_backward(*args)
 
 
 def mixture_kl(

@@ -12,6 +12,7 @@ from .checks import (
     check_seed,
     check_shape,
     check_stream,
+    is_eager,
     past_autograd,
     refuse,
     refuse_forward_mode,
@@ -60,7 +61,7 @@ def bayes_linear(
     _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
     refuse_forward_mode("bayes_linear", x, mu, rho, bias_mu, bias_rho)
     args = (x, mu, rho, bias_mu, bias_rho, seed.contiguous(), stream, num_samples)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if not is_eager():
         return torch.ops.bnuq.bayes_linear(*args)
     return _Eager.apply(*args)
 
@@ -125,7 +126,9 @@ def _(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
 
 
 @torch.library.register_fake("bnuq::bayes_linear_backward")
-def _(grad_y, x, mu, rho, bias_rho, seed, stream, num_samples, need_x, need_weight, need_bias):
+def _fake_backward(
+    grad_y, x, mu, rho, bias_rho, seed, stream, num_samples, need_x, need_weight, need_bias
+):
     def made(like, needed):
         return like.new_empty(like.shape if needed else (0,))
 
@@ -142,6 +145,12 @@ def _(grad_y, x, mu, rho, bias_rho, seed, stream, num_samples, need_x, need_weig
 @torch.library.register_fake("bnuq::bayes_linear_kl")
 def _(x, mu, rho, seed, stream, num_samples, prior_std):
     return x.new_empty((num_samples * x.shape[-2], mu[0].shape[0])), mu[0].new_empty(())
+
+
+@torch.library.register_fake("bnuq::bayes_linear_kl_backward")
+def _(grad_y, grad_kl, x, mu, rho, seed, stream, T, prior_std, need_x, need_weight, need_bias):
+    given = x, mu[0], rho[0], None, seed, stream, T, need_x, need_weight, need_bias
+    return _fake_backward(grad_y, *given)
 
 
 def _setup_context(ctx, inputs, output):

@@ -30,17 +30,23 @@ BNUQ_CLONES static double gaussian_slice(
   return double(sum);
 }
 
-// gaussian_slice where no rho is positive, in two thirds of its time: with e = exp(rho),
-// log sigma = rho + log(log1p(e) / e) needs no logarithm of its own, however small sigma is.
+// Of a rho that is not positive: with e = exp(rho), log sigma = rho + log(log1p(e) / e) needs no
+// logarithm of its own, however small sigma is.
+inline float narrow_kl_value(
+    float mu, float rho, float e, float sigma, float log_std, float precision) {
+  const float value =
+      log_std - (rho + log_log1p_ratio(e)) - 0.5f + 0.5f * precision * (sigma * sigma + mu * mu);
+  return rho < kPrunedRho ? 0.0f : value;
+}
+
+// gaussian_slice where no rho is positive, in two thirds of its time.
 BNUQ_CLONES [[gnu::unused]] static double narrow_slice(
     const float* mu, const float* rho, float log_std, float precision, int64_t n) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; ++i) {
     const float e = exp_nonpositive(rho[i]), sigma = log1p_unit(e);
-    const float value = log_std - (rho[i] + log_log1p_ratio(e)) - 0.5f +
-                        0.5f * precision * (sigma * sigma + mu[i] * mu[i]);
-    sum += rho[i] < kPrunedRho ? 0.0f : value;
+    sum += narrow_kl_value(mu[i], rho[i], e, sigma, log_std, precision);
   }
   return double(sum);
 }

@@ -17,8 +17,6 @@
 namespace bnuq {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 namespace st = torch::stable;
 
 template <typename F>
@@ -51,8 +49,11 @@ void write_gaussian_grads(
     const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
     acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
     const acc_t g = acc_t(grad), precision = acc_t(1 / (prior_std * prior_std));
-    st::parallel_for(0, mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
-      gaussian_grads<kAdd>(gm + begin, gr + begin, m + begin, r + begin, g, precision, end - begin);
+    const int64_t n = mu.numel(), slices = (n + kSlice - 1) / kSlice;
+    // Which way a slice goes must not depend on the threads either.
+    st::parallel_for(0, slices, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin * kSlice; i < std::min(n, end * kSlice); i += kSlice)
+        gaussian_grads<kAdd>(gm + i, gr + i, m + i, r + i, g, precision, std::min(kSlice, n - i));
     });
   });
 }

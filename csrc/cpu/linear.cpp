@@ -124,11 +124,12 @@ Tensor bayes_linear_cpu(
 std::tuple<Tensor, Tensor> bayes_linear_kl_cpu(
     Tensor x, std::vector<Tensor> mu, std::vector<Tensor> rho, Tensor seed, int64_t stream,
     int64_t num_samples, double prior_std) {
-  const LinearCall call(x, mu.at(0), rho.at(0), seed, stream, num_samples);
+  check_posterior(mu, rho);
+  const LinearCall call(x, mu[0], rho[0], seed, stream, num_samples);
   std::optional<Tensor> bias;
   double kl = 0;
   if (mu.size() > 1) {
-    bias = sample_bias(mu[1], rho.at(1), seed, stream, num_samples);
+    bias = sample_bias(mu[1], rho[1], seed, stream, num_samples);
     kl = gaussian_kl_of(mu[1], rho[1], prior_std);
   }
   if (call.T > 1 || call.N <= kFewRows) {

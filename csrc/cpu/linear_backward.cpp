@@ -21,7 +21,6 @@ struct Asked {
   std::optional<PriorGrad> prior;
 };
 
-// Those.
 struct Grads {
   std::optional<Tensor> x, mu, rho, bias_mu, bias_rho;
 };
@@ -128,10 +127,14 @@ void one_replica_weight(
           *gr = grads.rho->mutable_data_ptr<acc_t>();
     const auto [grad, prior_std] = asked.prior.value_or(PriorGrad{0, 1});
     const acc_t kl_grad = acc_t(grad), precision = acc_t(1 / (prior_std * prior_std));
-    const auto row = asked.x ? posterior_grads_row<true, acc_t> : posterior_grads_row<false, acc_t>;
+    const auto both =
+        asked.x ? posterior_grads_row<true, acc_t> : posterior_grads_row<false, acc_t>;
     for_rows(call.noise, 0, call.O, I, [&](int64_t o, const float* z) {
       const int64_t at = o * I;
-      row(w + (asked.x ? at : 0), gm + at, gr + at, m + at, r + at, z, kl_grad, precision, I);
+      acc_t* row = asked.x ? w + at : nullptr;
+      if (asked.prior) return both(row, gm + at, gr + at, m + at, r + at, z, kl_grad, precision, I);
+      posterior_grad_row(gr + at, gm + at, r + at, z, I);
+      if (asked.x) posterior_row(row, m + at, r + at, z, I);
     });
   });
 }
@@ -201,47 +204,31 @@ void many_replicas(const LinearCall& call, const Tensor& grad_y, const Asked& as
 
 // ---- the op -------------------------------------------------------------------------------------
 
-// Sums of grad_y (T, N, O) over the rows, (T, O).
-template <typename acc_t>
-std::vector<double> sums_over_rows(const LinearCall& call, const acc_t* grad_y) {
-  constexpr int64_t kWidth = 128;  // columns of one task
-  const int64_t T = call.T, N = call.N, O = call.O, parts = (O + kWidth - 1) / kWidth;
-  std::vector<double> sums(T * O);
-  const int64_t grain = 1 + 32768 / (N * kWidth + 1);
-  torch::stable::parallel_for(0, T * parts, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t j = begin; j < end; ++j) {
-      const int64_t t = j / parts, first = j % parts * kWidth, width = std::min(kWidth, O - first);
-      for (int64_t n = 0; n < N; ++n)
-        add_row(sums.data() + t * O + first, grad_y + (t * N + n) * O + first, width);
-    }
-  });
-  return sums;
-}
-
 // Gradients by bias_mu and bias_rho.
-std::tuple<Tensor, Tensor> bias_grads(
-    const LinearCall& call, const Tensor& grad_y, const Tensor& bias_rho, const Noise& noise) {
-  const int64_t O = call.O;
+void bias_grads(
+    const LinearCall& call, const Tensor& grad_y, const Tensor& bias_rho, const Noise& noise,
+    Grads& grads) {
+  const int64_t T = call.T, N = call.N, O = call.O;
+  const Tensor rows = view_of(grad_y, 0, {T, N, O}, {N * O, O, 1});
+  const Tensor by_replica = torch::stable::sum(rows, std::vector<int64_t>{1});
   const Tensor rho = contiguous_as(call.mu.scalar_type(), bias_rho);
-  const Tensor grad_mu = call.empty({O}), grad_rho = call.empty({O});
+  grads.bias_mu = call.empty({O}), grads.bias_rho = call.empty({O});
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
-    const std::vector<double> sums = sums_over_rows(call, grad_y.const_data_ptr<acc_t>());
-    std::vector<double> by_mu(O), by_sigma(O);
+    const acc_t* g = by_replica.const_data_ptr<acc_t>();
+    acc_t *gm = grads.bias_mu->mutable_data_ptr<acc_t>(),
+          *gr = grads.bias_rho->mutable_data_ptr<acc_t>();
+    std::fill_n(gm, O, acc_t(0)), std::fill_n(gr, O, acc_t(0));
     std::vector<float> z(O);
-    for (int64_t t = 0; t < call.T; ++t) {
+    for (int64_t t = 0; t < T; ++t) {
       vector_normals(z.data(), noise.sub, noise.first + t, O);
-      add_noisy(by_mu.data(), by_sigma.data(), sums.data() + t * O, z.data(), O);
+      add_noisy(gm, gr, g + t * O, z.data(), O);
     }
-    acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
-    std::copy(by_mu.begin(), by_mu.end(), gm);
-    std::copy(by_sigma.begin(), by_sigma.end(), gr);
     sigmoid_row(gr, rho.const_data_ptr<acc_t>(), O);
   });
-  return {grad_mu, grad_rho};
 }
 
-// The bias is that of the layer, or no tensors.
+// bias_mu for the prior alone.
 Grads backward(
     const LinearCall& call, const Tensor& grad_y, const Asked& asked,
     const std::optional<Tensor>& bias_mu, const std::optional<Tensor>& bias_rho,
@@ -259,7 +246,7 @@ Grads backward(
   if (asked.weight && prior && !one)
     add_gaussian_grads(*grads.mu, *grads.rho, prior->grad, call.mu, call.rho, prior->prior_std);
   if (!asked.bias) return grads;
-  std::tie(grads.bias_mu, grads.bias_rho) = bias_grads(call, grad, *bias_rho, bias_noise);
+  bias_grads(call, grad, *bias_rho, bias_noise, grads);
   if (prior)
     add_gaussian_grads(
         *grads.bias_mu, *grads.bias_rho, prior->grad, *bias_mu, *bias_rho, prior->prior_std);
@@ -292,10 +279,14 @@ Five bayes_linear_kl_backward_cpu(
     Tensor grad_y, Tensor grad_kl, Tensor x, std::vector<Tensor> mu, std::vector<Tensor> rho,
     Tensor seed, int64_t stream, int64_t num_samples, double prior_std, bool need_x,
     bool need_weight, bool need_bias) {
-  const LinearCall call(x, mu.at(0), rho.at(0), seed, stream, num_samples);
+  check_posterior(mu, rho);
+  STD_TORCH_CHECK(
+      grad_kl.numel() == 1 && (mu.size() > 1 || !need_bias),
+      "bayes_linear_kl: grad_kl must be a scalar, and a bias be there if its gradients are needed");
+  const LinearCall call(x, mu[0], rho[0], seed, stream, num_samples);
   const Asked asked{need_x, need_weight, need_bias, PriorGrad{value_of(grad_kl), prior_std}};
   std::optional<Tensor> bias_mu, bias_rho;
-  if (mu.size() > 1) bias_mu = mu[1], bias_rho = rho.at(1);
+  if (mu.size() > 1) bias_mu = mu[1], bias_rho = rho[1];
   const Noise bias_noise = noise_of(seed, stream, kTagBias);
   const Grads grads = backward(call, grad_y, asked, bias_mu, bias_rho, bias_noise);
   return results_of(call, grads, x.scalar_type());

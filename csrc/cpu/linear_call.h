@@ -57,6 +57,15 @@ struct LinearCall {
   }
 };
 
+// Of the weights (O, I), then of a bias (O,) if there is one.
+inline void check_posterior(const std::vector<Tensor>& mu, const std::vector<Tensor>& rho) {
+  const size_t n = mu.size();
+  STD_TORCH_CHECK(
+      (n == 1 || n == 2) && rho.size() == n && mu[0].dim() == 2 &&
+          (n == 1 || (mu[1].numel() == mu[0].size(0) && rho[1].numel() == mu[0].size(0))),
+      "bayes_linear_kl: mu and rho must be those of a matrix and of a bias that fits it");
+}
+
 // sigma of rho: torch's own softplus takes ten times as long.
 Tensor spread_of(const Tensor& rho);
 

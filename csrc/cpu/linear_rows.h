@@ -29,12 +29,6 @@ BNUQ_CLONES static void add_scaled(acc_t* __restrict__ y, acc_t a, const acc_t* 
 }
 
 template <typename acc_t>
-BNUQ_CLONES static void add_row(double* __restrict__ sums, const acc_t* x, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) sums[i] += double(x[i]);
-}
-
-template <typename acc_t>
 BNUQ_CLONES static void set_product(
     acc_t* __restrict__ y, const acc_t* x, const float* z, int64_t n) {
 #pragma omp simd

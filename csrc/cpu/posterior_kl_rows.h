@@ -15,9 +15,7 @@ BNUQ_CLONES [[gnu::unused]] static double narrow_posterior_kl(
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; ++i) {
     const float e = exp_nonpositive(rho[i]), sigma = log1p_unit(e);
-    const float value = log_std - (rho[i] + log_log1p_ratio(e)) - 0.5f +
-                        0.5f * precision * (sigma * sigma + mu[i] * mu[i]);
-    sum += rho[i] < kPrunedRho ? 0.0f : value;
+    sum += narrow_kl_value(mu[i], rho[i], e, sigma, log_std, precision);
     w[i] = mu[i] + sigma * z[i];
   }
   return double(sum);
@@ -62,7 +60,7 @@ void posterior_grads_row(
           w, grad_mu, grad_rho, mu, rho, z, kl_grad, precision, n);
   if (kWeights) posterior_row(w, mu, rho, z, n);
   posterior_grad_row(grad_rho, grad_mu, rho, z, n);
-  if (kl_grad != 0) gaussian_grad_slice<true>(grad_mu, grad_rho, mu, rho, kl_grad, precision, n);
+  gaussian_grad_slice<true>(grad_mu, grad_rho, mu, rho, kl_grad, precision, n);
 }
 
 }  // namespace bnuq
