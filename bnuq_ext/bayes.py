@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
-from .ops.checks import autocasted, check_integer, check_one_of, past_autocast, refuse
+from .ops.checks import autocasted, check_integer, check_one_of, is_eager, past_autocast, refuse
 from .ops.linear import bayes_linear_kl
 from .ops.linear_parts import spread
 from .passes import Replicated
@@ -179,10 +179,10 @@ class BayesLinear(Replicated, nn.Module):
         return y if y.dim() == 2 and not inner else y.reshape(folded, *inner, self.out_features)
 
     def _notes_divergence(self, draw: Draw) -> bool:
-        """Whether the draw is to have it, and it is that of the weights as they are."""
+        """Whether the draw is to have it, it is that of the weights as they are, and nothing traces the layer."""
         if draw.divergences is None or draw.trial or id(self) in draw.divergences:
             return False
-        return type(self.prior) is GaussianPrior
+        return type(self.prior) is GaussianPrior and is_eager()
 
     def _check_features(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[-1] != self.in_features:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import NamedTuple
 
@@ -25,10 +25,9 @@ from .ops.checks import (
     check_number,
     check_one_of,
     check_tensor,
-    is_eager,
     refuse,
 )
-from .ops.kl import gaussian_kl_sum
+from .ops.kl import gaussian_kl_sum, total
 from .ops.philox import new_key
 from .passes import Pass, current_pass
 from .prediction import check_likelihood
@@ -123,16 +122,11 @@ def _divergence(
     if closed:
         terms.append(gaussian_kl_sum(closed))
     if not noted:
-        total = _sum(terms)
-        return total, total
-    together = _sum(known.values())
+        kl = total(terms)
+        return kl, kl
+    together = total(known.values())
     alone = gaussian_kl_sum(noted, together.detach())
-    return _sum([*terms, alone]), _sum([*terms, together])
-
-
-def _sum(terms: Iterable[Tensor]) -> Tensor:
-    total, *others = terms
-    return sum((other.to(total) for other in others), start=total)
+    return total([*terms, alone]), total([*terms, together])
 
 
 class Elbo(NamedTuple):
@@ -216,7 +210,7 @@ def elbo_loss(
         plain = _is_plain(modules)
         forward = Forward(model, layers, sampler, key, None, known, op, plain=plain)
         draw = forward.draw(0, num_samples)
-        if device.type == "cpu" and plain and is_eager():
+        if device.type == "cpu" and plain:
             draw = draw._replace(divergences={})
         outputs = _outputs(forward, modules, x, draw)
         scale = max(rows, 1) if reduction == "mean" else 1

@@ -184,3 +184,18 @@ def test_uncompiled_within_compiled_code():
             return x + 1
 
     assert_same(torch.compile(inside, backend="eager")(torch.ones(3)), torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("fullgraph", [FULLGRAPH, False])
+def test_a_training_step_of_a_compiled_chain(fullgraph):
+    torch.compiler.reset()
+    model = nn.Sequential(bnuq.BayesLinear(6, 9), nn.ReLU(), bnuq.BayesLinear(9, 3))
+    x, y, parameters = torch.randn(16, 6), torch.arange(16) % 3, list(model.parameters())
+    expected = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)
+    wanted = torch.autograd.grad(expected.loss, parameters)
+    model.compile(backend="aot_eager", fullgraph=fullgraph)
+    out = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)
+    torch.testing.assert_close(list(out), list(expected))
+    grads = torch.autograd.grad(out.loss, parameters)
+    for actual, e in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(actual, e, rtol=1e-5, atol=1e-6)

@@ -302,23 +302,6 @@ def test_a_divergence_keeps_no_activations():
     assert activation() is None and kl.requires_grad
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 14), reason="older dynamo does not know context variables"
-)
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_compiled_chain(fullgraph):
-    torch._dynamo.reset()
-    model, x, y = chain(nn.ReLU()), torch.randn(16, 6), torch.randint(0, 3, (16,))
-    expected = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)
-    wanted = torch.autograd.grad(expected.loss, list(model.parameters()))
-    model.compile(backend="aot_eager", fullgraph=fullgraph)
-    out = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)
-    torch.testing.assert_close(list(out), list(expected))
-    grads = torch.autograd.grad(out.loss, list(model.parameters()))
-    for actual, e in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(actual, e, rtol=1e-5, atol=1e-6)
-
-
 def test_without_gradients():
     model, x, y = chain(nn.ReLU()), torch.randn(16, 6), torch.randint(0, 3, (16,))
     expected = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)

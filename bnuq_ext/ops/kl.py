@@ -1,5 +1,7 @@
 """Divergence of a Gaussian posterior over weights from its prior, in nats."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -53,10 +55,13 @@ def gaussian_kl_sum(
         stds, tensors = groups.setdefault((mu.device, mu.dtype), ([], []))
         stds.append(std)
         tensors += mu, rho
-    total, *others = (
-        _GaussianSum.apply(value, stds, *tensors) for stds, tensors in groups.values()
-    )
-    return sum((other.to(total) for other in others), start=total)
+    return total(_GaussianSum.apply(value, stds, *tensors) for stds, tensors in groups.values())
+
+
+def total(terms: Iterable[Tensor]) -> Tensor:
+    """The sum of scalars, in dtype and on the device of the first."""
+    first, *others = terms
+    return sum((other.to(first) for other in others), start=first)
 
 
 class _GaussianSum(torch.autograd.Function):

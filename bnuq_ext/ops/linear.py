@@ -59,7 +59,6 @@ def bayes_linear(
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 3.
     """
     _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
-    refuse_forward_mode("bayes_linear", x, mu, rho, bias_mu, bias_rho)
     args = (x, mu, rho, bias_mu, bias_rho, seed.contiguous(), stream, num_samples)
     if not is_eager():
         return torch.ops.bnuq.bayes_linear(*args)
@@ -84,7 +83,6 @@ def bayes_linear_kl(
     and to add as to compute.
     """
     _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
-    refuse_forward_mode("bayes_linear", x, mu, rho, bias_mu, bias_rho)
     tensors = [p.contiguous() for p in (mu, rho, bias_mu, bias_rho) if p is not None]
     return _WithKl.apply((stream, num_samples, prior_std), x, seed.contiguous(), *tensors)
 
@@ -118,6 +116,7 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
         check_device(op, name, value, x.device)
     check_seed(op, seed, x.device)
     check_stream(op, stream)
+    refuse_forward_mode(op, x, mu, rho, bias_mu, bias_rho)
 
 
 @torch.library.register_fake("bnuq::bayes_linear")
