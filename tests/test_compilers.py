@@ -186,6 +186,7 @@ def test_uncompiled_within_compiled_code():
     assert_same(torch.compile(inside, backend="eager")(torch.ones(3)), torch.full((3,), 2.0))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own, in torch 2.10
 @pytest.mark.parametrize("fullgraph", [FULLGRAPH, False])
 def test_a_training_step_of_a_compiled_chain(fullgraph):
     torch.compiler.reset()
