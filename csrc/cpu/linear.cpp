@@ -5,6 +5,7 @@
 
 #include "linear_call.h"
 #include "noise.h"
+#include "pages.h"
 #include "posterior_kl_rows.h"
 
 namespace bnuq {
@@ -61,6 +62,15 @@ Tensor few_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
 
 // ---- many rows a replica: weights into memory for torch's matrix product ------------------------
 
+// A matrix (O, I) that every replica overwrites, no two at once in a thread. Small ones stay in the
+// second cache wherever they lie, large ones in no page.
+Tensor scratch_matrix(const LinearCall& call) {
+  const int64_t O = call.O, I = call.I, bytes = O * I * int64_t(call.mu.element_size());
+  void* data = bytes >= kScratchBytes / 8 && bytes <= kScratchBytes ? thread_scratch() : nullptr;
+  if (!data) return call.empty({O, I});
+  return torch::stable::from_blob(data, {O, I}, {I, 1}, call.mu.device(), call.mu.scalar_type());
+}
+
 // The only replica's, (N, O), of its weights.
 Tensor with_weight(
     const LinearCall& call, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -76,7 +86,7 @@ Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
     return view_of(only, 0, {1, N, O}, {N * O, O, 1});
   }
   std::optional<Tensor> row;
-  const Tensor sigma = spread_of(call.rho), weight = call.empty({O, I});
+  const Tensor sigma = spread_of(call.rho), weight = scratch_matrix(call);
   const Tensor y = call.empty({T, N, O});
   for (int64_t t = 0; t < T; ++t) {
     sample_weights(weight, call, sigma, t);
