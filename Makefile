@@ -46,7 +46,7 @@ test-matrix:
 	PYTHON=$(PYTHON) bash .ci/matrix
 
 clean:
-	rm -rf build dist *.egg-info bnuq_ext/*.so tests/hostrun/build demo-output bbb-output reproduce-output .torch-matrix $(BUILT)
+	rm -rf build dist *.egg-info bnuq_ext/*.so tests/hostrun/build demo-output bbb-output reproduce-output .torch-matrix .gpu-build $(BUILT)
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -53,7 +53,7 @@ def nvcc_version(cuda_home):
 
 
 def decide_cuda(cuda_home):
-    want = os.environ.get("BNUQ_CUDA", "1" if os.environ.get("FORCE_CUDA") == "1" else "auto")
+    want = os.environ.get("BNUQ_CUDA", "auto")
     if want not in ("auto", "0", "1"):
         sys.exit(f"bnuq_ext: BNUQ_CUDA must be auto, 0 or 1, got {want}")
     if want == "1" and cuda_home is None:

@@ -168,7 +168,7 @@ class PlainForward(Forward):
             output = self.call(self.model, spared)
         if spared is not inputs:
             self.known.look_at(inputs, spared)
-        return self._tensor(output), None
+        return self.tensor_of(output), None
 
 
 class DroppingForward:

@@ -17,13 +17,12 @@ from tqdm import tqdm
 from .bank import Bank, attach, stochastic_layers
 from .batches import as_dataset, fetcher, find_source
 from .collect import gather
-from .inputs import device_of, move
+from .inputs import device_of, move, split_batch
 from .metrics import mutual_information
 from .metrics.arguments import as_rows_of, take_labels
 from .ops.checks import check_integer, refuse
 from .predict import predict
 from .prediction import check_likelihood
-from .predictor import split_batch
 from .restore import preserved_rng, without_gradients
 from .samplers import check_key, draw_key
 from .statistics_kl import (

@@ -13,12 +13,16 @@ from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
 from .ops.checks import autocasted, check_integer, check_one_of, is_eager, past_autocast, refuse
 from .ops.linear import bayes_linear_kl
-from .ops.linear_parts import spread
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
 from .samplers import Draw
 
 ESTIMATORS = ("exact", "local")
+
+
+def sigma_of(rho: Tensor) -> Tensor:
+    """softplus(rho), the standard deviations of weights."""
+    return functional.softplus(rho, threshold=40.0)
 
 
 class BayesLinear(Replicated, nn.Module):
@@ -229,9 +233,9 @@ def _local(
     xs = x.to(mu.dtype)
     with past_autocast(x.device):  # in float16 the squares of sigma are 0
         mean = functional.linear(xs, mu, bias_mu)
-        var = functional.linear(xs.square(), spread(rho).square())
+        var = functional.linear(xs.square(), sigma_of(rho).square())
     if bias_rho is not None:
-        var = var + spread(bias_rho).square()
+        var = var + sigma_of(bias_rho).square()
     shape = (num_samples, x.shape[-2], mu.shape[0])
     z = philox_normal(seed, stream, shape, tag="local").to(mu.dtype)
     # The root's slope is infinite at 0, where every weight's spread is 0.

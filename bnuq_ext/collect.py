@@ -14,7 +14,7 @@ from ._version import __version__
 from .bank import Bank, attach, stochastic_layers
 from .batches import Source, find_source
 from .inputs import call, device_of, model_input, move, num_rows, tensors
-from .ops.checks import check_integer, refuse
+from .ops.checks import check_callable, check_integer, refuse
 from .passes import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
 from .warn import warn
@@ -257,8 +257,7 @@ def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> N
             got = f"{type(module).__name__}; give its .module"
             refuse("collect", "model", "not be wrapped for several devices", got)
     check_integer("collect", "num_batches", num_batches, 1)
-    if input_fn is not None and not callable(input_fn):
-        refuse("collect", "input_fn", "be callable", repr(input_fn), TypeError)
+    check_callable("collect", "input_fn", input_fn)
     if on_nonfinite not in ("raise", "skip"):
         refuse("collect", "on_nonfinite", "be 'raise' or 'skip'", repr(on_nonfinite))
 

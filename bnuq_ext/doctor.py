@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .batch_norm_like import EXCLUDED, describe, survey
 from .guards import DropoutTrace, warnings_of
-from .inputs import call
+from .inputs import call, check_one_input
 from .nn import check_model, named_stochastic_layers, uncompiled_name
-from .ops.checks import refuse
 from .passes import Pass, running
 from .reads import ONE_MODE
 from .restore import evaluating, preserved_rng, without_gradients
@@ -76,8 +74,7 @@ def doctor(model: nn.Module, x) -> Report:
         TypeError: for a model or an x of another type.
     """
     check_model("doctor", model)
-    if not isinstance(x, (Tensor, tuple, Mapping)):
-        refuse("doctor", "x", "be a tensor, a tuple or a dict", type(x).__name__, TypeError)
+    check_one_input("doctor", x)
     layers = named_stochastic_layers(model)
     with (
         evaluating(list(model.modules())),

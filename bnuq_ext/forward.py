@@ -39,12 +39,12 @@ class Forward(NamedTuple):
         if spared is not inputs:
             self.known.look_at(inputs, spared)
         active.check_calls()
-        output = self._tensor(output)
+        output = self.tensor_of(output)
         if not self.plain:
             active.follow([output])
         return output, active
 
-    def _tensor(self, output) -> Tensor:
+    def tensor_of(self, output) -> Tensor:
         name = "the model's output"
         if self.output_fn is not None:
             output, name = self.output_fn(output), "output_fn's result"

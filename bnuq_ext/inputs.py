@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from .ops.checks import refuse
 
+_TARGETS = ("target", "y", "targets", "label", "labels")  # in a dict, the first that it has
+
 
 def model_input(op: str, batch, input_fn: Callable | None = None):
     """The model's input in a batch: what `input_fn` makes of it, else its first or only tensor.
@@ -40,6 +42,23 @@ def model_input(op: str, batch, input_fn: Callable | None = None):
         )
         refuse(op, "a batch", requirement, _describe(batch), TypeError)
     return found
+
+
+def split_batch(op: str, batch) -> tuple:
+    """A loader's batch as (the model's input, targets or None)."""
+    if isinstance(batch, Mapping):
+        return model_input(op, batch), next((batch[k] for k in _TARGETS if k in batch), None)
+    if isinstance(batch, (tuple, list)) and len(batch) > 0:
+        given = isinstance(batch[0], (tuple, Mapping))
+        inputs = batch[0] if given else model_input(op, batch)
+        return inputs, batch[1] if len(batch) > 1 else None
+    return model_input(op, batch), None
+
+
+def check_one_input(op: str, x) -> None:
+    """TypeError for what is not one input of a model."""
+    if not isinstance(x, (Tensor, tuple, Mapping)):
+        refuse(op, "x", "be a tensor, a tuple or a dict", type(x).__name__, TypeError)
 
 
 def _describe(batch) -> str:

@@ -15,10 +15,9 @@ from tqdm import tqdm
 from .bank import Bank, stochastic_layers
 from .batches import as_dataset, fetcher, find_source
 from .collect import gather
-from .inputs import call, device_of, move
+from .inputs import call, device_of, move, split_batch
 from .ops.checks import acc_dtype, check_floating, check_integer, refuse
 from .passes import Pass, running
-from .predictor import split_batch
 from .restore import evaluating, preserved_rng, without_gradients
 from .samplers import check_key, draw_key
 from .statistics_kl import (

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from .adapters import qualified_name
 from .batch_norm_like import describe
-from .bayes import BayesLinear, check_initial, check_whole, require_bayes_layers
+from .bayes import BayesLinear, check_initial, check_whole, require_bayes_layers, sigma_of
 from .convert import copied
 from .nn import check_model
 from .ops.checks import check_callable, check_number, check_one_of, refuse
-from .ops.linear_parts import spread
 from .priors import GaussianPrior, check_prior
 
 RANKINGS = ("snr", "magnitude")
@@ -148,7 +147,7 @@ def posterior_summary(model: nn.Module) -> PosteriorSummary:
         places[name] = slice(start, start + layer.weight_mu.numel())
         start = places[name].stop
     snr = _signal_to_noise(mu, rho).to(mu.dtype)
-    return PosteriorSummary(snr, mu.abs(), spread(rho), places)
+    return PosteriorSummary(snr, mu.abs(), sigma_of(rho), places)
 
 
 def _weights(layers: dict[str, BayesLinear]) -> list[Tensor]:
@@ -161,7 +160,7 @@ def _weights(layers: dict[str, BayesLinear]) -> list[Tensor]:
 
 def _signal_to_noise(mu: Tensor, rho: Tensor) -> Tensor:
     """In float64, where a sigma of rho = -700 is not 0 and its ratio not infinite: in float32 -90 is enough."""
-    return torch.where(mu == 0, 0.0, mu.abs().double() / spread(rho.double()))
+    return torch.where(mu == 0, 0.0, mu.abs().double() / sigma_of(rho.double()))
 
 
 def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:

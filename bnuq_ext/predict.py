@@ -14,13 +14,13 @@ from .chunks import check_chunk
 from .collect import gather
 from .fingerprint import modules_of
 from .forward import Forward
-from .inputs import device_of, num_rows, tensors
+from .inputs import device_of, num_rows, split_batch, tensors
 from .known import know
 from .nn import Stochastic, check_model, named_stochastic_layers
 from .ops.checks import check_callable, check_integer, check_one_of, refuse
 from .passes import Replicated
 from .prediction import Prediction, check_likelihood, check_noise_shape
-from .predictor import STRATEGIES, Predictor, Request, split_batch
+from .predictor import STRATEGIES, Predictor, Request
 from .query import JoiningForward, take_batches
 from .restore import evaluating, unmoved_by_errors
 from .samplers import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .ops import predictive_accumulate_, predictive_statistics
-from .ops.checks import acc_dtype, check_floating, check_number, refuse
+from .ops.checks import acc_dtype, broadcasts, check_floating, check_number, check_one_of, refuse
 
 LIKELIHOODS = ("categorical", "gaussian")
 
@@ -86,8 +86,7 @@ class Prediction:
 
 def check_likelihood(op: str, likelihood, noise_var) -> None:
     """Checks a likelihood and its noise."""
-    if likelihood not in LIKELIHOODS:
-        refuse(op, "likelihood", f"be one of {', '.join(LIKELIHOODS)}", repr(likelihood))
+    check_one_of(op, "likelihood", likelihood, LIKELIHOODS)
     if noise_var is None:
         return
     if likelihood != "gaussian":
@@ -105,15 +104,9 @@ def check_noise_shape(op: str, noise_var, mean: Tensor) -> None:
     """Checks that the noise of `check_likelihood` has an entry for each of the means, or fewer."""
     if not isinstance(noise_var, Tensor):
         return
-    shape = tuple(noise_var.shape)
-    # Broadcasting from the last dimension on: 1, or the mean's own.
-    fits = noise_var.dim() <= mean.dim() and all(
-        size in (1, own) for size, own in zip(reversed(shape), reversed(mean.shape), strict=False)
-    )
-    if not fits:
-        refuse(
-            op, "noise_var", f"broadcast to the shape {list(mean.shape)} of the mean", list(shape)
-        )
+    if not broadcasts(noise_var.shape, mean.shape):
+        requirement = f"broadcast to the shape {list(mean.shape)} of the mean"
+        refuse(op, "noise_var", requirement, list(noise_var.shape))
 
 
 def entropies(mean: Tensor, within: Tensor, count: int) -> dict[str, Tensor]:

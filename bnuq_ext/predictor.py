@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -13,12 +13,11 @@ from tqdm import tqdm
 from .chunks import chunk_of, free_memory, is_out_of_memory, keep_freed_pages, out_of_memory
 from .folding import LOOP, Folding, Plan
 from .forward import Forward
-from .inputs import model_input, move, num_rows
+from .inputs import move, num_rows, split_batch
 from .ops.checks import refuse
 from .prediction import make_moments, summarise
 
 STRATEGIES = ("auto", "folded", "loop")
-_TARGETS = ("target", "y", "targets", "label", "labels")  # in a dict, the first that it has
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
 
 
@@ -178,17 +177,6 @@ class Predictor:
             samples = outputs.new_empty((self.request.count, *outputs.shape[1:]))
         samples[done : done + len(outputs)] = outputs
         return samples
-
-
-def split_batch(op: str, batch) -> tuple:
-    """A loader's batch as (the model's input, targets or None)."""
-    if isinstance(batch, Mapping):
-        return model_input(op, batch), next((batch[k] for k in _TARGETS if k in batch), None)
-    if isinstance(batch, (tuple, list)) and len(batch) > 0:
-        given = isinstance(batch[0], (tuple, Mapping))
-        inputs = batch[0] if given else model_input(op, batch)
-        return inputs, batch[1] if len(batch) > 1 else None
-    return model_input(op, batch), None
 
 
 def _join(targets: list) -> Tensor | list | None:

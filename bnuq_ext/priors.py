@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -48,7 +49,7 @@ class ScaleMixturePrior:
 
     pi: float = 0.5
     std1: float = 1.0
-    std2: float = 0.0024787521766663585  # e^-6
+    std2: float = math.exp(-6)
 
     def __post_init__(self):
         op = "ScaleMixturePrior"

@@ -68,7 +68,7 @@ class JoiningForward:
             output = self.inner.call(self.model, joint)
         if not active.statistics:
             refuse(self.op, "model", "call a stochastic layer in its forward", "no call")
-        output = self.inner._tensor(output)
+        output = self.inner.tensor_of(output)
         rows = num_rows(self.op, joint)
         if output.dim() == 0 or len(output) != rows:
             got = list(output.shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .moments import Rescaling, fit
 from .ops import new_seed, philox_normal, snapshot_indices
-from .ops.checks import check_integer, refuse
+from .ops.checks import check_integer, check_one_of, refuse
 from .ops.philox import new_key
 from .warn import warn
 
@@ -193,8 +193,7 @@ SAMPLERS = ("bank", "batch", *_PARAMETRIC)
 
 def check_sampler(op: str, name: str, batch_size: int | None) -> None:
     """Checks a sampler's name and whether it takes a batch size."""
-    if name not in SAMPLERS:
-        refuse(op, "sampler", f"be one of {', '.join(SAMPLERS)}", repr(name))
+    check_one_of(op, "sampler", name, SAMPLERS)
     if batch_size is not None and name not in _PARAMETRIC:
         refuse(op, "batch_size", f'be None with sampler "{name}"', batch_size)
     if batch_size is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .ops.checks import acc_dtype, check_floating, check_integer, refuse
+from .ops.checks import acc_dtype, broadcasts, check_floating, check_integer, refuse
 
 if TYPE_CHECKING:
     from .bank import Bank
@@ -105,11 +105,7 @@ def check_fit(op: str, q: StatisticsGaussian, prior: StatisticsGaussian) -> None
     """Each entry of the prior is a number or broadcasts to q's."""
     for field, value, own in zip(prior._fields, prior, q, strict=True):
         shape = tuple(getattr(value, "shape", ()))
-        try:
-            fits = torch.broadcast_shapes(shape, own.shape) == own.shape
-        except RuntimeError:
-            fits = False
-        if not fits:
+        if not broadcasts(shape, own.shape):
             refuse(op, f"prior.{field}", f"broadcast to {list(own.shape)}", list(shape))
 
 

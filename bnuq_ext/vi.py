@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from numbers import Real
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from .bayes import BayesLinear, check_whole, require_bayes_layers
 from .chunks import keep_freed_pages
 from .fingerprint import HOOKS
 from .forward import Forward
-from .inputs import device_of, num_rows
+from .inputs import check_one_input, device_of, num_rows
 from .known import know, run_once
 from .ops import new_seed
 from .ops.checks import (
@@ -190,8 +189,7 @@ def elbo_loss(
     """
     op = "elbo_loss"
     layers = require_bayes_layers(op, model)
-    if not isinstance(x, (Tensor, tuple, Mapping)):
-        refuse(op, "x", "be a tensor, a tuple or a dict", type(x).__name__, TypeError)
+    check_one_input(op, x)
     rows = num_rows(op, x)
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     weight = _batch_weight(rows, batch_weight, dataset_size)

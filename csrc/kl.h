@@ -1,9 +1,10 @@
 // Divergences of a Gaussian posterior N(mu, sigma^2), sigma = softplus(rho), from a prior over one
 // weight, in nats, and their gradients by mu and rho. No torch and no CUDA toolkit here.
 //
-//   gaussian:  KL = log(s / sigma) + (sigma^2 + mu^2) / (2 s^2) - 1/2          for the prior N(0,
-//   s^2) mixture:   log q(w) - log p(w) at w = mu + sigma * eps,
-//              p = pi N(0, s1^2) + (1 - pi) N(0, s2^2)
+// For the prior N(0, s^2):
+//   KL = log(s / sigma) + (sigma^2 + mu^2) / (2 s^2) - 1/2
+// For the mixture p = pi N(0, s1^2) + (1 - pi) N(0, s2^2), at w = mu + sigma * eps:
+//   log q(w) - log p(w)
 //
 // Below kTinyRho softplus(rho) is exp(rho) to the last bit, and log sigma is rho itself: sigma may
 // underflow, its logarithm and the ratio sigmoid / softplus may not.
@@ -29,6 +30,17 @@ BNUQ_HD Posterior<acc_t> posterior(acc_t rho) {
   const bool tiny = rho < acc_t(kTinyRho);
   const acc_t safe = tiny ? acc_t(1) : sigma;
   return {sigma, tiny ? rho : log_positive(safe), slope, tiny ? acc_t(1) : slope / safe};
+}
+
+// Of the prior N(0, s^2): log s and 1 / s^2.
+template <typename acc_t>
+struct GaussianScale {
+  acc_t log_std, precision;
+};
+
+template <typename acc_t>
+GaussianScale<acc_t> gaussian_scale(double prior_std) {
+  return {acc_t(std::log(prior_std)), acc_t(1 / (prior_std * prior_std))};
 }
 
 template <typename acc_t>

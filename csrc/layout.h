@@ -1,7 +1,7 @@
 // Memory formats and result shapes of the batch-norm ops, for both backends.
 //
-// A tensor is (N, C, S) with S the product of the trailing dimensions; channels_last is (N*S, C,
-// 1). A result is channels_last where x is that and not contiguous; else contiguous.
+// A tensor is (N, C, S) with S the product of the trailing dimensions; channels_last is
+// (N*S, C, 1). A result is channels_last where x is that and not contiguous; else contiguous.
 #pragma once
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -41,6 +41,11 @@ inline bool has_format(const Tensor& x, MemoryFormat format) {
 
 inline Tensor with_format(const Tensor& x, MemoryFormat format) {
   return has_format(x, format) ? x : torch::stable::contiguous(x, format);
+}
+
+inline std::optional<Tensor> with_format(const std::optional<Tensor>& x, MemoryFormat format) {
+  if (!x) return x;
+  return with_format(*x, format);
 }
 
 // N rows of one replica, C channels, S positions.

@@ -168,29 +168,11 @@ BNUQ_HD float vector_normal(Key sub, int64_t c, uint64_t replica) {
 }
 
 // A weight (o, i) lives in the 16x16 tile (o / 16, i / 16), in the order of the A fragment of
-// mma.m16n8k16: lane = 4 * (o % 8) + (i % 8) / 2, slot = i % 2 + 2 * (o % 16 / 8) + 4 * (i % 16 /
-// 8).
-struct WeightPlace {
-  uint64_t index;  // tile row in the high word; tile column * 32 + lane in the low word
-  int slot;
-};
-
+// mma.m16n8k16:
+//   lane = 4 * (o % 8) + (i % 8) / 2
+//   slot = i % 2 + 2 * (o % 16 / 8) + 4 * (i % 16 / 8)
 BNUQ_HD uint64_t weight_index(int64_t tile_o, int64_t tile_i, int lane) {
   return (uint64_t(tile_o) << 32) | uint64_t(tile_i * 32 + lane);
-}
-
-BNUQ_HD WeightPlace weight_place(int64_t o, int64_t i) {
-  const int lane = int(o & 7) * 4 + int((i & 7) >> 1);
-  const int slot = int(i & 1) + 2 * int((o >> 3) & 1) + 4 * int((i >> 3) & 1);
-  return {weight_index(o >> 4, i >> 4, lane), slot};
-}
-
-BNUQ_HD float weight_normal(Key sub, int64_t o, int64_t i, uint64_t replica) {
-  const WeightPlace place = weight_place(o, i);
-  const Words4 words = philox_at(sub, place.index, replica);
-  float z0, z1;
-  normal_pair(word_of(words, place.slot >> 1), z0, z1);
-  return (place.slot & 1) ? z1 : z0;
 }
 
 // ---- which snapshot a replica uses -------------------------------------------------------------

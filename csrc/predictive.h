@@ -11,6 +11,11 @@
 
 namespace bnuq {
 
+// N rows, K classes, S positions; one (n, s) at a time.
+struct Classes {
+  int64_t T, N, K, S;
+};
+
 // -p log p; a probability of zero adds nothing, NaN stays NaN.
 template <typename acc_t>
 BNUQ_HD acc_t entropy_term(acc_t p, acc_t log_p) {

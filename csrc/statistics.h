@@ -74,4 +74,63 @@ void check_arguments(
   if (bias) check_table(*bias, acc, 1, C);
 }
 
+// What a forward reads, checked and in one memory format.
+struct ForwardInputs {
+  Extent extent;
+  Tensor x;
+  std::optional<Tensor> residual;
+};
+
+// y (T * N, C, *) is where the result will be.
+template <typename Statistics>
+ForwardInputs forward_inputs(
+    const Tensor& y, const Tensor& x, const std::optional<Tensor>& residual,
+    const Statistics& statistics, int64_t T, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, bool shared) {
+  const MemoryFormat format = format_of(x);
+  const Extent extent = extent_of(x, format, T, shared);
+  check_arguments(statistics, x, T, weight, bias);
+  if (residual) check_same_sizes(*residual, x, "batch_norm: residual must be like x");
+  STD_TORCH_CHECK(
+      has_format(y, format) && y.numel() == T * extent.numel() &&
+          y.scalar_type() == x.scalar_type(),
+      "batch_norm: out must have the shape, dtype and memory format of the result");
+  return {extent, with_format(x, format), with_format(residual, format)};
+}
+
+// What a backward reads, checked and in one memory format: x for the sums, y for an activation.
+struct BackwardInputs {
+  MemoryFormat format;
+  Extent extent;
+  Tensor grad_y;
+  std::optional<Tensor> x, y;
+  int64_t rows;  // of x
+};
+
+template <typename Statistics>
+BackwardInputs backward_inputs(
+    const Tensor& grad_y, const std::optional<Tensor>& x, const std::optional<Tensor>& y,
+    const Statistics& statistics, int64_t T, const std::optional<Tensor>& weight, double slope,
+    bool shared, bool need_sums) {
+  STD_TORCH_CHECK(x || !need_sums, "batch_norm_backward: x must be given for the sums");
+  STD_TORCH_CHECK(y || slope == 1, "batch_norm_backward: y must be given for an activation");
+  const MemoryFormat format = format_of(y ? *y : grad_y);
+  BackwardInputs in{format, extent_of(grad_y, format, T, false), grad_y, {}, {}, 0};
+  check_arguments(statistics, grad_y, T, weight, std::nullopt);
+  if (need_sums) {
+    STD_TORCH_CHECK(
+        x->numel() == (shared ? 1 : T) * in.extent.numel() &&
+            x->scalar_type() == grad_y.scalar_type(),
+        "batch_norm_backward: x must fit grad_y");
+    in.x = with_format(*x, format);
+  }
+  if (slope != 1) {
+    check_same_sizes(*y, grad_y, "batch_norm_backward: y must be like grad_y");
+    in.y = with_format(*y, format);
+  }
+  in.grad_y = with_format(grad_y, format);
+  in.rows = shared ? grad_y.size(0) / T : grad_y.size(0);
+  return in;
+}
+
 }  // namespace bnuq

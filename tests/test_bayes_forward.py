@@ -7,6 +7,7 @@ from torch.nn.functional import linear
 
 import bnuq_ext as bnuq
 from bnuq_ext import ops, reference
+from bnuq_ext.bayes import sigma_of
 from bnuq_ext.ops.kl import gaussian_kl_sum
 
 OPTIONS = dict(rho_init=-1.0, dtype=torch.float64)
@@ -258,3 +259,12 @@ def test_a_slice_of_the_output_may_be_written(num_samples):
             model(x).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sigma_is_the_softplus(dtype, assert_close):
+    rho = torch.linspace(-60, 60, 1201, dtype=dtype, requires_grad=True)
+    expected = reference.softplus(rho.detach().double())
+    assert_close(sigma_of(rho) / expected, torch.ones_like(expected), dtype=dtype)
+    (grad,) = torch.autograd.grad(sigma_of(rho).sum(), rho)
+    assert_close(grad, torch.sigmoid(rho.detach().double()), dtype=dtype)

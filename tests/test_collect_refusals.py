@@ -220,7 +220,7 @@ REFUSED = [
         ValueError,
         "on_nonfinite must be 'raise' or 'skip', got 'ignore'",
     ),
-    (dict(input_fn=3), TypeError, "input_fn must be callable, got 3"),
+    (dict(input_fn=3), TypeError, "input_fn must be callable, got int"),
     (
         dict(input_fn=lambda x: [x]),
         TypeError,

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from .. import _library  # noqa: F401
 from .batch_norm_checks import (
     check_activations,
     check_bank,

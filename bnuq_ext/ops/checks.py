@@ -84,6 +84,14 @@ def check_scalar(op: str, name: str, value) -> None:
         refuse(op, name, "be a number", type(value).__name__, TypeError)
 
 
+def broadcasts(shape: tuple, to: torch.Size) -> bool:
+    """Whether a tensor of the one shape can be expanded to the other."""
+    try:
+        return torch.broadcast_shapes(shape, to) == to
+    except RuntimeError:
+        return False
+
+
 def check_callable(op: str, name: str, value) -> None:
     """TypeError for what is neither None nor a function."""
     if value is not None and not callable(value):

@@ -1,11 +1,11 @@
 """Divergence of a Gaussian posterior over weights from its prior, in nats."""
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from .. import _library  # noqa: F401
 from .checks import (
     check_device,
     check_floating,
@@ -93,7 +93,7 @@ def mixture_kl(
     *,
     pi: float = 0.5,
     std1: float = 1.0,
-    std2: float = 0.0024787521766663585,  # e^-6, as of ScaleMixturePrior
+    std2: float = math.exp(-6),
 ) -> Tensor:
     """Monte Carlo divergence from a scale mixture, over the very weights of `bayes_linear`.
 

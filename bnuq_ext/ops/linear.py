@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from . import linear_cuda as linear_cuda
 from .checks import (
     acc_dtype,
     check_device,
@@ -96,7 +95,6 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
     if x.dim() == 3 and x.shape[0] != num_samples:
         refuse(op, "x", f"hold {num_samples} replicas", x.shape[0])
     check_floating(op, "mu", mu)
-    check_floating(op, "rho", rho)
     if mu.dim() != 2:
         refuse(op, "mu", "have shape (O, I)", list(mu.shape))
     if x.shape[-1] != mu.shape[1]:
@@ -105,12 +103,11 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
         missing = "bias_mu" if bias_mu is None else "bias_rho"
         refuse(op, missing, "be given with its other half", None)
     acc = acc_dtype(x.dtype)
-    shapes = {"mu": mu.shape, "rho": mu.shape, "bias_mu": mu.shape[:1], "bias_rho": mu.shape[:1]}
-    for name, value in {"mu": mu, "rho": rho, "bias_mu": bias_mu, "bias_rho": bias_rho}.items():
-        if value is None:
-            continue
+    weights = (("mu", mu, mu.shape), ("rho", rho, mu.shape))
+    biases = (("bias_mu", bias_mu, mu.shape[:1]), ("bias_rho", bias_rho, mu.shape[:1]))
+    for name, value, shape in weights if bias_mu is None else weights + biases:
         check_floating(op, name, value)
-        check_shape(op, name, value, shapes[name])
+        check_shape(op, name, value, shape)
         if value.dtype != acc:
             refuse(op, name, f"be {acc} for x in {x.dtype}", value.dtype, TypeError)
         check_device(op, name, value, x.device)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import _library  # noqa: F401
 from .linear_parts import Noise
 
 CHUNK_BYTES = 32 << 20

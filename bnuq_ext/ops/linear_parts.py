@@ -1,12 +1,10 @@
-"""The parts of bayes_linear on CUDA around its products: spreads, biases, the packing of results."""
+"""The parts of bayes_linear on CUDA around its products: biases, the packing of results."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
-from .. import _library  # noqa: F401
 from .checks import acc_dtype
 
 _ops = torch.ops.bnuq
@@ -18,10 +16,6 @@ class Noise(NamedTuple):
     seed: Tensor
     stream: int
     num_samples: int
-
-
-def spread(rho: Tensor) -> Tensor:
-    return softplus(rho, threshold=40.0)
 
 
 def replicas(x: Tensor) -> Tensor:

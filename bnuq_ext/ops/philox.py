@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import _library  # noqa: F401
-from .checks import check_seed, check_stream, check_within, refuse
+from .checks import check_one_of, check_seed, check_stream, check_within, refuse
 
 TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "joint": 5, "local": 6}
 
@@ -71,8 +70,7 @@ def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -
         refuse("philox_normal", "shape", "not be negative", shape)
     check_stream("philox_normal", stream)
     tag = tag if tag is not None else ("weight" if len(shape) == 3 else "mean")
-    if tag not in TAGS:
-        refuse("philox_normal", "tag", f"be one of {', '.join(TAGS)}", tag)
+    check_one_of("philox_normal", "tag", tag, TAGS)
     return torch.ops.bnuq.philox_normal(seed.contiguous(), stream, TAGS[tag], shape)
 
 

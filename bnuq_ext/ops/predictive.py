@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _library  # noqa: F401
 from .batch_norm_checks import DTYPES
 from .checks import (
     acc_dtype,

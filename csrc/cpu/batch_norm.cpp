@@ -222,26 +222,19 @@ void forward(
 
 template <typename Statistics>
 void forward_into(
-    const Tensor& y, const Tensor& x_, const std::optional<Tensor>& residual_,
+    const Tensor& y, const Tensor& given_x, const std::optional<Tensor>& given_residual,
     const Statistics& statistics, int64_t T, const std::optional<Tensor>& weight,
     const std::optional<Tensor>& bias, double eps, double slope, bool shared) {
-  const MemoryFormat format = format_of(x_);
-  const Extent d = extent_of(x_, format, T, shared);
-  check_arguments(statistics, x_, T, weight, bias);
-  if (residual_) check_same_sizes(*residual_, x_, "batch_norm: residual must be like x");
-  STD_TORCH_CHECK(
-      has_format(y, format) && y.numel() == T * d.numel() && y.scalar_type() == x_.scalar_type(),
-      "batch_norm: out must have the shape, dtype and memory format of the result");
+  const ForwardInputs in =
+      forward_inputs(y, given_x, given_residual, statistics, T, weight, bias, shared);
+  const Extent d = in.extent;
   if (d.numel() == 0) return;
-  const Tensor x = with_format(x_, format);
-  std::optional<Tensor> residual;
-  if (residual_) residual = with_format(*residual_, format);
-  dispatch(x.scalar_type(), [&](auto zero) {
+  dispatch(in.x.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
     forward<scalar_t, acc_t>(
-        static_cast<scalar_t*>(y.mutable_data_ptr()), pointer<scalar_t>(x),
-        pointer<scalar_t>(residual),
+        static_cast<scalar_t*>(y.mutable_data_ptr()), pointer<scalar_t>(in.x),
+        pointer<scalar_t>(in.residual),
         affine_table<acc_t>(statistics, T, d.C, table_width(d), weight, bias, eps), d, T,
         acc_t(slope), shared);
   });

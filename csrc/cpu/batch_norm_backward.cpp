@@ -220,26 +220,19 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
 template <typename Statistics>
 Gradients backward(
-    const Tensor& grad_y_, const std::optional<Tensor>& x_, const std::optional<Tensor>& y_,
-    const Statistics& statistics, int64_t T, const std::optional<Tensor>& weight, double eps,
-    double slope, bool shared, bool need_x, bool need_residual, bool need_sums) {
-  STD_TORCH_CHECK(x_ || !need_sums, "batch_norm_backward: x must be given for the sums");
-  STD_TORCH_CHECK(y_ || slope == 1, "batch_norm_backward: y must be given for an activation");
-  const MemoryFormat format = format_of(y_ ? *y_ : grad_y_);
-  const Extent d = extent_of(grad_y_, format, T, false);
-  check_arguments(statistics, grad_y_, T, weight, std::nullopt);
-  const Tensor grad_y = with_format(grad_y_, format);
-  std::optional<Tensor> x, y;
-  if (x_ && need_sums) x = with_format(*x_, format);
-  if (y_ && slope != 1) y = with_format(*y_, format);
-  if (x) STD_TORCH_CHECK(x->numel() == (shared ? 1 : T) * d.numel(), "batch_norm_backward: bad x");
-  if (y) check_same_sizes(*y, grad_y, "batch_norm_backward: y must be like grad_y");
-
-  const int64_t rows = shared ? grad_y.size(0) / T : grad_y.size(0);
+    const Tensor& given_grad_y, const std::optional<Tensor>& given_x,
+    const std::optional<Tensor>& given_y, const Statistics& statistics, int64_t T,
+    const std::optional<Tensor>& weight, double eps, double slope, bool shared, bool need_x,
+    bool need_residual, bool need_sums) {
+  const BackwardInputs given = backward_inputs(
+      given_grad_y, given_x, given_y, statistics, T, weight, slope, shared, need_sums);
+  const Extent d = given.extent;
+  const Tensor& grad_y = given.grad_y;
   const ScalarType acc = acc_of(grad_y.scalar_type());
   const auto none = [&] { return st::new_empty(grad_y, {0}); };  // results must not alias
-  const Tensor grad_x = need_x ? fresh_rows(grad_y, rows, format) : none();
-  const Tensor grad_residual = need_residual ? fresh_rows(grad_y, rows, format) : none();
+  const Tensor grad_x = need_x ? fresh_rows(grad_y, given.rows, given.format) : none();
+  const Tensor grad_residual =
+      need_residual ? fresh_rows(grad_y, given.rows, given.format) : none();
   const Tensor totals =
       need_sums ? st::new_zeros(grad_y, {2, T, d.C}, acc) : st::new_empty(grad_y, {0}, acc);
   if (d.numel() == 0) return {grad_x, grad_residual, totals};
@@ -248,7 +241,8 @@ Gradients backward(
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
     const scalar_t* grad = pointer<scalar_t>(grad_y);
-    const Inputs<scalar_t> in = {grad, y ? pointer<scalar_t>(y) : grad, pointer<scalar_t>(x)};
+    const Inputs<scalar_t> in = {
+        grad, given.y ? pointer<scalar_t>(given.y) : grad, pointer<scalar_t>(given.x)};
     if (need_x || need_residual)
       gradients<scalar_t, acc_t>(
           need_x ? static_cast<scalar_t*>(grad_x.mutable_data_ptr()) : nullptr,

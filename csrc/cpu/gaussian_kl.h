@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cmath>
+#include <type_traits>
 
 #include "../dispatch.h"
 #include "../kl.h"
@@ -51,15 +52,11 @@ BNUQ_CLONES [[gnu::unused]] static double narrow_slice(
   return double(sum);
 }
 
-inline double gaussian_sum(
-    const double* mu, const double* rho, double log_std, double precision, int64_t n) {
+template <typename acc_t>
+double gaussian_sum(const acc_t* mu, const acc_t* rho, acc_t log_std, acc_t precision, int64_t n) {
+  if constexpr (std::is_same_v<acc_t, float>)
+    if (none_positive(rho, n)) return narrow_slice(mu, rho, log_std, precision, n);
   return gaussian_slice(mu, rho, log_std, precision, n);
-}
-
-inline double gaussian_sum(
-    const float* mu, const float* rho, float log_std, float precision, int64_t n) {
-  const auto slice = none_positive(rho, n) ? narrow_slice : gaussian_slice<float>;
-  return slice(mu, rho, log_std, precision, n);
 }
 
 // Gradients of `grad` times the divergence: set, or added to what is there.
@@ -90,20 +87,14 @@ BNUQ_CLONES static void narrow_grad_slice(
   }
 }
 
-template <bool kAdd>
+template <bool kAdd, typename acc_t>
 void gaussian_grads(
-    double* grad_mu, double* grad_rho, const double* mu, const double* rho, double grad,
-    double precision, int64_t n) {
-  gaussian_grad_slice<kAdd>(grad_mu, grad_rho, mu, rho, grad, precision, n);
-}
-
-template <bool kAdd>
-void gaussian_grads(
-    float* grad_mu, float* grad_rho, const float* mu, const float* rho, float grad, float precision,
+    acc_t* grad_mu, acc_t* grad_rho, const acc_t* mu, const acc_t* rho, acc_t grad, acc_t precision,
     int64_t n) {
-  const auto slice =
-      none_positive(rho, n) ? narrow_grad_slice<kAdd> : gaussian_grad_slice<kAdd, float>;
-  slice(grad_mu, grad_rho, mu, rho, grad, precision, n);
+  if constexpr (std::is_same_v<acc_t, float>)
+    if (none_positive(rho, n))
+      return narrow_grad_slice<kAdd>(grad_mu, grad_rho, mu, rho, grad, precision, n);
+  gaussian_grad_slice<kAdd>(grad_mu, grad_rho, mu, rho, grad, precision, n);
 }
 
 using torch::stable::Tensor;

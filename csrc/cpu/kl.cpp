@@ -48,7 +48,7 @@ void write_gaussian_grads(
     using acc_t = decltype(zero);
     const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
     acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
-    const acc_t g = acc_t(grad), precision = acc_t(1 / (prior_std * prior_std));
+    const acc_t g = acc_t(grad), precision = gaussian_scale<acc_t>(prior_std).precision;
     const int64_t n = mu.numel(), slices = (n + kSlice - 1) / kSlice;
     // Which way a slice goes must not depend on the threads either.
     st::parallel_for(0, slices, 1, [&](int64_t begin, int64_t end) {
@@ -67,7 +67,7 @@ Tensor gaussian_kl_cpu(Tensor mu, Tensor rho, double prior_std) {
 Tensor gaussian_kl_sum_cpu(
     std::vector<Tensor> mu, std::vector<Tensor> rho, std::vector<double> prior_std) {
   double sum = 0;
-  for (size_t k = 0; k < mu.size(); ++k) sum += gaussian_kl_of(mu[k], rho[k], prior_std[k]);
+  for (size_t k = 0; k < mu.size(); ++k) sum += gaussian_kl_of(mu[k], rho.at(k), prior_std.at(k));
   return scalar_like(mu.at(0), sum);
 }
 
@@ -82,7 +82,7 @@ std::vector<Tensor> gaussian_kl_sum_backward_cpu(
     Tensor grad, std::vector<Tensor> mu, std::vector<Tensor> rho, std::vector<double> prior_std) {
   std::vector<Tensor> grads;
   for (size_t k = 0; k < mu.size(); ++k) {
-    auto [grad_mu, grad_rho] = gaussian_kl_backward_cpu(grad, mu[k], rho[k], prior_std[k]);
+    auto [grad_mu, grad_rho] = gaussian_kl_backward_cpu(grad, mu[k], rho.at(k), prior_std.at(k));
     grads.push_back(grad_mu);
     grads.push_back(grad_rho);
   }
@@ -203,10 +203,9 @@ double gaussian_kl_of(const Tensor& mu, const Tensor& rho, double prior_std) {
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
-    const acc_t log_std = acc_t(std::log(prior_std)),
-                precision = acc_t(1 / (prior_std * prior_std));
+    const GaussianScale<acc_t> prior = gaussian_scale<acc_t>(prior_std);
     sum = sum_slices(mu.numel(), kSlice, [&](int64_t begin, int64_t end) {
-      return gaussian_sum(m + begin, r + begin, log_std, precision, end - begin);
+      return gaussian_sum(m + begin, r + begin, prior.log_std, prior.precision, end - begin);
     });
   });
   return sum;

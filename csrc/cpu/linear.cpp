@@ -36,7 +36,7 @@ Tensor sample_bias(
 
 Tensor few_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
   const int64_t T = call.T, N = call.N, O = call.O, I = call.I, bands = tiles_of(O);
-  const Tensor sigma = spread_of(call.rho), y = call.empty({T, N, O});
+  const Tensor sigma = sigma_of(call.rho), y = call.empty({T, N, O});
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = call.mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
@@ -86,7 +86,7 @@ Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
     return view_of(only, 0, {1, N, O}, {N * O, O, 1});
   }
   std::optional<Tensor> row;
-  const Tensor sigma = spread_of(call.rho), weight = scratch_matrix(call);
+  const Tensor sigma = sigma_of(call.rho), weight = scratch_matrix(call);
   const Tensor y = call.empty({T, N, O});
   for (int64_t t = 0; t < T; ++t) {
     sample_weights(weight, call, sigma, t);
@@ -104,13 +104,12 @@ std::tuple<Tensor, double> sample_with_kl(const LinearCall& call, double prior_s
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = call.mu.const_data_ptr<acc_t>(), *r = call.rho.const_data_ptr<acc_t>();
-    const acc_t log_std = acc_t(std::log(prior_std)),
-                precision = acc_t(1 / (prior_std * prior_std));
+    const GaussianScale<acc_t> prior = gaussian_scale<acc_t>(prior_std);
     acc_t* w = weight.mutable_data_ptr<acc_t>();
     for_rows(call.noise, 0, O, I, [&](int64_t o, const float* z) {
       for (int64_t i = 0, at = o * I; i < I; i += kSlice, at += kSlice)
         by_band[o / kTile] += posterior_kl_row(
-            w + at, m + at, r + at, z + i, log_std, precision, std::min(kSlice, I - i));
+            w + at, m + at, r + at, z + i, prior.log_std, prior.precision, std::min(kSlice, I - i));
     });
   });
   return {weight, std::accumulate(by_band.begin(), by_band.end(), 0.0)};
@@ -126,6 +125,10 @@ Tensor bayes_linear_cpu(
     Tensor x, Tensor mu, Tensor rho, std::optional<Tensor> bias_mu, std::optional<Tensor> bias_rho,
     Tensor seed, int64_t stream, int64_t num_samples) {
   const LinearCall call(x, mu, rho, seed, stream, num_samples);
+  STD_TORCH_CHECK(
+      bias_mu.has_value() == bias_rho.has_value(), "bayes_linear: a bias must have both halves");
+  check_bias(call, bias_mu);
+  check_bias(call, bias_rho);
   std::optional<Tensor> bias;
   if (bias_mu) bias = sample_bias(*bias_mu, *bias_rho, seed, stream, num_samples);
   return contiguous_as(x.scalar_type(), forward(call, bias));
@@ -159,7 +162,7 @@ STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
 
 }  // namespace
 
-Tensor spread_of(const Tensor& rho) {
+Tensor sigma_of(const Tensor& rho) {
   const Tensor sigma = empty_on(rho, {rho.numel()}, rho.scalar_type());
   dispatch_acc(rho, [&](auto zero) {
     using acc_t = decltype(zero);

@@ -26,7 +26,7 @@ struct Grads {
 };
 
 // A gradient by sigma becomes one by rho.
-void spread_backward(const Tensor& grad, const Tensor& rho) {
+void sigma_backward(const Tensor& grad, const Tensor& rho) {
   dispatch_acc(rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t* r = rho.const_data_ptr<acc_t>();
@@ -47,7 +47,7 @@ Tensor few_rows_x(const LinearCall& call, const Tensor& grad_y) {
   const int64_t T = call.T, N = call.N, O = call.O, I = call.I;
   const int64_t tiles = tiles_of(I), parts = (tiles + kColumns - 1) / kColumns;
   const int64_t R = call.shared ? std::min(T, kSums) : T;
-  const Tensor sigma = spread_of(call.rho);
+  const Tensor sigma = sigma_of(call.rho);
   Tensor grad_x = torch::stable::new_zeros(call.mu, {R, N, I});
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
@@ -97,7 +97,7 @@ void few_rows_weight(const LinearCall& call, const Tensor& grad_y, Grads& grads)
         }
     });
   });
-  spread_backward(*grads.rho, call.rho);
+  sigma_backward(*grads.rho, call.rho);
 }
 
 void few_rows(const LinearCall& call, const Tensor& grad_y, const Asked& asked, Grads& grads) {
@@ -126,7 +126,7 @@ void one_replica_weight(
     acc_t *w = weight.mutable_data_ptr<acc_t>(), *gm = grads.mu->mutable_data_ptr<acc_t>(),
           *gr = grads.rho->mutable_data_ptr<acc_t>();
     const auto [grad, prior_std] = asked.prior.value_or(PriorGrad{0, 1});
-    const acc_t kl_grad = acc_t(grad), precision = acc_t(1 / (prior_std * prior_std));
+    const acc_t kl_grad = acc_t(grad), precision = gaussian_scale<acc_t>(prior_std).precision;
     const auto both =
         asked.x ? posterior_grads_row<true, acc_t> : posterior_grads_row<false, acc_t>;
     for_rows(call.noise, 0, call.O, I, [&](int64_t o, const float* z) {
@@ -182,7 +182,7 @@ void add_replica(
 
 void many_replicas(const LinearCall& call, const Tensor& grad_y, const Asked& asked, Grads& grads) {
   const int64_t N = call.N, O = call.O, I = call.I;
-  const Tensor none = call.empty({0}), sigma = asked.x ? spread_of(call.rho) : none;
+  const Tensor none = call.empty({0}), sigma = asked.x ? sigma_of(call.rho) : none;
   const Tensor weight = asked.x ? call.empty({O, I}) : none;
   if (asked.x) grads.x = empty_rows(call.x, call.x.size(0), MemoryFormat::Contiguous);
   if (asked.weight) grads.rho = call.empty({O, I});
@@ -199,7 +199,7 @@ void many_replicas(const LinearCall& call, const Tensor& grad_y, const Asked& as
     const Matrix out(*grads.x, t * call.x_stride(), N, I), w(weight, 0, O, I);
     t > 0 && call.shared ? add_product(out, grad, w) : multiply(out, grad, w);
   }
-  if (asked.weight) spread_backward(*grads.rho, call.rho);
+  if (asked.weight) sigma_backward(*grads.rho, call.rho);
 }
 
 // ---- the op -------------------------------------------------------------------------------------
@@ -269,6 +269,8 @@ Five bayes_linear_backward_cpu(
     Tensor grad_y, Tensor x, Tensor mu, Tensor rho, std::optional<Tensor> bias_rho, Tensor seed,
     int64_t stream, int64_t num_samples, bool need_x, bool need_weight, bool need_bias) {
   const LinearCall call(x, mu, rho, seed, stream, num_samples);
+  STD_TORCH_CHECK(bias_rho || !need_bias, "bayes_linear: bias_rho is needed for its gradient");
+  check_bias(call, bias_rho);
   const Asked asked{need_x, need_weight, need_bias, {}};
   const Noise bias_noise = noise_of(seed, stream, kTagBias);
   const Grads grads = backward(call, grad_y, asked, {}, bias_rho, bias_noise);

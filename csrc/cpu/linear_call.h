@@ -57,6 +57,12 @@ struct LinearCall {
   }
 };
 
+// Half of a bias (O,), or none.
+inline void check_bias(const LinearCall& call, const std::optional<Tensor>& half) {
+  STD_TORCH_CHECK(
+      !half || half->numel() == call.O, "bayes_linear: a bias must have an entry for each output");
+}
+
 // Of the weights (O, I), then of a bias (O,) if there is one.
 inline void check_posterior(const std::vector<Tensor>& mu, const std::vector<Tensor>& rho) {
   const size_t n = mu.size();
@@ -67,9 +73,9 @@ inline void check_posterior(const std::vector<Tensor>& mu, const std::vector<Ten
 }
 
 // sigma of rho: torch's own softplus takes ten times as long.
-Tensor spread_of(const Tensor& rho);
+Tensor sigma_of(const Tensor& rho);
 
-// Weights (O, I) of a replica, with what spread_of made.
+// Weights (O, I) of a replica, with what sigma_of made.
 void sample_weights(
     const Tensor& weight, const LinearCall& call, const Tensor& sigma, int64_t replica);
 

@@ -66,14 +66,14 @@ inline bool prefers_onednn([[maybe_unused]] const Matrix& a, [[maybe_unused]] co
 #endif
 }
 
-constexpr int64_t kBlock = 16;
+constexpr int64_t kSquare = 16;
 
-// Rows [row, row + kBlock) of a transpose, one after another, through a block in the first cache.
+// Rows [row, row + kSquare) of a transpose, one after another, through a block in the first cache.
 inline void write_rows(float* to, const float* from, const Matrix& a, int64_t row) {
-  const int64_t n = std::min(kBlock, a.rows - row);
-  float block[kBlock][kBlock];
-  for (int64_t column = 0; column < a.columns; column += kBlock) {
-    const int64_t m = std::min(kBlock, a.columns - column);
+  const int64_t n = std::min(kSquare, a.rows - row);
+  float block[kSquare][kSquare];
+  for (int64_t column = 0; column < a.columns; column += kSquare) {
+    const int64_t m = std::min(kSquare, a.columns - column);
     for (int64_t k = 0; k < m; ++k)
       std::copy_n(from + (column + k) * a.column_stride + row, n, block[k]);
     for (int64_t i = 0; i < n; ++i)
@@ -88,9 +88,9 @@ inline Tensor in_rows(const Matrix& a) {
   const Tensor out = empty_on(a.in, {a.rows, a.columns}, a.in.scalar_type());
   const float* from = static_cast<const float*>(a.in.const_data_ptr()) + a.offset;
   float* to = out.mutable_data_ptr<float>();
-  const int64_t bands = (a.rows + kBlock - 1) / kBlock;
+  const int64_t bands = (a.rows + kSquare - 1) / kSquare;
   torch::stable::parallel_for(0, bands, 1 + 512 / (a.columns + 1), [&](int64_t begin, int64_t end) {
-    for (int64_t band = begin; band < end; ++band) write_rows(to, from, a, band * kBlock);
+    for (int64_t band = begin; band < end; ++band) write_rows(to, from, a, band * kSquare);
   });
   return out;
 }

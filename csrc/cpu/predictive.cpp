@@ -1,4 +1,4 @@
-#include "../predictive.h"
+#include "../predictive_call.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -12,18 +12,6 @@ namespace bnuq {
 namespace {
 
 namespace st = torch::stable;
-
-// N rows, K classes, S positions; one (n, s) at a time.
-struct Classes {
-  int64_t T, N, K, S;
-};
-
-Classes classes_of(const Tensor& logits) {
-  STD_TORCH_CHECK(logits.dim() >= 3, "predictive: logits must have at least 3 dimensions");
-  int64_t positions = 1;
-  for (int64_t d = 3; d < logits.dim(); ++d) positions *= logits.size(d);
-  return {logits.size(0), logits.size(1), logits.size(2), positions};
-}
 
 // p = softmax(logits) and log p of one replica and position; p's entropy.
 template <typename scalar_t, typename acc_t>
@@ -173,12 +161,7 @@ void accumulate_into(
     const Tensor& mean, const Tensor& m2, const Tensor& expected_entropy, const Tensor& logits_,
     int64_t count) {
   const Classes d = classes_of(logits_);
-  const ScalarType acc = acc_of(logits_.scalar_type());
-  for (const Tensor* t : {&mean, &m2, &expected_entropy})
-    STD_TORCH_CHECK(
-        t->is_contiguous() && t->scalar_type() == acc &&
-            t->numel() == d.N * d.S * (t == &expected_entropy ? 1 : d.K),
-        "predictive_accumulate_: the state must be contiguous and fit the logits");
+  check_state(mean, m2, expected_entropy, logits_);
   if (logits_.numel() == 0) return;
   const Tensor logits = st::contiguous(logits_);
   dispatch(logits.scalar_type(), [&](auto zero) {
@@ -262,21 +245,10 @@ Tensor predictive_statistics_backward_cpu(
     std::optional<Tensor> grad_variance, std::optional<Tensor> grad_entropy,
     std::optional<Tensor> grad_expected_entropy) {
   const Classes d = classes_of(logits_);
-  const ScalarType acc = acc_of(logits_.scalar_type());
   const Tensor logits = st::contiguous(logits_);
-  const auto prepare = [&](std::optional<Tensor>& t, int64_t numel) {
-    if (!t) return;
-    STD_TORCH_CHECK(
-        t->numel() == numel && t->scalar_type() == acc,
-        "predictive_statistics_backward: a gradient must be like its result");
-    t = st::contiguous(*t);
-  };
-  std::optional<Tensor> mean = mean_;
-  prepare(mean, d.N * d.K * d.S);
-  prepare(grad_mean, d.N * d.K * d.S);
-  prepare(grad_variance, d.N * d.K * d.S);
-  prepare(grad_entropy, d.N * d.S);
-  prepare(grad_expected_entropy, d.N * d.S);
+  const std::optional<Tensor> mean = results_like(logits, {mean_, {}, {}, {}}).mean;
+  const Results grads =
+      results_like(logits, {grad_mean, grad_variance, grad_entropy, grad_expected_entropy});
   const Tensor grad_logits =
       st::new_empty(logits, std::vector<int64_t>(logits.sizes().begin(), logits.sizes().end()));
   if (logits.numel() == 0) return grad_logits;
@@ -284,8 +256,8 @@ Tensor predictive_statistics_backward_cpu(
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
     const Upstream<acc_t> up = {
-        pointer<acc_t>(grad_mean), pointer<acc_t>(grad_variance), pointer<acc_t>(grad_entropy),
-        pointer<acc_t>(grad_expected_entropy)};
+        pointer<acc_t>(grads.mean), pointer<acc_t>(grads.variance), pointer<acc_t>(grads.entropy),
+        pointer<acc_t>(grads.expected_entropy)};
     backward<scalar_t, acc_t>(
         static_cast<scalar_t*>(grad_logits.mutable_data_ptr()), pointer<scalar_t>(logits),
         pointer<acc_t>(mean), up, d);

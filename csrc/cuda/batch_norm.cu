@@ -8,32 +8,25 @@ namespace {
 
 template <typename Statistics>
 void forward_into(
-    const Tensor& y, const Tensor& x_, const std::optional<Tensor>& residual_,
+    const Tensor& y, const Tensor& given_x, const std::optional<Tensor>& given_residual,
     const Statistics& statistics, int64_t T, const std::optional<Tensor>& weight,
     const std::optional<Tensor>& bias, double eps, double slope, bool shared) {
-  const MemoryFormat format = format_of(x_);
-  const Extent e = extent_of(x_, format, T, shared);
-  check_arguments(statistics, x_, T, weight, bias);
-  check_on_device_of(x_, {y, residual_, weight, bias});
-  if (residual_) check_same_sizes(*residual_, x_, "batch_norm: residual must be like x");
-  STD_TORCH_CHECK(
-      has_format(y, format) && y.numel() == T * e.numel() && y.scalar_type() == x_.scalar_type(),
-      "batch_norm: out must have the shape, dtype and memory format of the result");
+  check_on_device_of(given_x, {y, given_residual, weight, bias});
+  const DeviceGuard guard(given_x.get_device_index());
+  const ForwardInputs in =
+      forward_inputs(y, given_x, given_residual, statistics, T, weight, bias, shared);
+  const Extent e = in.extent;
   if (e.numel() == 0) return;
-  const DeviceGuard guard(x_.get_device_index());
-  const Tensor x = with_format(x_, format);
-  std::optional<Tensor> residual;
-  if (residual_) residual = with_format(*residual_, format);
-  dispatch_cuda(x.scalar_type(), [&](auto zero) {
+  dispatch_cuda(in.x.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
     const ForwardArgs<scalar_t> args = {
-        pointer<scalar_t>(x),
-        pointer<scalar_t>(residual),
+        pointer<scalar_t>(in.x),
+        pointer<scalar_t>(in.residual),
         static_cast<scalar_t*>(y.mutable_data_ptr()),
         {pointer<acc_t>(weight), pointer<acc_t>(bias), acc_t(eps), acc_t(slope)},
         {T, e.N, e.C, e.S}};
-    run_batch_norm(args, statistics.template source<acc_t>(e.C), shared, current_stream(x));
+    run_batch_norm(args, statistics.template source<acc_t>(e.C), shared, current_stream(in.x));
   });
 }
 

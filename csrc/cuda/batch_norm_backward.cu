@@ -31,31 +31,19 @@ void run_backward(
 }
 
 Gradients backward(
-    const Tensor& grad_y_, const std::optional<Tensor>& x_, const std::optional<Tensor>& y_,
-    const Bank& bank, int64_t T, const std::optional<Tensor>& weight, double eps, double slope,
-    bool shared, Needs needs) {
-  STD_TORCH_CHECK(x_ || !needs.sums, "batch_norm_backward: x must be given for the sums");
-  STD_TORCH_CHECK(y_ || slope == 1, "batch_norm_backward: y must be given for an activation");
-  const MemoryFormat format = format_of(y_ ? *y_ : grad_y_);
-  const Extent e = extent_of(grad_y_, format, T, false);
-  check_arguments(bank, grad_y_, T, weight, std::nullopt);
-  check_on_device_of(grad_y_, {x_, y_, weight});
-  const DeviceGuard guard(grad_y_.get_device_index());
-  const Tensor grad_y = with_format(grad_y_, format);
-  std::optional<Tensor> x, y;
-  if (x_ && needs.sums) x = with_format(*x_, format);
-  if (y_ && slope != 1) y = with_format(*y_, format);
-  if (x)
-    STD_TORCH_CHECK(
-        x->numel() == (shared ? 1 : T) * e.numel() && x->scalar_type() == grad_y.scalar_type(),
-        "batch_norm_backward: x must fit grad_y");
-  if (y) check_same_sizes(*y, grad_y, "batch_norm_backward: y must be like grad_y");
-
-  const int64_t rows = shared ? grad_y.size(0) / T : grad_y.size(0);
+    const Tensor& given_grad_y, const std::optional<Tensor>& given_x,
+    const std::optional<Tensor>& given_y, const Bank& bank, int64_t T,
+    const std::optional<Tensor>& weight, double eps, double slope, bool shared, Needs needs) {
+  check_on_device_of(given_grad_y, {given_x, given_y, weight});
+  const DeviceGuard guard(given_grad_y.get_device_index());
+  const BackwardInputs in =
+      backward_inputs(given_grad_y, given_x, given_y, bank, T, weight, slope, shared, needs.sums);
+  const Extent e = in.extent;
+  const Tensor& grad_y = in.grad_y;
   const ScalarType acc = acc_of(grad_y.scalar_type());
   const auto none = [&] { return st::new_empty(grad_y, {0}); };  // results must not alias
-  const Tensor grad_x = needs.x ? empty_rows(grad_y, rows, format) : none();
-  const Tensor grad_residual = needs.residual ? empty_rows(grad_y, rows, format) : none();
+  const Tensor grad_x = needs.x ? empty_rows(grad_y, in.rows, in.format) : none();
+  const Tensor grad_residual = needs.residual ? empty_rows(grad_y, in.rows, in.format) : none();
   if (e.numel() == 0)
     return {
         grad_x, grad_residual,
@@ -67,8 +55,8 @@ Gradients backward(
     using acc_t = acc_type<scalar_t>;
     const BackwardArgs<scalar_t> args = {
         pointer<scalar_t>(grad_y),
-        pointer<scalar_t>(y),
-        pointer<scalar_t>(x),
+        pointer<scalar_t>(in.y),
+        pointer<scalar_t>(in.x),
         output<scalar_t>(grad_x),
         output<scalar_t>(grad_residual),
         {pointer<acc_t>(weight), nullptr, acc_t(eps), acc_t(slope)},

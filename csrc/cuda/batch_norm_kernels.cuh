@@ -7,9 +7,9 @@
 // Two ways over (T, N, C, S), C*S a row:
 //   columns  a thread keeps its V places in the row, hence its affine maps in registers, and walks
 //            over rows; for S = 1 (channels_last too), small S, and, with V = 1, what is unaligned.
-//   planes   a warp takes segments of 32*V elements of (n, c) planes; a lane makes the affine map
-//   of
-//            one plane (shared x: of one replica), and the warp passes it round; for large S.
+//   planes   a warp takes segments of 32*V elements of (n, c) planes; a lane makes the affine
+//            map of one plane (shared x: of one replica), and the warp passes it round; for large
+//            S.
 // Shared x stays in registers while its thread passes over the replicas.
 #pragma once
 #include "columns.cuh"

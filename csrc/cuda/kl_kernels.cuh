@@ -32,8 +32,8 @@ template <typename acc_t>
 Gaussian<acc_t> gaussian_of(
     const acc_t* mu, const acc_t* rho, acc_t* grad_mu, acc_t* grad_rho, double prior_std,
     int64_t n) {
-  const double precision = 1 / (prior_std * prior_std);
-  return {mu, rho, grad_mu, grad_rho, acc_t(std::log(prior_std)), acc_t(precision), n};
+  const GaussianScale<acc_t> prior = gaussian_scale<acc_t>(prior_std);
+  return {mu, rho, grad_mu, grad_rho, prior.log_std, prior.precision, n};
 }
 
 constexpr int kGaussians = 32;  // in a launch, at most: a network's layers cost one

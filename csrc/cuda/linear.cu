@@ -134,8 +134,8 @@ void bayes_grad_x_cuda(
   });
 }
 
-// (O, I) = sigmoid(rho) * sum over t of eps[t] * (grad_y[t]^T @ x[t]), of (T, N, padded O) and (T
-// or 1, N, padded I).
+// (O, I) = sigmoid(rho) * sum over t of eps[t] * (grad_y[t]^T @ x[t]), of (T, N, padded O) and
+// (T or 1, N, padded I).
 Tensor bayes_grad_rho_cuda(
     Tensor grad_y, Tensor x, Tensor rho, Tensor grad_scale, Tensor x_scale, Tensor seed,
     int64_t stream) {

@@ -265,9 +265,8 @@ void run_bayes_grad_x(const BayesGradXArgs<half_t>& p, cudaStream_t stream) {
   launch_grad_x<half_t, 8>(p, stream);
 }
 
-// Of the replicas: one, unless the weights alone are too few to keep a GPU busy. So few that the
-// sums of all parts together take some megabytes at the most.
-// For two blocks a multiprocessor: each part writes and reads O * I sums.
+// Of the replicas: one, unless the weights alone are too few for two blocks a multiprocessor. Each
+// part writes and reads O * I sums, which together take some megabytes at the most.
 inline int grad_rho_parts(int64_t T, int64_t O, int64_t I) {
   const int64_t blocks = ceil_div<int64_t>(O, kGradEdge) * ceil_div<int64_t>(I, kGradEdge);
   int parts = 1;

@@ -20,20 +20,6 @@ BNUQ_DEVICE uint32_t pack2(float a, float b) {
   return bits;
 }
 
-template <typename half_t>
-BNUQ_DEVICE float low_of(uint32_t pair) {
-  half_t v[2];
-  memcpy(v, &pair, 4);
-  return to_acc(v[0]);
-}
-
-template <typename half_t>
-BNUQ_DEVICE float high_of(uint32_t pair) {
-  half_t v[2];
-  memcpy(v, &pair, 4);
-  return to_acc(v[1]);
-}
-
 #ifdef BNUQ_HOSTRUN
 
 template <typename half_t>
@@ -44,8 +30,10 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 // Element-wise products, rounded to 16 bits.
 template <typename half_t>
 uint32_t mul2(uint32_t a, uint32_t b) {
-  return pack2<half_t>(
-      low_of<half_t>(a) * low_of<half_t>(b), high_of<half_t>(a) * high_of<half_t>(b));
+  half_t u[2], v[2];
+  memcpy(u, &a, 4);
+  memcpy(v, &b, 4);
+  return pack2<half_t>(to_acc(u[0]) * to_acc(v[0]), to_acc(u[1]) * to_acc(v[1]));
 }
 
 // The transpose of an 8 x 8 matrix of which a lane holds two neighbours of row g.

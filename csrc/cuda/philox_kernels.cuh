@@ -1,7 +1,7 @@
 // philox_normal and snapshot_indices: one thread a Philox call, 4 bytes written for each normal.
 #pragma once
 #include "../philox.h"
-#include "device.cuh"
+#include "lane_weights.cuh"
 
 namespace bnuq {
 
@@ -39,12 +39,8 @@ __global__ void __launch_bounds__(kPhiloxThreads) weight_normal_kernel(
       philox_at(
           subkey(seed[0], stream, tag), weight_index(tile_o, tile_i, lane), uint64_t(seed[1] + t)),
       z);
-#pragma unroll
-  for (int slot = 0; slot < 8; ++slot) {
-    const int64_t row = tile_o * 16 + lane / 4 + (slot >> 1 & 1) * 8;
-    const int64_t column = tile_i * 16 + lane % 4 * 2 + (slot & 1) + (slot >> 2) * 8;
-    if (row < O && column < I) out[(t * O + row) * I + column] = z[slot];
-  }
+  float* replica = out + t * O * I;
+  for_lane_weights(tile_o, tile_i, lane, O, I, [&](int slot, int64_t k) { replica[k] = z[slot]; });
 }
 
 template <typename = void>

@@ -3,7 +3,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../statistics.h"
+#include "../predictive_call.h"
 #include "predictive_backward_kernels.cuh"
 #include "predictive_kernels.cuh"
 
@@ -11,13 +11,6 @@ namespace bnuq {
 namespace {
 
 namespace st = torch::stable;
-
-Classes classes_of(const Tensor& logits) {
-  STD_TORCH_CHECK(logits.dim() >= 3, "predictive: logits must have at least 3 dimensions");
-  int64_t positions = 1;
-  for (int64_t d = 3; d < logits.dim(); ++d) positions *= logits.size(d);
-  return {logits.size(0), logits.size(1), logits.size(2), positions};
-}
 
 struct State {
   Tensor mean, m2, expected_entropy;
@@ -45,14 +38,8 @@ void accumulate(const State& state, const Tensor& logits_, int64_t count) {
 
 void predictive_accumulate_cuda(
     Tensor mean, Tensor m2, Tensor expected_entropy, Tensor logits, int64_t count) {
-  const Classes d = classes_of(logits);
-  const ScalarType acc = acc_of(logits.scalar_type());
   check_on_device_of(logits, {mean, m2, expected_entropy});
-  for (const Tensor* t : {&mean, &m2, &expected_entropy})
-    STD_TORCH_CHECK(
-        t->is_contiguous() && t->scalar_type() == acc &&
-            t->numel() == d.N * d.S * (t == &expected_entropy ? 1 : d.K),
-        "predictive_accumulate_: the state must be contiguous and fit the logits");
+  check_state(mean, m2, expected_entropy, logits);
   if (logits.numel() > 0) accumulate({mean, m2, expected_entropy, std::nullopt}, logits, count);
 }
 
@@ -78,24 +65,13 @@ Tensor predictive_statistics_backward_cuda(
     Tensor logits_, Tensor mean_, std::optional<Tensor> grad_mean,
     std::optional<Tensor> grad_variance, std::optional<Tensor> grad_entropy,
     std::optional<Tensor> grad_expected_entropy) {
-  const Classes d = classes_of(logits_);
-  const ScalarType acc = acc_of(logits_.scalar_type());
   check_on_device_of(
       logits_, {mean_, grad_mean, grad_variance, grad_entropy, grad_expected_entropy});
   const DeviceGuard guard(logits_.get_device_index());
-  const auto prepare = [&](std::optional<Tensor> t, int64_t numel) -> std::optional<Tensor> {
-    if (!t) return t;
-    STD_TORCH_CHECK(
-        t->numel() == numel && t->scalar_type() == acc,
-        "predictive_statistics_backward: a gradient must be like its result");
-    return st::contiguous(*t);
-  };
-  const int64_t positions = d.N * d.S, classes = positions * d.K;
-  const std::optional<Tensor> mean = prepare(mean_, classes);
-  grad_mean = prepare(grad_mean, classes);
-  grad_variance = prepare(grad_variance, classes);
-  grad_entropy = prepare(grad_entropy, positions);
-  grad_expected_entropy = prepare(grad_expected_entropy, positions);
+  const Classes d = classes_of(logits_);
+  const std::optional<Tensor> mean = results_like(logits_, {mean_, {}, {}, {}}).mean;
+  const Results grads =
+      results_like(logits_, {grad_mean, grad_variance, grad_entropy, grad_expected_entropy});
   const Tensor logits = st::contiguous(logits_);
   const std::vector<int64_t> shape(logits.sizes().begin(), logits.sizes().end());
   const Tensor grad_logits = st::new_empty(logits, shape);
@@ -105,8 +81,8 @@ Tensor predictive_statistics_backward_cuda(
     using acc_t = acc_type<scalar_t>;
     const StatisticsGradArgs<scalar_t> args = {
         pointer<scalar_t>(logits),     pointer<acc_t>(mean),
-        pointer<acc_t>(grad_mean),     pointer<acc_t>(grad_variance),
-        pointer<acc_t>(grad_entropy),  pointer<acc_t>(grad_expected_entropy),
+        pointer<acc_t>(grads.mean),    pointer<acc_t>(grads.variance),
+        pointer<acc_t>(grads.entropy), pointer<acc_t>(grads.expected_entropy),
         output<scalar_t>(grad_logits), d};
     run_statistics_grad(args, current_stream(logits));
   });

@@ -23,10 +23,6 @@ constexpr int block_limit(Group group) {
   return group == Group::kLanes ? kLaneThreads : kMaxGroup;
 }
 
-struct Classes {
-  int64_t T, N, K, S;
-};
-
 struct PredictivePlan {
   dim3 grid, block;
   Group group;
