@@ -1,42 +1,74 @@
 """bnuq_ext: fast predictive distributions from batch normalisation and from Gaussian weights."""
 
-from . import data as data
-from . import metrics as metrics
-from . import ops as ops
-from . import plots as plots
-from ._version import __version__ as __version__
-from .adapters import register_adapter as register_adapter
-from .bank import Bank as Bank
-from .bank import attach as attach
-from .baselines import ensemble as ensemble
-from .baselines import mc_dropout as mc_dropout
-from .baselines import plug_in as plug_in
-from .batch_size import BatchSizeFit as BatchSizeFit
-from .batch_size import fit_batch_size as fit_batch_size
-from .bayes import BayesLinear as BayesLinear
-from .collect import collect as collect
-from .convert import convert as convert
-from .convert import revert as revert
-from .doctor import doctor as doctor
-from .freezing import freeze as freeze
-from .nn import StochasticBatchNorm1d as StochasticBatchNorm1d
-from .nn import StochasticBatchNorm2d as StochasticBatchNorm2d
-from .nn import StochasticBatchNorm3d as StochasticBatchNorm3d
-from .nn import StochasticSyncBatchNorm as StochasticSyncBatchNorm
-from .normality import StatisticsNormality as StatisticsNormality
-from .normality import statistics_normality as statistics_normality
-from .posterior import posterior_summary as posterior_summary
-from .posterior import prune as prune
-from .posterior import to_bayesian as to_bayesian
-from .predict import predict as predict
-from .prediction import Prediction as Prediction
-from .priors import GaussianPrior as GaussianPrior
-from .priors import ScaleMixturePrior as ScaleMixturePrior
-from .replicas import replicas as replicas
-from .statistics_kl import StatisticsGaussian as StatisticsGaussian
-from .statistics_kl import analytic_statistics as analytic_statistics
-from .statistics_kl import implied_prior as implied_prior
-from .statistics_kl import statistics_kl as statistics_kl
-from .vi import elbo_loss as elbo_loss
-from .vi import kl_divergence as kl_divergence
-from .vi import kl_weight as kl_weight
+from . import data, metrics, ops, plots
+from ._version import __version__
+from .adapters import register_adapter
+from .bank import Bank, attach
+from .baselines import ensemble, mc_dropout, plug_in
+from .batch_size import BatchSizeFit, fit_batch_size
+from .bayes import BayesLinear
+from .collect import collect
+from .convert import convert, revert
+from .doctor import Report, doctor
+from .freezing import freeze
+from .nn import (
+    StochasticBatchNorm1d,
+    StochasticBatchNorm2d,
+    StochasticBatchNorm3d,
+    StochasticSyncBatchNorm,
+)
+from .normality import LayerNormality, StatisticsNormality, statistics_normality
+from .posterior import PosteriorSummary, posterior_summary, prune, to_bayesian
+from .predict import predict
+from .prediction import Prediction
+from .priors import GaussianPrior, ScaleMixturePrior
+from .replicas import replicas
+from .statistics_kl import StatisticsGaussian, analytic_statistics, implied_prior, statistics_kl
+from .vi import Elbo, elbo_loss, kl_divergence, kl_weight
+
+__all__ = [
+    "Bank",
+    "BatchSizeFit",
+    "BayesLinear",
+    "Elbo",
+    "GaussianPrior",
+    "LayerNormality",
+    "PosteriorSummary",
+    "Prediction",
+    "Report",
+    "ScaleMixturePrior",
+    "StatisticsGaussian",
+    "StatisticsNormality",
+    "StochasticBatchNorm1d",
+    "StochasticBatchNorm2d",
+    "StochasticBatchNorm3d",
+    "StochasticSyncBatchNorm",
+    "analytic_statistics",
+    "attach",
+    "collect",
+    "convert",
+    "data",
+    "doctor",
+    "elbo_loss",
+    "ensemble",
+    "fit_batch_size",
+    "freeze",
+    "implied_prior",
+    "kl_divergence",
+    "kl_weight",
+    "mc_dropout",
+    "metrics",
+    "ops",
+    "plots",
+    "plug_in",
+    "posterior_summary",
+    "predict",
+    "prune",
+    "register_adapter",
+    "replicas",
+    "revert",
+    "statistics_kl",
+    "statistics_normality",
+    "to_bayesian",
+    "__version__",
+]

@@ -21,6 +21,7 @@ class Source:
         reshuffles: whether a further pass has other batches.
         apart: whether the batches of one pass share no row.
         dataset_size: N, or None where nothing tells.
+        batch_size: M, or None where nothing tells but the batches.
         in_order: whether the batches are known to follow the order of the data.
         generators: the source's own random generators.
         name: of the argument that it came by, for messages.
@@ -30,6 +31,7 @@ class Source:
     reshuffles: bool = False
     apart: bool = True
     dataset_size: int | None = None
+    batch_size: int | None = None
     in_order: bool = False
     generators: tuple[torch.Generator, ...] = ()
     name: str = "data"
@@ -105,7 +107,10 @@ def _dataset_source(op: str, dataset, batch_size: int) -> Source:
         refuse(op, "data", "be a map-style data set when batch_size is given", got, TypeError)
     if batch_size > len(dataset):
         refuse(op, "batch_size", f"be at most the data set's size {len(dataset)}", batch_size)
-    return Source(lambda: _draws(dataset, batch_size), apart=False, dataset_size=len(dataset))
+    size = len(dataset)
+    return Source(
+        lambda: _draws(dataset, batch_size), apart=False, dataset_size=size, batch_size=batch_size
+    )
 
 
 def _draws(dataset, batch_size: int) -> Iterator:
@@ -137,12 +142,14 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
     generators.append(getattr(sampler, "generator", None))
     subset = isinstance(sampler, torch_data.SubsetRandomSampler)
     rows = len(sampler) if subset else _size(loader.dataset)
-    whole = rows is not None and (getattr(batch_sampler, "batch_size", None) or 0) >= rows
+    batch_size = getattr(batch_sampler, "batch_size", None)
+    whole = rows is not None and (batch_size or 0) >= rows
     return Source(
         lambda: loader,
         reshuffles=isinstance(sampler, _SHUFFLING),
         apart=type(batch_sampler) is torch_data.BatchSampler and _without_replacement(sampler),
         dataset_size=rows,
+        batch_size=min(batch_size, rows) if batch_size and rows else None,
         in_order=_in_order(sampler) and not whole,
         generators=_given(generators),
     )

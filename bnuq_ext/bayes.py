@@ -186,7 +186,7 @@ class BayesLinear(Replicated, nn.Module):
         """Whether the draw is to have it, it is that of the weights as they are, and nothing traces the layer."""
         if draw.divergences is None or draw.trial or id(self) in draw.divergences:
             return False
-        return type(self.prior) is GaussianPrior and is_eager()
+        return self.has_closed_divergence and is_eager()
 
     def _check_features(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[-1] != self.in_features:
@@ -202,9 +202,15 @@ class BayesLinear(Replicated, nn.Module):
             kl = kl + self.prior.divergence(self.bias_mu, self.bias_rho, seed, stream, num_samples)
         return kl
 
+    @property
+    def has_closed_divergence(self) -> bool:
+        """Whether `kl_divergence` is that from a Gaussian prior, and no subclass's own; it needs no noise then."""
+        own = type(self).kl_divergence is BayesLinear.kl_divergence
+        return own and type(self.prior) is GaussianPrior
+
     def gaussian_divergence(self) -> list[tuple[Tensor, Tensor, float]] | None:
-        """(mu, rho, std of the prior) of weights and biases for `gaussian_kl_sum`; None with another prior."""
-        if type(self.prior) is not GaussianPrior:
+        """(mu, rho, std of the prior) of weights and biases for `gaussian_kl_sum`; None without a closed form."""
+        if not self.has_closed_divergence:
             return None
         weight = (*self.posterior(), self.prior.std)
         bias = (self.bias_mu, self.bias_rho, self.prior.std)
@@ -212,9 +218,16 @@ class BayesLinear(Replicated, nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # A mask exists only in a pruned layer; a checkpoint of the layer says whether it is one.
-        if prefix + "weight_mu" in state_dict:
-            mask = state_dict.get(prefix + "weight_mask")
-            self.weight_mask = None if mask is None else mask.to(self.weight_mu.device, copy=True)
+        mask, shape = state_dict.get(prefix + "weight_mask"), self.weight_mu.shape
+        if getattr(state_dict.get(prefix + "weight_mu"), "shape", None) == shape:
+            if mask is None:
+                self.weight_mask = None
+            elif mask.shape == shape:
+                self.weight_mask = mask.to(self.weight_mu.device, torch.bool, copy=True)
+            else:
+                *_, errors = args
+                found = f"{list(mask.shape)} in the checkpoint and {list(shape)} in the layer"
+                errors.append(f"size mismatch for {prefix}weight_mask: {found}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ._version import __version__
 from .bank import Bank, attach, stochastic_layers
 from .batches import Source, find_source
-from .inputs import call, device_of, model_input, move, num_rows, tensors
+from .inputs import call, device_of, map_tensors, model_input, move, num_rows, tensors
 from .ops.checks import check_callable, check_integer, refuse
 from .passes import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
@@ -50,9 +50,11 @@ def collect(
         batch_size: M, rows drawn for a batch from a data set, without replacement within a batch, one batch
             independent of the next; from 2 to the size of the data set.
         device: where the inputs go; by default that of the model's first parameter or buffer.
-        input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword arguments.
+        input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword arguments. The
+            rows of a batch, M, are then the loader's batch_size where it has one, else those of the first tensor.
         progress: show a bar on stderr when that is a terminal.
-        on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the input or the statistics.
+        on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the statistics or the first tensor of the
+            input; others may be masks.
 
     Returns:
         the Bank. A batch with fewer than two values a channel is left out, with a warning. A
@@ -166,12 +168,13 @@ class _Record:
         if rows == 0:
             self.small += 1
             return
-        if not all(_finite(x) for x in tensors(inputs)):
+        # The others may hold what is meant, as a mask of -inf; the statistics are looked at below.
+        if not _finite(next(tensors(inputs))):
             self._leave_out("the input")
             return
         active = CollectPass(self.op, self.layers)
         with running(active), suppress(_TooSmall):
-            call(model, inputs)
+            call(model, map_tensors(inputs, torch.clone))  # it may write into what the data keeps
         if active.too_small:
             self.small += 1
             return
@@ -207,7 +210,9 @@ class _Record:
         if not self.called:
             got = "calls of none"
             refuse(self.op, "model", "call its stochastic layers in eval", got)
-        rows = Counter(self.rows).most_common(1)[0][0]
+        # What input_fn makes of a batch may have anything else for its first dimension.
+        own = source.batch_size if self.input_fn else None
+        rows = own or Counter(self.rows).most_common(1)[0][0]
         known = source.dataset_size or 0
         names = list(self.mean)
         return Bank.adopt(

@@ -43,7 +43,8 @@ def to_bayesian(
 
     Raises:
         ValueError, TypeError: no linear layer is left to turn, or one has parameters of 16 bits, or a weight that
-            is made of others (spectral norm, weight norm, pruning by torch).
+            is made of others (spectral norm, the older weight norm, pruning by torch; one with a parametrization is no
+            nn.Linear and stays as it is).
     """
     op = "to_bayesian"
     check_model(op, model)

@@ -58,7 +58,8 @@ def predict(
 
     A replica is the model in eval with the statistics of one draw in its stochastic layers, and one sample of
     the weights in its `BayesLinear` layers, the same for all rows. Draws are a function of (seed, replica)
-    alone: bit-identical for any chunk, strategy and device; outputs agree to rounding. Memory beyond the
+    alone (and of the bank, or of the batches that a loader yields, whose order is its own): bit-identical for
+    any chunk, strategy and device; outputs agree to rounding. Memory beyond the
     result does not grow with T. Training flags are restored, gradients are off.
 
     Args:
@@ -77,7 +78,8 @@ def predict(
         seed: any integer in [-2^63, 2^63); None draws one from torch's generator.
         noise_var: variance of gaussian observation noise, of mean's shape or one that broadcasts to it.
         first_replica: global number of the first replica: 10 replicas from 10 on are the second half of 20.
-        loader: batches for sampler "batch".
+        loader: batches for sampler "batch": replica t takes the t-th that it yields. Only a loader with a generator of
+            its own, or none that draws, yields the same ones again.
         batch_size: M that "joint", "lognormal" and "normal" rescale the bank to; see
             `bnuq_ext.moments.Rescaling`.
         query: whether with sampler "batch" a query's own row counts in the statistics. "out": they are the

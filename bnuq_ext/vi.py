@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -72,7 +71,7 @@ def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
 def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = None) -> Tensor:
     """Divergence of the weights' posterior from their prior: the sum over all weights, in nats.
 
-    Closed for a `GaussianPrior`. For a `ScaleMixturePrior` a Monte Carlo mean; inside `replicas` over the very
+    Closed for a `GaussianPrior`, which draws nothing. For a `ScaleMixturePrior` a Monte Carlo mean; inside `replicas` over the very
     weights of its forwards (the estimator "local" draws none there, and has some of its own here). Weights that
     are pruned count nothing.
 
@@ -98,8 +97,11 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
         streams = {n: active.streams[active.names[id(m)]] for n, m in layers.items()}
         return _divergence(layers, active.draw, streams)[0]
     device = next(iter(layers.values())).weight_mu.device
-    draw = Draw(num_samples, new_seed(seed, 0, device), None, {})
-    return _divergence(layers, draw, Pass(layers).streams)[0]
+    if all(layer.has_closed_divergence for layer in layers.values()):
+        seed = 0  # needs no noise
+    with unmoved_by_errors(seed):
+        draw = Draw(num_samples, new_seed(seed, 0, device), None, {})
+        return _divergence(layers, draw, Pass(layers).streams)[0]
 
 
 def _divergence(
@@ -113,6 +115,7 @@ def _divergence(
     known, noted = draw.divergences or {}, []
     check_whole("kl_divergence", layers)
     for name, layer in layers.items():
+        _check_dtype(name, layer)
         parameters = layer.gaussian_divergence()
         if parameters is None:
             terms.append(layer.kl_divergence(draw.seed, streams[name], draw.num_samples))
@@ -126,6 +129,13 @@ def _divergence(
     together = total(known.values())
     alone = gaussian_kl_sum(noted, together.detach())
     return total([*terms, alone]), total([*terms, together])
+
+
+def _check_dtype(name: str, layer: BayesLinear) -> None:
+    for w in (layer.weight_mu, layer.weight_rho):
+        if w.dtype not in (torch.float32, torch.float64) or w.dtype != layer.weight_mu.dtype:
+            requirement = "have its weights in float32 or float64"
+            refuse("kl_divergence", f"layer {name!r}", requirement, w.dtype, TypeError)
 
 
 class Elbo(NamedTuple):
@@ -173,7 +183,7 @@ def elbo_loss(
         num_samples: T; at least 1.
         likelihood: "categorical", or "gaussian" with means as outputs.
         batch_weight: of the divergence, see `kl_weight`; not negative; by default rows / `dataset_size`.
-        dataset_size: rows of the training data.
+        dataset_size: rows of the training data; not looked at where `batch_weight` is given.
         noise_std: standard deviation of gaussian noise; positive.
         reduction: "mean" or "sum" over the rows.
         seed: key of the weights' noise; None draws it from torch's generator.
@@ -304,9 +314,12 @@ def _weighted_sum(nll: Tensor, kl: Tensor, weight: float | Tensor) -> Tensor:
 def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | None) -> float:
     if batch_weight is not None:
         _check_factor("batch_weight", batch_weight)
-        if isinstance(batch_weight, Real) and not 0 <= batch_weight < math.inf:
+        tensor = isinstance(batch_weight, Tensor)
+        if tensor and batch_weight.is_cuda:  # a step on a GPU waits for nothing
+            return batch_weight.reshape(())
+        if not 0 <= batch_weight < math.inf:
             refuse("elbo_loss", "batch_weight", "be finite and not negative", batch_weight)
-        return batch_weight
+        return batch_weight.reshape(()) if tensor else batch_weight
     if dataset_size is None:
         refuse("elbo_loss", "batch_weight", "be given, or dataset_size", None)
     if check_integer("elbo_loss", "dataset_size", dataset_size, 1) < rows:
@@ -326,7 +339,7 @@ def _check_loss(likelihood: str, noise_std: float, reduction: str) -> None:
 
 def _check_factor(name: str, value) -> None:
     """A number, or a tensor of one element, through which a gradient may flow."""
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype != torch.bool:
         return
     check_number("elbo_loss", name, value)
 

@@ -249,3 +249,79 @@ def test_nll_of_outputs_in_float16_does_not_overflow(likelihood):
     )
     assert actual.nll.dtype == torch.float32 and 5000 * expected.nll > 65504
     torch.testing.assert_close(actual.nll, expected.nll, rtol=1e-3, atol=0)
+
+
+def test_a_mask_is_loaded_in_its_own_shape_and_dtype():
+    pruned, layer = bnuq.BayesLinear(6, 4), bnuq.BayesLinear(6, 4)
+    bnuq.prune(pruned, 0.5)
+    state = pruned.state_dict()
+    layer.load_state_dict({name: value.half() for name, value in state.items()})
+    assert layer.weight_mask.dtype == torch.bool and torch.equal(
+        layer.weight_mask, pruned.weight_mask
+    )
+    kept = layer.weight_mask.clone()
+    one = bnuq.BayesLinear(6, 1)
+    bnuq.prune(one, 0.5)
+    for wrong in (one.state_dict(), state | {"weight_mask": one.weight_mask}):
+        with pytest.raises(
+            RuntimeError, match="size mismatch for weight_mask|size mismatch for weight_mu"
+        ):
+            layer.load_state_dict(wrong)
+        assert torch.equal(layer.weight_mask, kept)
+    fresh = bnuq.BayesLinear(6, 4)
+    with pytest.raises(RuntimeError, match="size mismatch for weight_mask"):
+        fresh.load_state_dict(state | {"weight_mask": one.weight_mask})
+    assert fresh.weight_mask is None
+
+
+def test_a_closed_divergence_draws_nothing():
+    model = bnuq.BayesLinear(3, 2)
+    before = torch.get_rng_state()
+    first = bnuq.kl_divergence(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first, bnuq.kl_divergence(model, seed=3))
+    mixture = bnuq.BayesLinear(3, 2, prior=bnuq.ScaleMixturePrior())
+    before = torch.get_rng_state()
+    assert not torch.equal(bnuq.kl_divergence(mixture), bnuq.kl_divergence(mixture))
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("prior", [bnuq.GaussianPrior(1.0), bnuq.ScaleMixturePrior()], ids=repr)
+def test_divergence_of_16_bit_weights_is_refused(prior):
+    model = nn.Sequential(bnuq.BayesLinear(3, 2, prior=prior)).half()
+    before = torch.get_rng_state()
+    with pytest.raises(
+        TypeError, match="kl_divergence: layer '0' must have its weights in float32"
+    ):
+        bnuq.kl_divergence(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_subclass_has_a_divergence_of_its_own():
+    class Doubled(bnuq.BayesLinear):
+        def kl_divergence(self, *noise):
+            return 2 * super().kl_divergence(*noise)
+
+    layer = Doubled(3, 2)
+    plain = bnuq.BayesLinear(3, 2)
+    plain.load_state_dict(layer.state_dict())
+    expected = 2 * bnuq.kl_divergence(plain)
+    torch.testing.assert_close(bnuq.kl_divergence(layer), expected)
+    x, y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
+    torch.testing.assert_close(bnuq.elbo_loss(layer, x, y, batch_weight=1.0).kl, expected)
+
+
+def test_a_batch_weight_may_be_a_tensor():
+    model, x, y = bnuq.BayesLinear(3, 2), torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
+    expected = bnuq.elbo_loss(model, x, y, batch_weight=0.1, seed=0).loss
+    for weight in (torch.tensor(0.1), torch.tensor([0.1])):
+        loss = bnuq.elbo_loss(model, x, y, batch_weight=weight, seed=0).loss
+        assert loss.shape == ()
+        torch.testing.assert_close(loss, expected)
+    for weight in (torch.tensor(-1.0), torch.tensor(torch.nan), torch.tensor(torch.inf)):
+        with pytest.raises(
+            ValueError, match="elbo_loss: batch_weight must be finite and not negative"
+        ):
+            bnuq.elbo_loss(model, x, y, batch_weight=weight)
+    with pytest.raises(TypeError, match="elbo_loss: batch_weight must be a number, got"):
+        bnuq.elbo_loss(model, x, y, batch_weight=torch.tensor(True))

@@ -201,3 +201,16 @@ def test_module_runs_as_a_program():
 
 def test_script_is_declared():
     assert 'bnuq = "bnuq_ext.cli:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    code = "import bnuq_ext.cli as c, sys; sys.exit(c.main(['doctor', '--json']))"
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=ROOT, text=True
+        )
+    finally:
+        os.close(write)
+    assert done.returncode == 1 and done.stderr == ""

@@ -232,6 +232,55 @@ def test_what_is_known_of_a_loader(name):
     assert bank.disjoint == pytest.approx(disjoint, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    "input_fn",
+    [lambda batch: (list(batch[0]),), lambda batch: batch[0].transpose(0, 1)],
+    ids=["a list of rows", "rows second"],
+)
+def test_rows_of_a_loader_behind_input_fn(input_fn):
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x):
+            return self.bn(torch.stack(x) if isinstance(x, list) else x.transpose(0, 1))
+
+    bank = bnuq.collect(bnuq.convert(Rows()), loader(), 15, input_fn=input_fn)
+    assert bank.batch_size == 8 and bank.dataset_size == N
+    assert bank.count["bn"].max() == 8
+
+
+def test_other_tensors_than_the_first_may_be_infinite():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x, mask):
+            return self.bn((x[:, :, None] + mask).softmax(1).sum(2) + x)
+
+    mask = torch.full((WIDTH, WIDTH), -torch.inf).triu(1)
+    model = bnuq.convert(Masked())
+    bank = bnuq.collect(model, chunks(), 15, input_fn=lambda x: (x, mask))
+    assert len(bank) == 15 and bank.mean["bn"].isfinite().all()
+    with pytest.raises(
+        ValueError, match="batch 0 must be finite, got NaN or infinity in the input"
+    ):
+        bnuq.collect(model, chunks(), 15, input_fn=lambda x: (x * torch.inf, mask))
+
+
+def test_batches_are_not_written_into():
+    model = bnuq.convert(nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(WIDTH)))
+    batches = [x.clone() for x in chunks()]
+    bnuq.collect(model, batches, 15)
+    bnuq.doctor(model, batches[0])
+    bnuq.predict(
+        model, batches[1], likelihood="gaussian", num_samples=2, sampler="batch", loader=batches
+    )
+    assert all(torch.equal(x, given) for x, given in zip(batches, chunks(), strict=True))
+
+
 def test_rows_that_a_loader_makes_more_of():
     def crops(samples):
         x = torch.stack([x for x, _ in samples])

@@ -370,20 +370,6 @@ def test_flags_of_one_model_under_sixteen_threads():
     assert state(model) == before
 
 
-def test_train_and_eval_of_modules_are_not_called():
-    class Merging(nn.Linear):
-        merged = 0
-
-        def train(self, mode=True):
-            self.merged += 1
-            return super().train(mode)
-
-    model = bnuq.convert(nn.Sequential(Merging(4, 4), nn.BatchNorm1d(4)))
-    before = model[0].merged
-    bnuq.collect(model, list(ROWS.split(10)), 6)
-    assert model[0].merged == before and model[0].training
-
-
 def test_preserved_rng(device):
     generator = torch.Generator().manual_seed(0)
     torch.rand(1, device=device)

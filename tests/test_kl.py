@@ -342,6 +342,14 @@ def test_mixture_rejects(change, error, message):
         ops.mixture_kl(**(arguments | change))
 
 
+@pytest.mark.parametrize("shape", [(0, 7), (7, 0), (0, 0), (0,)])
+def test_of_no_weights_is_nothing(shape, device):
+    mu, rho = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(2))
+    kl = ops.mixture_kl(mu, rho, ops.new_seed(0, device=device), STREAM, 2)
+    assert kl == 0 and ops.gaussian_kl(mu, rho) == 0
+    assert [g.shape for g in torch.autograd.grad(kl, (mu, rho))] == [mu.shape, mu.shape]
+
+
 def test_a_long_row_is_summed_as_exactly_as_a_short_one(device):
     """Its sums in float32 alone would be off by 2e-5."""
     single, double = (

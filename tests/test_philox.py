@@ -266,7 +266,7 @@ SEED = torch.tensor([1, 0])
         (
             lambda: ops.philox_normal(SEED, 0, (2, 3), tag="noise"),
             ValueError,
-            f"philox_normal: tag must be one of {', '.join(TAGS)}, got noise",
+            f"philox_normal: tag must be one of {', '.join(TAGS)}, got 'noise'",
         ),
         (
             lambda: ops.new_seed(1.5),

@@ -91,13 +91,14 @@ def test_information_and_nll():
 def test_stacked_probabilities():
     probs = np.array([[0.2, 0.5, 0.3], [0.6, 0.3, 0.1]])
     ax = plots.stacked_probabilities(probs, shown=[2, 0])
-    lower, upper = ax.containers
+    lower, upper, others = ax.containers
+    np.testing.assert_allclose([bar.get_height() for bar in others], [0.5, 0.3])
+    np.testing.assert_allclose([bar.get_y() for bar in others], [0.5, 0.7])
     np.testing.assert_allclose([bar.get_height() for bar in lower], [0.3, 0.1])
     np.testing.assert_allclose([bar.get_height() for bar in upper], [0.2, 0.6])
     np.testing.assert_allclose([bar.get_y() for bar in upper], [0.3, 0.1])
-    assert (
-        texts(ax.get_legend()) == ["0", "2"] and ax.get_legend().get_title().get_text() == "class"
-    )
+    assert texts(ax.get_legend()) == ["others", "0", "2"]
+    assert ax.get_legend().get_title().get_text() == "class"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("prediction", "probability")
     assert ax.get_xticks().tolist() == [1, 2]
     np.testing.assert_allclose([bar.get_center()[0] for bar in upper], [1, 2])
@@ -119,14 +120,14 @@ def test_verdict():
     np.testing.assert_array_equal(axes["clean"].images[0].get_array(), np.ones((8, 8)))
     assert {axes[name].images[0].get_cmap().name for name in ("clean", "image")} == {"gray_r"}
     heights = [[bar.get_height() for bar in bars] for bars in plug_in.containers]
-    np.testing.assert_allclose(heights, [[0.98], [0.01]])
+    np.testing.assert_allclose(heights, [[0.98], [0.01], [0.01]])
     assert plug_in.get_xlabel() == "“1”, 98%" and plug_in.get_ylabel() == "probability"
     assert right.get_xlabel() == "together: “1”, 56%"
     unknown = plots.verdict(np.eye(8), [0.01, 0.98, 0.01], replicas, clean=np.ones((8, 8)))
     titles = {ax.get_label(): ax.get_title() for ax in unknown.figure.axes}
     assert (titles["clean"], titles["image"]) == ("without noise", "the input")
-    # The surest of the most frequent verdict first; class 2 is too rare to be drawn.
-    assert texts(right.get_legend()) == ["0", "1"] and plug_in.get_legend() is None
+    # The surest of the most frequent verdict first; class 2 is too rare for a colour.
+    assert texts(right.get_legend()) == ["others", "0", "1"] and plug_in.get_legend() is None
     np.testing.assert_allclose([bar.get_height() for bar in right.containers[0]], [0.9, 0.59, 0.19])
 
 
@@ -135,9 +136,10 @@ def test_verdict_groups_the_replicas_and_draws_what_either_side_says():
     replicas = np.vstack([replicas, [0.004, 0.006, 0.69, 0.3]])
     right = plots.verdict(np.eye(8), [0.95, 0.01, 0.02, 0.02], replicas)
     # Class 0 is the plug-in's alone; that of class 3, though sure, stands behind all of class 2.
-    assert texts(right.get_legend()) == ["0", "3", "2"]
+    assert texts(right.get_legend()) == ["others", "0", "3", "2"]
     heights = [[bar.get_height() for bar in bars] for bars in right.containers]
-    np.testing.assert_allclose(heights, [[1, 0.69, 0.6, 0.1], [0, 0.3, 0.4, 0.9], [0, 0.004, 0, 0]])
+    expected = [[1, 0.69, 0.6, 0.1], [0, 0.3, 0.4, 0.9], [0, 0.004, 0, 0], [0, 0.006, 0, 0]]
+    np.testing.assert_allclose(heights, expected)
     axes = {ax.get_label(): ax for ax in right.figure.axes}
     right.figure.draw_without_rendering()
     widths = [ax.get_window_extent().width for ax in (axes["plug-in"], axes["image"], right)]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..ops.checks import refuse
 
-BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8a8a"
+BLUE, ORANGE, GREY, LIGHT_GREY = "#0072b2", "#d55e00", "#8a8a8a", "#d9d9d9"
 # Stay apart for most colour-blind readers (after Okabe and Ito).
 COLORS = "#0072b2 #e69f00 #009e73 #cc79a7 #56b4e9 #d55e00 #f0e442 #8a8a8a".split()
 # Twelve that stay apart side by side; more classes start over.

@@ -10,6 +10,7 @@ from .canvas import (
     BLUE,
     CLASS_COLORS,
     GREY,
+    LIGHT_GREY,
     ORANGE,
     share_axes,
     take_array,
@@ -107,7 +108,7 @@ def _take_labelled(op: str, probs, y) -> tuple:
 
 
 def stacked_probabilities(probs, *, shown, ax=None):
-    """One column per prediction, its class probabilities stacked; classes not `shown` stay white.
+    """One column per prediction, its class probabilities stacked; the classes not `shown` are one, "others".
 
     Args:
         probs: (T, K) probabilities.
@@ -124,13 +125,16 @@ def stacked_probabilities(probs, *, shown, ax=None):
     K, shown = probs.shape[1], list(shown)
     if not all(0 <= k < K for k in shown):
         refuse("stacked_probabilities", "shown", f"lie in [0, {K})", shown)
-    bottom = np.zeros(len(probs))
-    for k, color in zip(shown, cycle(CLASS_COLORS), strict=False):
-        columns = np.arange(1, len(probs) + 1)
-        ax.bar(
-            columns, probs[:, k], 1.0, bottom, color=color, edgecolor="white", lw=0.4, label=str(k)
-        )
-        bottom = bottom + probs[:, k]
+    columns, bottom = np.arange(1, len(probs) + 1), np.zeros(len(probs))
+    parts = [
+        (str(k), color, probs[:, k]) for k, color in zip(shown, cycle(CLASS_COLORS), strict=False)
+    ]
+    others = np.delete(probs, shown, axis=1).sum(1)
+    if others.any():
+        parts.append(("others", LIGHT_GREY, others))
+    for label, color, part in parts:
+        ax.bar(columns, part, 1.0, bottom, color=color, edgecolor="white", lw=0.4, label=label)
+        bottom = bottom + part
     ax.set(xlim=(0.5, len(probs) + 0.5), ylim=(0, 1), xlabel="prediction", ylabel="probability")
     ax.set_xticks(sorted({1, len(probs)}))
     ax.legend(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from .. import data, metrics, plots
-from ..plots.canvas import new_figure
+from ..plots.canvas import legend_outside, new_figure
 from ..restore import preserved_rng
 from .results import Report, Table, Unit, mean_and_error, shown
 
@@ -192,6 +192,7 @@ def draw(found: dict, settings: Settings):
         plots.error_over_epochs(curves, levels=levels, ylabel="training loss (nats)", ax=ax)
         ax.set(xlabel="step", title=f"{settings.num_layers} layers, {activation}")
         ax.label_outer()
+    legend_outside(panels, "lower", ncols=2)
     return figure
 
 

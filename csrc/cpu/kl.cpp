@@ -115,13 +115,14 @@ BNUQ_CLONES void mixture_grad_row(
 
 // The noise of a matrix is that of weights, the noise of a vector that of a bias.
 struct Places {
+  bool matrix;
   int64_t O, I, bands;
   Key sub;
   int64_t first;
 
   Places(const Tensor& mu, const Tensor& seed, int64_t stream) {
     const int64_t* s = seed_of(seed);
-    const bool matrix = mu.dim() == 2;
+    matrix = mu.dim() == 2;
     O = matrix ? mu.size(0) : 1;
     I = mu.size(matrix ? 1 : 0);
     bands = matrix ? tiles_of(O) : 0;
@@ -129,12 +130,12 @@ struct Places {
     first = s[1];
   }
 
-  int64_t tasks() const { return bands ? bands : 1; }
+  int64_t tasks() const { return matrix ? bands : 1; }
 
   template <typename Row>
   void for_rows(int64_t task, uint64_t t, const Row& row) const {
     const uint64_t replica = uint64_t(first) + t;
-    if (bands) return for_band_rows(sub, replica, task, O, 0, tiles_of(I), row);
+    if (matrix) return for_band_rows(sub, replica, task, O, 0, tiles_of(I), row);
     std::vector<float> z(I);
     vector_normals(z.data(), sub, replica, I);
     row(0, z.data());
