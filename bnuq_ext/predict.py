@@ -59,8 +59,7 @@ def predict(
     A replica is the model in eval with the statistics of one draw in its stochastic layers, and one sample of
     the weights in its `BayesLinear` layers, the same for all rows. Draws are a function of (seed, replica)
     alone (and of the bank, or of the batches that a loader yields, whose order is its own): bit-identical for
-    any chunk, strategy and device; outputs agree to rounding. Memory beyond the
-    result does not grow with T. Training flags are restored, gradients are off.
+    any chunk, strategy and device; outputs agree to rounding. Memory beyond the result does not grow with T. Training flags are restored, gradients are off.
 
     Args:
         model: converted by `convert`, with a bank from `collect` or `attach`; or with `BayesLinear` layers,
