@@ -50,8 +50,9 @@ def collect(
         batch_size: M, rows drawn for a batch from a data set, without replacement within a batch, one batch
             independent of the next; from 2 to the size of the data set.
         device: where the inputs go; by default that of the model's first parameter or buffer.
-        input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword arguments. The
-            rows of a batch, M, are then the loader's batch_size where it has one, else those of the first tensor.
+        input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword arguments. M is the
+            first size of the tensor; of a tuple or dict the loader's batch_size where it has one, else the first
+            size of its first tensor.
         progress: show a bar on stderr when that is a terminal.
         on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the statistics or the first tensor of the
             input; others may be masks.
@@ -159,6 +160,7 @@ class _Record:
         self.rows: list[int] = []
         self.passes: Counter[int] = Counter()
         self.seen = self.small = self.nonfinite = 0
+        self.several = False  # whether an input is of several tensors
 
     def add(self, model: nn.Module, batch, number_of_pass: int) -> None:
         """Put a batch through the model and keep its statistics, unless it is of no use."""
@@ -186,6 +188,7 @@ class _Record:
         self._keep(statistics)
         self.called.update(active.calls)
         self.rows.append(rows)
+        self.several |= not isinstance(inputs, Tensor)
         self.passes[number_of_pass] += 1
 
     def _leave_out(self, where: str) -> None:
@@ -210,9 +213,7 @@ class _Record:
         if not self.called:
             got = "calls of none"
             refuse(self.op, "model", "call its stochastic layers in eval", got)
-        # What input_fn makes of a batch may have anything else for its first dimension.
-        own = source.batch_size if self.input_fn else None
-        rows = own or Counter(self.rows).most_common(1)[0][0]
+        rows = self._batch_size(source)
         known = source.dataset_size or 0
         names = list(self.mean)
         return Bank.adopt(
@@ -225,6 +226,17 @@ class _Record:
             unused=[name for name in self.layers if name not in self.called],
             metadata={"torch": torch.__version__, "bnuq_ext": __version__},
         )
+
+    def _batch_size(self, source: Source) -> int:
+        """M, the rows of most batches. The first dimension is not that of rows where a layer saw fewer values, and
+        may not be in an input of several tensors: the loader's own then, if it has one."""
+        rows = Counter(self.rows).most_common(1)[0][0]
+        fewer = any(
+            count < rows
+            for counts in self.count.values()
+            for count, rows in zip(counts, self.rows, strict=True)
+        )
+        return (source.batch_size or rows) if fewer or self.several else rows
 
     def _disjoint(self) -> float:
         """Fraction of the pairs of snapshots that come from one pass."""

@@ -14,17 +14,18 @@ _EVAL_LOCK = threading.Lock()
 _EVAL_USERS: dict[int, tuple[int, bool]] = {}  # by module: bodies inside, flag before the first
 
 
-def evaluating(modules: list[nn.Module]):
+def evaluating(modules: list[nn.Module], *, warns: bool = True):
     """All modules of a model in eval for the body; each one's own flag is put back, however it ends.
 
     The flags are set directly: a module's own train() or eval() may do more than that (merge weights,
-    freeze layers), which nothing could undo, so a module with one is warned of. Where threads share
+    freeze layers), which nothing could undo, so a module with one is warned of if `warns`. Where threads share
     modules, the last one to leave puts the flags back.
     """
     with _EVAL_LOCK:
         if not _EVAL_USERS and not any([module.training for module in modules]):
             return nullcontext()  # in eval already, and no other body will put flags back
-    for name in sorted({type(m).__name__ for m in modules if m.training and _has_own_modes(m)}):
+    own = {type(m).__name__ for m in modules if warns and m.training and _has_own_modes(m)}
+    for name in sorted(own):
         warn(
             f"{name} has a train() or eval() of its own and is in train(): only its flag is set; "
             "if that method does more than set flags, call the model's eval() before"

@@ -87,7 +87,7 @@ def proven_plan(
 ) -> Plan:
     """The plan for T replicas of a model that the caller runs itself, tried in eval at the actual size."""
     flags = flags_of(modules)
-    with torch.no_grad(), evaluating(modules):
+    with torch.no_grad(), evaluating(modules, warns=False):
         known = know(forward.model, modules)
         folding = StandingFolding(forward._replace(known=known), modules, first_replica, flags)
         plan = folding.standing(inputs, num_samples) or folding.plan(inputs)

@@ -233,22 +233,29 @@ def test_what_is_known_of_a_loader(name):
 
 
 @pytest.mark.parametrize(
-    "input_fn",
-    [lambda batch: (list(batch[0]),), lambda batch: batch[0].transpose(0, 1)],
-    ids=["a list of rows", "rows second"],
+    "input_fn,batch_size",
+    [
+        (lambda batch: (list(batch[0]),), 8),
+        (lambda batch: batch[0].expand(20, *batch[0].shape), 8),
+        (lambda batch: batch[0][:4], 4),
+        (lambda batch: torch.cat([batch[0], -batch[0]]), 16),
+    ],
+    ids=["a list of rows", "rows second", "half of them", "twice as many"],
 )
-def test_rows_of_a_loader_behind_input_fn(input_fn):
+@pytest.mark.filterwarnings("ignore:collect. the batches have 16 rows")
+def test_rows_of_a_loader_behind_input_fn(input_fn, batch_size):
     class Rows(nn.Module):
         def __init__(self):
             super().__init__()
             self.bn = nn.BatchNorm1d(WIDTH)
 
         def forward(self, x):
-            return self.bn(torch.stack(x) if isinstance(x, list) else x.transpose(0, 1))
+            x = torch.stack(x) if isinstance(x, list) else x
+            return self.bn(x if x.dim() == 2 else x.mean(0))
 
     bank = bnuq.collect(bnuq.convert(Rows()), loader(), 15, input_fn=input_fn)
-    assert bank.batch_size == 8 and bank.dataset_size == N
-    assert bank.count["bn"].max() == 8
+    assert bank.batch_size == batch_size and bank.dataset_size == N
+    assert bank.count["bn"].max() == batch_size
 
 
 def test_other_tensors_than_the_first_may_be_infinite():

@@ -50,3 +50,11 @@ def test_classes_of_torch_and_of_this_package_are_not_warned_of():
     bnuq.collect(nn.Sequential(*model[:3]), list(ROWS.split(10)), 6)
     compiled = torch.compile(bnuq.convert(nn.Sequential(nn.BatchNorm1d(4))), backend="eager")
     bnuq.collect(compiled, list(ROWS.split(10)), 6)
+
+
+def test_a_trial_in_training_is_not_warned_of():
+    model = nn.Sequential(Merging(4, 4), bnuq.BayesLinear(4, 2)).train()
+    y = torch.zeros(10, dtype=torch.long)
+    bnuq.elbo_loss(model, ROWS[:10], y, num_samples=3, batch_weight=0.1, seed=0).loss.backward()
+    with bnuq.replicas(model, 3, seed=0):
+        assert model(ROWS[:10]).shape == (30, 2)
