@@ -17,7 +17,7 @@ from .inputs import device_of
 from .known import know
 from .nn import check_model
 from .ops import new_seed, snapshot_indices
-from .ops.checks import check_callable, check_integer, check_one_of, refuse
+from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
 from .passes import Pass, running
 from .predict import check_x, layers_by_bank, take_model, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
@@ -255,7 +255,7 @@ class _Task:
         """First replica and number of replicas, checked, with the seed."""
         check_key(self.op, seed)
         count = check_integer(self.op, "num_samples", num_samples, 1)
-        return check_integer(self.op, "first_replica", first_replica, 0), count
+        return check_first_replica(self.op, first_replica, count), count
 
     def forward(self, model: nn.Module, sampler, batch_size, seed) -> Forward:
         """How to run the model with a sampler, or without one."""

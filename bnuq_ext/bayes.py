@@ -11,7 +11,15 @@ from torch.nn import functional
 
 from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
-from .ops.checks import autocasted, check_integer, check_one_of, is_eager, past_autocast, refuse
+from .ops.checks import (
+    autocasted,
+    check_floating,
+    check_integer,
+    check_one_of,
+    is_eager,
+    past_autocast,
+    refuse,
+)
 from .ops.linear import bayes_linear_kl
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
@@ -140,9 +148,8 @@ class BayesLinear(Replicated, nn.Module):
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """One sample of the weights in train(), their means in eval()."""
+        check_floating("BayesLinear", "x", x)  # of integers the weights would be rounded
         if not self.training:
-            if not x.is_floating_point():  # else the weights would be rounded
-                refuse("BayesLinear", "x", "be a floating-point tensor", x.dtype, TypeError)
             bias = None if self.bias_mu is None else self.bias_mu.to(x.dtype)
             return functional.linear(x, self.posterior()[0].to(x.dtype), bias)
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]

@@ -17,7 +17,7 @@ from .forward import Forward
 from .inputs import device_of, num_rows, split_batch, tensors
 from .known import know
 from .nn import Stochastic, check_model, named_stochastic_layers
-from .ops.checks import check_callable, check_integer, check_one_of, refuse
+from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
 from .passes import Replicated
 from .prediction import Prediction, check_likelihood, check_noise_shape
 from .predictor import STRATEGIES, Predictor, Request
@@ -103,7 +103,7 @@ def predict(
     model, modules = take_model("predict", model)
     check_likelihood("predict", likelihood, noise_var)
     num_samples = check_integer("predict", "num_samples", num_samples, 1)
-    first_replica = check_integer("predict", "first_replica", first_replica, 0)
+    first_replica = check_first_replica("predict", first_replica, num_samples)
     check_sampler("predict", sampler, batch_size)
     _check_options(sampler, seed, loader, strategy, output_fn)
     check_chunk("predict", chunk)

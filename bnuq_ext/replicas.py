@@ -15,7 +15,7 @@ from .forward import Forward
 from .inputs import device_of, num_rows, tensors
 from .known import know
 from .nn import Stochastic
-from .ops.checks import check_integer, refuse
+from .ops.checks import check_first_replica, check_integer, refuse
 from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass, running
 from .predict import layers_by_bank, take_model
 from .probe import expand
@@ -57,7 +57,7 @@ def replicas(
         refuse(op, "model", "not be compiled (its parts may be)", type(model).__name__, TypeError)
     _, modules = take_model(op, model)
     num_samples = check_integer(op, "num_samples", num_samples, 1)
-    first_replica = check_integer(op, "first_replica", first_replica, 0)
+    first_replica = check_first_replica(op, first_replica, num_samples)
     check_sampler(op, sampler, batch_size)
     check_key(op, seed)
     if sampler == "batch":

@@ -350,6 +350,7 @@ def test_rejects(model, name, options, error, message):
     [
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
         ({"first_replica": -1}, ValueError, "first_replica must be at least 0, got -1"),
+        ({"first_replica": 2**63}, ValueError, "first_replica must be at most 2.63 - "),
         ({"seed": 2**63}, ValueError, r"seed must lie in \[-2\^63, 2\^63\)"),
         ({"sampler": "mc"}, ValueError, "sampler must be one of bank, batch, joint"),
         ({"sampler": "batch"}, ValueError, 'sampler must draw from the bank, got "batch"'),

@@ -59,6 +59,7 @@ COMMON = [
     ({"bias": torch.ones(3, device=META)}, ValueError, "bias must be on cpu, got meta"),
     ({"eps": -1e-5}, ValueError, "eps must not be negative, got -1e-05"),
     ({"eps": float("nan")}, ValueError, "eps must not be negative, got nan"),
+    ({"eps": float("inf")}, ValueError, "eps must be finite, got inf"),
     ({"eps": None}, TypeError, "eps must be a number, got NoneType"),
     (
         {"activation": "gelu"},

@@ -109,6 +109,8 @@ def test_only_floating_point_is_taken(training, dtype):
     layer = bnuq.BayesLinear(5, 2, rho_init=-1.0).train(training)
     with pytest.raises(TypeError, match=rf"x must be a floating-point tensor, got {dtype}$"):
         layer(torch.ones(3, 5, dtype=dtype))
+    with pytest.raises(TypeError, match="BayesLinear: x must be a tensor, got NoneType"):
+        layer(None)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -243,6 +243,14 @@ SEED = torch.tensor([1, 0])
             ValueError,
             "philox_normal: shape must have 2 or 3 entries, got (2,)",
         ),
+        *(
+            (
+                lambda shape=shape: ops.philox_normal(SEED, 0, shape),
+                TypeError,
+                f"philox_normal: shape must be a tuple of integers, got {shape!r}",
+            )
+            for shape in (3, "ab", (1.5, 2))
+        ),
         (
             lambda: ops.philox_normal(SEED, 0, (2, -1)),
             ValueError,

@@ -1,5 +1,7 @@
 """Argument checks of the batch-norm ops; cheap, for they run once a layer."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -131,6 +133,8 @@ def check_input(op, x, num_samples, weight, bias, eps, residual, shared) -> None
     check_scalar(op, "eps", eps)
     if not eps >= 0:
         refuse(op, "eps", "not be negative", eps)
+    if eps == math.inf:
+        refuse(op, "eps", "be finite", eps)
     device, per_channel = x.device, (x.shape[1],)
     if weight is not None:
         check_parameter(op, "weight", weight, per_channel, device)

@@ -65,6 +65,14 @@ def check_integer(op: str, name: str, value, least: int) -> int:
     return number
 
 
+def check_first_replica(op: str, value, num_samples: int) -> int:
+    """The value as an int, so that the numbers of all replicas have 63 bits."""
+    number = check_integer(op, "first_replica", value, 0)
+    if number + num_samples > 2**63:
+        refuse(op, "first_replica", f"be at most 2^63 - {num_samples}", number)
+    return number
+
+
 def check_one_of(op: str, name: str, value, choices) -> None:
     if value not in tuple(choices):  # of a dict, to which a list is an error
         refuse(op, name, f"be one of {', '.join(choices)}", repr(value))

@@ -62,8 +62,10 @@ def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -
 
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
     """
-    shape = tuple(shape)
     check_seed("philox_normal", seed)
+    if not isinstance(shape, (tuple, list)) or not all(hasattr(n, "__index__") for n in shape):
+        refuse("philox_normal", "shape", "be a tuple of integers", repr(shape), TypeError)
+    shape = tuple(shape)
     if len(shape) not in (2, 3):
         refuse("philox_normal", "shape", "have 2 or 3 entries", shape)
     if any(n < 0 for n in shape):
