@@ -155,10 +155,7 @@ def add_reproduce(commands) -> None:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
-        print(arguments.run(arguments), flush=True)
-    except BrokenPipeError:  # whoever reads has seen enough; nothing is left to be written at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        text = arguments.run(arguments)
     except Exception as error:
         mendable = isinstance(error, (ValueError, ImportError, OSError)) or is_out_of_memory(error)
         if not mendable:
@@ -168,4 +165,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("bnuq: interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # whoever reads has seen enough; nothing is left to be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 
 import torch
@@ -51,8 +51,8 @@ def collect(
             independent of the next; from 2 to the size of the data set.
         device: where the inputs go; by default that of the model's first parameter or buffer.
         input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword arguments. M is the
-            first size of the tensor; of a tuple or dict the loader's batch_size where it has one, else the first
-            size of its first tensor.
+            first size of its first tensor, unless that is in a list or a layer sees no multiple of it: the loader's
+            batch_size then.
         progress: show a bar on stderr when that is a terminal.
         on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the statistics or the first tensor of the
             input; others may be masks.
@@ -160,7 +160,7 @@ class _Record:
         self.rows: list[int] = []
         self.passes: Counter[int] = Counter()
         self.seen = self.small = self.nonfinite = 0
-        self.several = False  # whether an input is of several tensors
+        self.listed = False  # whether the model takes a list of rows
 
     def add(self, model: nn.Module, batch, number_of_pass: int) -> None:
         """Put a batch through the model and keep its statistics, unless it is of no use."""
@@ -188,7 +188,7 @@ class _Record:
         self._keep(statistics)
         self.called.update(active.calls)
         self.rows.append(rows)
-        self.several |= not isinstance(inputs, Tensor)
+        self.listed |= _is_listed(inputs)
         self.passes[number_of_pass] += 1
 
     def _leave_out(self, where: str) -> None:
@@ -228,15 +228,17 @@ class _Record:
         )
 
     def _batch_size(self, source: Source) -> int:
-        """M, the rows of most batches. The first dimension is not that of rows where a layer saw fewer values, and
-        may not be in an input of several tensors: the loader's own then, if it has one."""
-        rows = Counter(self.rows).most_common(1)[0][0]
-        fewer = any(
-            count < rows
+        """M, the rows of most batches; the loader's batch_size where the first tensor's size is not that of rows: it is
+        one row of a list, or a layer saw no multiple of it."""
+        uneven = any(
+            count % rows
             for counts in self.count.values()
             for count, rows in zip(counts, self.rows, strict=True)
         )
-        return (source.batch_size or rows) if fewer or self.several else rows
+        # A loader of one item a batch may have whole batches for items.
+        if (self.listed or uneven) and (source.batch_size or 0) > 1:
+            return source.batch_size
+        return Counter(self.rows).most_common(1)[0][0]
 
     def _disjoint(self) -> float:
         """Fraction of the pairs of snapshots that come from one pass."""
@@ -260,6 +262,13 @@ class _Record:
                 f"{bank.dataset_size}: the larger they are the less their statistics vary, and "
                 "the mutual information vanishes"
             )
+
+
+def _is_listed(inputs) -> bool:
+    """Whether the first argument of a model is a list."""
+    if isinstance(inputs, Mapping):
+        inputs = tuple(inputs.values())
+    return isinstance(inputs, tuple) and isinstance(inputs[0], list)
 
 
 _IN_ORDER = (

@@ -3,6 +3,7 @@
 import random
 import threading
 from contextlib import contextmanager, nullcontext
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -12,30 +13,33 @@ from .warn import warn
 
 _EVAL_LOCK = threading.Lock()
 _EVAL_USERS: dict[int, tuple[int, bool]] = {}  # by module: bodies inside, flag before the first
+_WARNED_OF: WeakSet[type[nn.Module]] = WeakSet()
 
 
 def evaluating(modules: list[nn.Module], *, warns: bool = True):
     """All modules of a model in eval for the body; each one's own flag is put back, however it ends.
 
     The flags are set directly: a module's own train() or eval() may do more than that (merge weights,
-    freeze layers), which nothing could undo, so a module with one is warned of if `warns`. Where threads share
+    freeze layers), which nothing could undo, so a class with one is warned of, once, if `warns`. Where threads share
     modules, the last one to leave puts the flags back.
     """
     with _EVAL_LOCK:
         if not _EVAL_USERS and not any([module.training for module in modules]):
             return nullcontext()  # in eval already, and no other body will put flags back
-    own = {type(m).__name__ for m in modules if warns and m.training and _has_own_modes(m)}
-    for name in sorted(own):
+    own = {type(m) for m in modules if warns and m.training and _has_own_modes(type(m))}
+    for cls in own.difference(_WARNED_OF):
+        _WARNED_OF.add(cls)
         warn(
-            f"{name} has a train() or eval() of its own and is in train(): only its flag is set; "
+            f"{cls.__name__} has a train() or eval() of its own and is in train(): only its flag is set; "
             "if that method does more than set flags, call the model's eval() before"
         )
     return _held_in_eval(modules)
 
 
-def _has_own_modes(module: nn.Module) -> bool:
-    """Whether train() or eval() of a module are neither torch's nor this package's."""
-    homes = {getattr(type(module), name).__module__.partition(".")[0] for name in ("train", "eval")}
+def _has_own_modes(cls: type[nn.Module]) -> bool:
+    """Whether train() or eval() of a class are neither torch's nor this package's."""
+    methods = getattr(cls, "train", None), getattr(cls, "eval", None)
+    homes = {(getattr(m, "__module__", None) or "").partition(".")[0] for m in methods}
     return not homes <= {"torch", __package__}
 
 
@@ -87,7 +91,8 @@ def unmoved_by_errors(seed):
     """For a body that draws a key unless it was given a `seed`: an error leaves torch's generator of the CPU as it
     was. A GPU's may be part of a CUDA graph, where nothing asks for its state.
     """
-    return nullcontext() if seed is not None else _Unmoved()
+    traced = torch.compiler.is_compiling()  # which cannot ask for the state
+    return nullcontext() if seed is not None or traced else _Unmoved()
 
 
 class _Unmoved:

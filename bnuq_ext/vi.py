@@ -23,6 +23,7 @@ from .ops.checks import (
     check_number,
     check_one_of,
     check_tensor,
+    is_eager,
     refuse,
 )
 from .ops.kl import gaussian_kl_sum, total
@@ -314,12 +315,15 @@ def _weighted_sum(nll: Tensor, kl: Tensor, weight: float | Tensor) -> Tensor:
 def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | None) -> float:
     if batch_weight is not None:
         _check_factor("batch_weight", batch_weight)
-        tensor = isinstance(batch_weight, Tensor)
-        if tensor and batch_weight.is_cuda:  # a step on a GPU waits for nothing
-            return batch_weight.reshape(())
-        if not 0 <= batch_weight < math.inf:
+        if isinstance(batch_weight, Tensor):
+            # Not looked at on a GPU, where a step waits for nothing, nor where it is traced.
+            known = batch_weight.device.type == "cpu" and is_eager()
+            batch_weight = batch_weight.reshape(())
+        else:
+            known = True
+        if known and not 0 <= batch_weight < math.inf:
             refuse("elbo_loss", "batch_weight", "be finite and not negative", batch_weight)
-        return batch_weight.reshape(()) if tensor else batch_weight
+        return batch_weight
     if dataset_size is None:
         refuse("elbo_loss", "batch_weight", "be given, or dataset_size", None)
     if check_integer("elbo_loss", "dataset_size", dataset_size, 1) < rows:

@@ -370,6 +370,17 @@ def test_flags_of_one_model_under_sixteen_threads():
     assert state(model) == before
 
 
+def test_batches_are_not_written_into():
+    model = bnuq.convert(nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(ROWS.shape[1])))
+    batches = [x.clone() for x in ROWS.split(10)]
+    bnuq.collect(model, batches, 12)
+    bnuq.doctor(model, batches[0])
+    bnuq.predict(
+        model, batches[1], likelihood="gaussian", num_samples=2, sampler="batch", loader=batches
+    )
+    assert all(torch.equal(x, given) for x, given in zip(batches, ROWS.split(10), strict=True))
+
+
 def test_preserved_rng(device):
     generator = torch.Generator().manual_seed(0)
     torch.rand(1, device=device)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -332,3 +333,9 @@ def test_rejects(call, error, message):
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message
+
+
+def test_shapes_of_other_kinds():
+    expected = ops.philox_normal(SEED, 0, (2, 3))
+    for shape in ([2, 3], torch.Size([2, 3]), range(2, 4), np.array([2, 3])):
+        assert torch.equal(ops.philox_normal(SEED, 0, shape), expected)

@@ -63,7 +63,7 @@ def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
     """
     check_seed("philox_normal", seed)
-    if not isinstance(shape, (tuple, list)) or not all(hasattr(n, "__index__") for n in shape):
+    if not hasattr(shape, "__iter__") or not all(hasattr(n, "__index__") for n in shape):
         refuse("philox_normal", "shape", "be a tuple of integers", repr(shape), TypeError)
     shape = tuple(shape)
     if len(shape) not in (2, 3):
