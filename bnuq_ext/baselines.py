@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from .bayes import bayes_layers
 from .chunks import check_chunk
 from .dropout import Dropping
 from .forward import Forward
-from .inputs import device_of
+from .inputs import device_of, is_one_input
 from .known import know
 from .nn import check_model
 from .ops import new_seed, snapshot_indices
@@ -249,7 +249,7 @@ class _Task:
 
     @property
     def single(self) -> bool:
-        return isinstance(self.x, (Tensor, tuple, Mapping))
+        return is_one_input(self.x)
 
     def replicas(self, first_replica, num_samples, seed) -> tuple[int, int]:
         """First replica and number of replicas, checked, with the seed."""

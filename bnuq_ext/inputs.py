@@ -23,7 +23,7 @@ def model_input(op: str, batch, input_fn: Callable | None = None):
     """
     if input_fn is not None:
         made = input_fn(batch)
-        if not isinstance(made, (Tensor, tuple, Mapping)):
+        if not is_one_input(made):
             got = type(made).__name__
             refuse(op, "input_fn", "return a tensor, a tuple or a dict", got, TypeError)
         return made
@@ -55,9 +55,14 @@ def split_batch(op: str, batch) -> tuple:
     return model_input(op, batch), None
 
 
+def is_one_input(x) -> bool:
+    """Whether x is what a model may be given, rather than a loader of such."""
+    return isinstance(x, (Tensor, tuple, Mapping))
+
+
 def check_one_input(op: str, x) -> None:
     """TypeError for what is not one input of a model."""
-    if not isinstance(x, (Tensor, tuple, Mapping)):
+    if not is_one_input(x):
         refuse(op, "x", "be a tensor, a tuple or a dict", type(x).__name__, TypeError)
 
 

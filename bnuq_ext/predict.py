@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from .chunks import check_chunk
 from .collect import gather
 from .fingerprint import modules_of
 from .forward import Forward
-from .inputs import device_of, num_rows, split_batch, tensors
+from .inputs import device_of, is_one_input, num_rows, split_batch, tensors
 from .known import know
 from .nn import Stochastic, check_model, named_stochastic_layers
 from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
@@ -59,7 +59,8 @@ def predict(
     A replica is the model in eval with the statistics of one draw in its stochastic layers, and one sample of
     the weights in its `BayesLinear` layers, the same for all rows. Draws are a function of (seed, replica)
     alone (and of the bank, or of the batches that a loader yields, whose order is its own): bit-identical for
-    any chunk, strategy and device; outputs agree to rounding. Memory beyond the result does not grow with T. Training flags are restored, gradients are off.
+    any chunk, strategy and device; outputs agree to rounding. Memory beyond the result does not grow with T.
+    Training flags are restored, gradients are off.
 
     Args:
         model: converted by `convert`, with a bank from `collect` or `attach`; or with `BayesLinear` layers,
@@ -109,7 +110,7 @@ def predict(
     check_chunk("predict", chunk)
     _check_query(query, sampler, strategy)
     device = device_of(modules)
-    single = isinstance(x, (Tensor, tuple, Mapping))
+    single = is_one_input(x)
     check_x("predict", x, device, single)
 
     known = know(model, modules)

@@ -20,8 +20,8 @@ def evaluating(modules: list[nn.Module], *, warns: bool = True):
     """All modules of a model in eval for the body; each one's own flag is put back, however it ends.
 
     The flags are set directly: a module's own train() or eval() may do more than that (merge weights,
-    freeze layers), which nothing could undo, so a class with one is warned of, once, if `warns`. Where threads share
-    modules, the last one to leave puts the flags back.
+    freeze layers), which nothing could undo, so a class with one is warned of, once, if `warns`. Where
+    threads share modules, the last one to leave puts the flags back.
     """
     with _EVAL_LOCK:
         if not _EVAL_USERS and not any([module.training for module in modules]):

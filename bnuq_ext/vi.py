@@ -72,9 +72,9 @@ def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
 def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = None) -> Tensor:
     """Divergence of the weights' posterior from their prior: the sum over all weights, in nats.
 
-    Closed for a `GaussianPrior`, which draws nothing. For a `ScaleMixturePrior` a Monte Carlo mean; inside `replicas` over the very
-    weights of its forwards (the estimator "local" draws none there, and has some of its own here). Weights that
-    are pruned count nothing.
+    Closed for a `GaussianPrior`, which draws nothing. For a `ScaleMixturePrior` a Monte Carlo mean; inside
+    `replicas` over the very weights of its forwards (the estimator "local" draws none there, and has some of its
+    own here). Weights that are pruned count nothing.
 
     Args:
         model: holds `BayesLinear` layers.
@@ -315,15 +315,12 @@ def _weighted_sum(nll: Tensor, kl: Tensor, weight: float | Tensor) -> Tensor:
 def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | None) -> float:
     if batch_weight is not None:
         _check_factor("batch_weight", batch_weight)
-        if isinstance(batch_weight, Tensor):
-            # Not looked at on a GPU, where a step waits for nothing, nor where it is traced.
-            known = batch_weight.device.type == "cpu" and is_eager()
-            batch_weight = batch_weight.reshape(())
-        else:
-            known = True
+        tensor = isinstance(batch_weight, Tensor)
+        # A tensor is not looked at on a GPU, where a step waits for nothing, nor where it is traced.
+        known = not tensor or (batch_weight.device.type == "cpu" and is_eager())
         if known and not 0 <= batch_weight < math.inf:
             refuse("elbo_loss", "batch_weight", "be finite and not negative", batch_weight)
-        return batch_weight
+        return batch_weight.reshape(()) if tensor else batch_weight
     if dataset_size is None:
         refuse("elbo_loss", "batch_weight", "be given, or dataset_size", None)
     if check_integer("elbo_loss", "dataset_size", dataset_size, 1) < rows:

@@ -152,7 +152,7 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
         replicas: (T, K) probabilities of the replicas; drawn in the order of their verdicts.
         clean: (H, W) the image without noise, shown before it.
         truth: the true class.
-        visible: a class is drawn if its mean probability somewhere reaches this.
+        visible: a class has a colour of its own if its mean probability somewhere reaches this.
         ax: where to draw.
 
     Returns:

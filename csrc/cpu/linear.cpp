@@ -63,7 +63,7 @@ Tensor few_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
 // ---- many rows a replica: weights into memory for torch's matrix product ------------------------
 
 // A matrix (O, I) that every replica overwrites, no two at once in a thread. Small ones stay in the
-// second cache wherever they lie, large ones in no page.
+// second cache wherever they lie, large ones do not fit it.
 Tensor scratch_matrix(const LinearCall& call) {
   const int64_t O = call.O, I = call.I, bytes = O * I * int64_t(call.mu.element_size());
   void* data = bytes >= kScratchBytes / 8 && bytes <= kScratchBytes ? thread_scratch() : nullptr;
