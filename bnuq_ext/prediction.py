@@ -160,10 +160,11 @@ class CategoricalMoments:
 
 
 class GaussianMoments:
-    """Running mean and sum of squared deviations (Chan, Golub and LeVeque, 1979)."""
+    """Running mean and sum of squared deviations (Chan, Golub and LeVeque, 1979), both from the first replica:
+    differences of numbers that are near do not round, however large the numbers are."""
 
     def __init__(self, op: str):
-        self.op, self.count, self.mean, self.m2 = op, 0, None, None
+        self.op, self.count, self.origin, self.mean, self.m2 = op, 0, None, None, None
 
     def add(self, means: Tensor) -> None:
         """Takes in (T, N, ...)."""
@@ -171,6 +172,9 @@ class GaussianMoments:
             refuse(self.op, "the output", "have rows (N, ...)", list(means.shape[1:]))
         count, total = len(means), self.count + len(means)
         means = means.to(acc_dtype(means.dtype))
+        if self.origin is None:
+            self.origin = means[0].clone()  # a view would keep the chunk
+        means = means - self.origin
         if means.numel():
             var, mean = torch.var_mean(means, 0, correction=0)
         else:  # torch warns of no values
@@ -183,7 +187,7 @@ class GaussianMoments:
         self.count, self.mean, self.m2 = total, mean, m2
 
     def summary(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "variance": self.m2 / self.count}
+        return {"mean": self.origin + self.mean, "variance": self.m2 / self.count}
 
 
 def make_moments(op: str, likelihood: str) -> CategoricalMoments | GaussianMoments:
