@@ -249,9 +249,14 @@ def test_rejects(tmp_path):
     with pytest.raises(ValueError, match="^bbb: loss must stay finite, got nan in epoch 1$"):
         bbb.run(tmp_path, ["gaussian"], replace(TINY, learning_rate=1e30), progress=False)
     path = tmp_path / "checkpoint.safetensors"
-    network, other = (bbb.make_network(TINY, n, bbb.PRIORS["gaussian"]) for n in (64, 65))
+    network, best, other = (bbb.make_network(TINY, n, bbb.PRIORS["gaussian"]) for n in (64, 64, 65))
+    bbb.save(path, bbb.State(network, best.state_dict(), [{"epoch": 1}]))
+    good = path.read_bytes()
+    assert bbb.load(path, network).log == [{"epoch": 1}]
     for write in (
         lambda: path.write_bytes(b"half of it"),
+        lambda: path.write_bytes(good[:-1] + bytes([good[-1] ^ 1])),  # of a weight
+        lambda: path.write_bytes(good.replace(b'\\"epoch\\": 1', b'\\"epoch\\": 2')),
         lambda: bbb.save(path, bbb.State(other, network.state_dict(), [])),
         lambda: bbb.save(path, bbb.State(network, other.state_dict(), [])),
     ):

@@ -9,6 +9,7 @@ out). One run per prior; a killed run goes on after its last epoch and comes to 
 and the noise of every step are functions of the seed and of the step's number.
 """
 
+import hashlib
 import json
 import math
 import time
@@ -198,7 +199,18 @@ def save(path: Path, state: State) -> None:
     """The whole state in one file, which is replaced as a whole."""
     parts = {"last": state.network.state_dict(), "best": state.best}
     tensors = {f"{part}.{k}": v for part, found in parts.items() for k, v in found.items()}
-    write_whole(path, safetensors.torch.save(tensors, {"log": json.dumps(state.log)}))
+    log = json.dumps(state.log)
+    metadata = {"log": log, "sha256": digest(log, tensors)}
+    write_whole(path, safetensors.torch.save(tensors, metadata))
+
+
+def digest(log: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over the log, and over the names and the data of the tensors."""
+    found = hashlib.sha256(log.encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode())
+        found.update(tensor.contiguous().numpy())
+    return found.hexdigest()
 
 
 def load(path: Path, network: nn.Sequential) -> State:
@@ -207,8 +219,10 @@ def load(path: Path, network: nn.Sequential) -> State:
         return State(network, {}, [])
     try:
         with safetensors.safe_open(path, "pt") as file:
-            log = json.loads(file.metadata()["log"])
+            metadata = file.metadata()
             tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 - no dict
+        if digest(metadata["log"], tensors) != metadata["sha256"]:
+            raise ValueError("other content than its SHA-256")
         best, last = (
             {k.removeprefix(part): v for k, v in tensors.items() if k.startswith(part)}
             for part in ("best.", "last.")
@@ -218,7 +232,7 @@ def load(path: Path, network: nn.Sequential) -> State:
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         requirement = "be a checkpoint of this network (delete it to start again)"
         refuse("bbb", str(path), requirement, error)
-    return State(network, best, log)
+    return State(network, best, json.loads(metadata["log"]))
 
 
 def train(folder: Path, name: str, split: data.Split, settings: Settings, progress=True) -> State:
