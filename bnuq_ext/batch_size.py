@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from .bank import Bank, attach, stochastic_layers
 from .batches import as_dataset, fetcher, find_source
@@ -23,6 +22,7 @@ from .metrics.arguments import as_rows_of, take_labels
 from .ops.checks import check_integer, refuse
 from .predict import predict
 from .prediction import check_likelihood
+from .progress import progress_bar
 from .restore import preserved_rng, without_gradients
 from .samplers import check_key, draw_key
 from .statistics_kl import (
@@ -126,7 +126,7 @@ def fit_batch_size(
             for all.
         seed: of all draws: the same seed, the same result. None draws it from torch's generator.
         rows_at_a_time: inputs that go through the model together.
-        progress: show a bar on stderr when that is a terminal.
+        progress: show a bar on stderr; where that is no terminal, a line a minute.
 
     Returns:
         BatchSizeFit.
@@ -155,7 +155,7 @@ def fit_batch_size(
     with preserved_rng(), without_gradients(), _bank_put_back(layers):
         torch.manual_seed(key)
         rows = torch.randperm(len(data), device="cpu")[:num_rows].sort().values
-        with tqdm(desc=OP, total=2 * len(sizes), disable=None if progress else True) as bar:
+        with progress_bar(desc=OP, total=2 * len(sizes), shown=progress) as bar:
             banks = []
             for M in sizes:
                 banks.append(_bank(model, data, M, num_samples, key, device))

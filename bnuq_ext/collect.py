@@ -8,7 +8,6 @@ from contextlib import closing, suppress
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ._version import __version__
 from .bank import Bank, attach, stochastic_layers
@@ -16,6 +15,7 @@ from .batches import Source, find_source
 from .inputs import call, device_of, map_tensors, model_input, move, num_rows, tensors
 from .ops.checks import check_callable, check_integer, refuse
 from .passes import Pass, running
+from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
 from .warn import warn
 
@@ -53,7 +53,7 @@ def collect(
         input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword arguments. M is the
             first size of its first tensor, unless that is in a list or a layer sees no multiple of it: the loader's
             batch_size then.
-        progress: show a bar on stderr when that is a terminal.
+        progress: show a bar on stderr; where that is no terminal, a line a minute.
         on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the statistics or the first tensor of the
             input; others may be masks.
 
@@ -107,7 +107,7 @@ def gather(
     with preserved_rng(*source.generators), evaluating(list(model.modules())), without_gradients():
         # Closed with the body, so that a loader's workers end with it.
         with closing(source.batches(most or num_batches)) as batches:
-            shown = tqdm(batches, op, num_batches, disable=None if progress else True)
+            shown = progress_bar(batches, op, num_batches, shown=progress)
             for number_of_pass, batch in shown:
                 record.add(model, batch, number_of_pass)
                 if most is not None and len(record.rows) == num_batches:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from .bank import Bank, stochastic_layers
 from .batches import as_dataset, fetcher, find_source
@@ -18,6 +17,7 @@ from .collect import gather
 from .inputs import call, device_of, move, split_batch
 from .ops.checks import acc_dtype, check_floating, check_integer, refuse
 from .passes import Pass, running
+from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
 from .samplers import check_key, draw_key
 from .statistics_kl import (
@@ -123,7 +123,7 @@ def statistics_normality(
         num_batches: B; at least 8. An observed variance has a relative standard error of sqrt(2 / (B - 1)).
         seed: of the draws; None draws it from torch's generator.
         rows_at_a_time: inputs that go through the model together for the moments.
-        progress: show a bar on stderr when that is a terminal.
+        progress: show a bar on stderr; where that is no terminal, a line a minute.
 
     Returns:
         StatisticsNormality.
@@ -149,8 +149,8 @@ def statistics_normality(
         bank, _ = gather(OP, model, source, num_batches, device=device, progress=progress)
         moments = _MomentsPass(layers, bank, device)
         with evaluating(list(model.modules())), without_gradients(), running(moments):
-            fetch = fetcher(data)
-            for start in tqdm(range(0, N, rows_at_a_time), OP, disable=None if progress else True):
+            fetch, starts = fetcher(data), range(0, N, rows_at_a_time)
+            for start in progress_bar(starts, OP, shown=progress):
                 rows = list(range(start, min(start + rows_at_a_time, N)))
                 moments.calls.clear()
                 call(model, move(split_batch(OP, fetch(rows))[0], device))

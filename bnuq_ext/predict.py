@@ -91,7 +91,7 @@ def predict(
         chunk: replicas at a time, or "auto".
         output_fn: takes the tensor out of the model's output where that is none.
         keep_samples: keep the raw outputs of all replicas.
-        progress: show a bar over replicas.
+        progress: show a bar over replicas on stderr; where that is no terminal, a line a minute.
 
     Returns:
         a Prediction: mean and variance over the replicas, for "categorical" the entropies too.

@@ -16,6 +16,7 @@ from .forward import Forward
 from .inputs import move, num_rows, split_batch
 from .ops.checks import refuse
 from .prediction import make_moments, summarise
+from .progress import progress_bar
 
 STRATEGIES = ("auto", "folded", "loop")
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
@@ -94,7 +95,7 @@ class Predictor:
     def _bar(self, total: int | None = None):
         if not self.request.progress:
             return nullcontext()
-        return tqdm(desc=self.forward.op, unit="replica", total=total)
+        return progress_bar(desc=self.forward.op, unit="replica", total=total, shown=True)
 
     def _run(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
         moments = samples = summary = None

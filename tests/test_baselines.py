@@ -288,7 +288,8 @@ def calls(model):
 
 
 @pytest.mark.parametrize("name", ["plug_in", "mc_dropout", "ensemble"])
-def test_loaders_tuples_and_dicts(model, name, capsys):
+def test_loaders_tuples_and_dicts(model, name, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     call = calls(model)[name]
     dataset = TensorDataset(DATA[:36], torch.arange(36))
     pred = call(iter(DataLoader(dataset, 9)), progress=True, **OPTIONS)

@@ -305,7 +305,8 @@ def test_layers_left_out_on_purpose_are_no_reason_to_warn():
 
 
 @pytest.mark.parametrize("x", [X, [X, X]], ids=["tensor", "loader"])
-def test_progress_shows_a_bar(model, x, capsys):
+def test_progress_shows_a_bar(model, x, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     predict(model, x, progress=True)
     assert "predict" in capsys.readouterr().err
     predict(model, x)

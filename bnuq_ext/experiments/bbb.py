@@ -21,7 +21,6 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from .. import (
     BayesLinear,
@@ -34,6 +33,7 @@ from .. import (
     predict,
 )
 from ..ops.checks import check_one_of, refuse
+from ..progress import progress_bar
 from ..vi import SCHEMES
 from .store import Store, write_json, write_whole
 
@@ -245,13 +245,14 @@ def train(folder: Path, name: str, split: data.Split, settings: Settings, progre
     state = load(path, make_network(settings, split.train.x.shape[1], PRIORS[name]))
     steps = math.ceil(len(split.train.x) / settings.batch_size)
     done = {"total": settings.epochs * steps, "initial": len(state.log) * steps}
-    with tqdm(desc=name, unit="batch", disable=None if progress else True, **done) as bar:
+    with progress_bar(desc=name, unit="batch", shown=progress, **done) as bar:
         while len(state.log) < settings.epochs:
             run_epoch(state, split, settings, bar.update)
             # Before the checkpoint: a run that is killed in between does the epoch, and its log, again.
             write_json(folder / "log.json", state.log)
             save(path, state)
-            bar.set_postfix(validation=f"{state.log[-1]['validation_error']:.2%}")
+            validation = state.log[-1]["validation_error"]
+            bar.set_postfix_str(f"validation={validation:.2%}", refresh=False)
     return state
 
 
@@ -265,7 +266,7 @@ def run(
         priors: names in `PRIORS`.
         settings: see `Settings`.
         data_root: see `load_data`.
-        progress: show a bar on stderr when that is a terminal.
+        progress: show a bar on stderr; where that is no terminal, a line a minute.
 
     Returns:
         the data, and the state by prior.

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
 
 from .. import Prediction, __version__, convert, data, metrics, predict
 from ..ops.checks import refuse
+from ..progress import progress_bar
 from ..restore import one_thread
 from .fitting import batch_norm_chain, collect_random, train_epoch
 from .store import Store
@@ -249,7 +249,7 @@ def run(folder, settings: Settings = Settings(), *, progress: bool = True) -> di
         units[f"noisy-{seed}"] = (seed, partial(noisy_inputs, seed=seed))
         units[f"unseen-{seed}"] = (seed, partial(unseen_classes, seed=seed))
     done = {}
-    shown = tqdm(units.items(), "digits", unit="unit", disable=None if progress else True)
+    shown = progress_bar(units.items(), "digits", unit="unit", shown=progress)
     for name, (seed, compute) in shown:
         done[name] = store.unit(name, partial(alone, seed, partial(compute, settings)))
     return done

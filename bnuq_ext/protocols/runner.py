@@ -21,6 +21,7 @@ from .. import __version__
 from ..environment import environment
 from ..experiments.store import Store, write_json, write_whole
 from ..ops.checks import check_integer, refuse
+from ..progress import progress_bar
 from ..restore import one_thread
 from . import protocol
 from .results import Report, Unit
@@ -35,7 +36,7 @@ def reproduce(name: str, folder, *, full=False, data_root=None, jobs=1, progress
         full: the paper's protocol, else a quick one.
         data_root: folder of the data sets; some protocols have a small set of their own without it.
         jobs: processes; each computes in one thread, so that the numbers do not depend on it.
-        progress: show a bar over the units on stderr when that is a terminal.
+        progress: show a bar over the units on stderr; where that is no terminal, a line a minute.
 
     Returns:
         what results.json holds: settings, data_root, machine, seconds of computation, tables, remarks, figures.
@@ -63,7 +64,7 @@ def run(
     depends_on = {"protocol": name, "bnuq_ext": __version__, "torch": torch.__version__}
     store = Store(folder, {**asdict(settings), **depends_on, "data_root": data_root})
     compute = partial(_compute, module.compute, settings, data_root, store)
-    bar = tqdm(desc=name, unit="unit", disable=None if progress else True)
+    bar = progress_bar(desc=name, total=len(units), unit="unit", shown=progress)
     found = _run_all(compute, units, jobs, bar)
     report = module.report({u.name: found[u.name]["result"] for u in units}, settings, store.folder)
     about = {
@@ -78,7 +79,6 @@ def run(
 
 
 def _run_all(compute, units: list[Unit], jobs: int, bar: tqdm) -> dict[str, dict]:
-    bar.reset(len(units))
     found = {}
     with bar, _executed(compute, units, jobs) as results:
         for name, entry in results:

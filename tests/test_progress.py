@@ -1,0 +1,41 @@
+"""Progress where stderr is no terminal; that of a terminal is tested with what shows it."""
+
+import sys
+
+from bnuq_ext import progress
+
+
+class Clock:
+    """A second for every look at it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+def test_a_line_a_minute_where_stderr_is_no_terminal(capsys, monkeypatch):
+    with progress.progress_bar(desc="outer", total=200, shown=True) as bar:
+        monkeypatch.setattr(bar, "_time", Clock())
+        bar.start_t = bar.last_print_t = 0.0
+        for _ in range(200):
+            bar.update()
+    printed = capsys.readouterr().err
+    lines = printed.splitlines()
+    assert 3 <= len(lines) <= 5  # 200 seconds and more, the first minute silent, one at the end
+    assert all(line.startswith("outer: ") and "/200 [" in line for line in lines)
+    assert lines[-1].startswith("outer: 100%|")
+    assert "\r" not in printed and "\x1b" not in printed
+
+
+def test_nothing_within_a_minute_and_nothing_unless_shown(capsys):
+    for shown in (True, False):
+        assert list(progress.progress_bar(range(5), "short", shown=shown)) == list(range(5))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_no_stderr_at_all(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert list(progress.progress_bar(range(5), "none", shown=True)) == list(range(5))
