@@ -66,7 +66,7 @@ class Bank:
         for group, entries in (("var", var), ("count", count)):
             if entries.keys() != mean.keys():
                 refuse("Bank", group, f"have the keys of mean {list(mean)}", list(entries))
-        self.mean, self.var, self.count = mean, var, count
+        self.mean, self.var, self.count = map(_ordinary, (mean, var, count))
         self.check()
         self.batch_size = check_integer("Bank", "batch_size", batch_size, 1)
         if dataset_size is None:
@@ -152,6 +152,7 @@ class Bank:
 
     def __setstate__(self, state):
         vars(self).update(state)
+        self.mean, self.var, self.count = map(_ordinary, (self.mean, self.var, self.count))
         self._start_cache()
 
     def save(self, path) -> None:
@@ -210,6 +211,12 @@ class Bank:
 
 
 _GROUPS = ("count", "mean", "var")  # the widest elements first keep a file's tensors aligned
+
+
+def _ordinary(entries: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of those that were made in inference mode, which autograd does not take; the others themselves."""
+    with without_gradients():
+        return {key: t.clone() if t.is_inference() else t for key, t in entries.items()}
 
 
 def _copied(group: str, entries) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from .nn import STOCHASTIC_CLASSES, Stochastic, check_model, named_stochastic_la
 from .ops.checks import check_callable, refuse
 from .warn import warn
 
+_INPLACE = " (inplace=True needs no copy)"
 _ORIGINAL = "_bnuq_original"  # attribute of a layer that took the place of another object
 
 
@@ -46,7 +47,7 @@ def convert(
         whose adapter made a new one).
 
     Raises:
-        TypeError: model or filter_fn of another type. ValueError: no layer to convert, or with
+        TypeError: model or filter_fn of another type, or a model that copy.deepcopy refuses. ValueError: no layer to convert, or with
         `strict` one that cannot be.
     """
     check_model("convert", model)
@@ -56,7 +57,7 @@ def convert(
     chosen = [n for n, m in candidates.items() if filter_fn is None or filter_fn(n, m)]
     _check_found(model, found, chosen, strict)
     if not inplace:
-        model = copied(model, {})
+        model = copied("convert", model, {}, _INPLACE)
     layers = {name: model.get_submodule(name) for name in candidates}
     made = _make_stochastic({name: layers[name] for name in chosen})
     for name, layer in layers.items():
@@ -74,7 +75,7 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         inplace: change the given model instead of a copy.
 
     Raises:
-        TypeError: model is no module. ValueError: it has no stochastic layer, or one with a parametrisation.
+        TypeError: model is no module, or one that copy.deepcopy refuses. ValueError: it has no stochastic layer, or one with a parametrisation.
     """
     check_model("revert", model)
     if not named_stochastic_layers(model):
@@ -84,7 +85,7 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
             got = f"{name or 'the model'}, which is"
             refuse("revert", "model", "hold no stochastic layer that is parametrised", got)
     if not inplace:
-        model = copied(model, {})
+        model = copied("revert", model, {}, _INPLACE)
     originals = {}
     for module in list(model.modules()):
         if isinstance(module, Stochastic):
@@ -93,8 +94,8 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return _replace(model, originals)
 
 
-def copied(model: nn.Module, memo: dict) -> nn.Module:
-    """A deep copy; `memo` has the copy of every module afterwards."""
+def copied(op: str, model: nn.Module, memo: dict, instead: str = "") -> nn.Module:
+    """A deep copy; `memo` has the copy of every module afterwards. `instead`: what else the user can do."""
     # torch cannot copy the buffers of lazy layers, which have no shape yet, nor tensors with a graph: a weight that
     # it has pruned, an output that a module kept.
     memo |= {
@@ -108,7 +109,10 @@ def copied(model: nn.Module, memo: dict) -> nn.Module:
         for t in tensors(vars(module))
         if not t.is_leaf
     }
-    made = copy.deepcopy(model, memo)
+    try:
+        made = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        refuse(op, "model", f"be one that copy.deepcopy can copy{instead}", error, TypeError)
     # Some classes copy themselves into train() (torchvision's feature extractors do).
     twins = dict(made.named_modules())
     for name, module in model.named_modules():

@@ -15,6 +15,7 @@ from .fingerprint import Fingerprint, fingerprint
 from .inputs import map_tensors, tensors
 from .nn import named_stochastic_layers
 from .ops.checks import refuse
+from .restore import without_gradients
 from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
 from .warn import warn
 
@@ -57,7 +58,8 @@ class Known:
         if place not in self.samplers:
             if named_stochastic_layers(model):
                 bank = find_bank(model, op)
-                self.samplers[place] = make_sampler(op, name, bank, batch_size, device)
+                with without_gradients():
+                    self.samplers[place] = make_sampler(op, name, bank, batch_size, device)
             elif name != "bank":
                 refuse(op, "model", f'contain stochastic batch norm for sampler "{name}"', "none")
             else:

@@ -42,7 +42,7 @@ def to_bayesian(
         prior: see `BayesLinear`.
 
     Raises:
-        ValueError, TypeError: no linear layer is left to turn, or one has parameters of 16 bits, or a weight that
+        ValueError, TypeError: copy.deepcopy refuses the model, no linear layer is left to turn, or one has parameters of 16 bits, or a weight that
             is made of others (spectral norm, the older weight norm, pruning by torch; one with a parametrization is no
             nn.Linear and stays as it is).
     """
@@ -64,7 +64,7 @@ def to_bayesian(
             requirement = "have its weight as a parameter (remove weight norm or pruning first)"
             refuse(op, f"layer {name!r}", requirement, f"it made of {list(layer._parameters)}")
     memo: dict = {}
-    model = copied(model, memo)
+    model = copied(op, model, memo)
     for layer in chosen:
         _turn(memo[id(layer)], rho_init, prior)
     for module in model.modules():

@@ -184,5 +184,6 @@ def _join(targets: list) -> Tensor | list | None:
     if all(target is None for target in targets):
         return None
     if all(isinstance(target, Tensor) and target.dim() > 0 for target in targets):
-        return torch.cat(targets)
+        if len({(target.shape[1:], target.dtype, target.device) for target in targets}) == 1:
+            return torch.cat(targets)
     return targets

@@ -17,6 +17,7 @@ from .moments import Rescaling, fit
 from .ops import new_seed, philox_normal, snapshot_indices
 from .ops.checks import check_integer, check_one_of, refuse
 from .ops.philox import new_key
+from .restore import without_gradients
 from .warn import warn
 
 if TYPE_CHECKING:
@@ -81,8 +82,9 @@ class BankSampler:
         asked = (key, first_replica, num_samples)
         known, draw = self._last
         if known != asked:
-            seed = new_seed(key, first_replica, self.device)
-            snapshot = snapshot_indices(seed, self.num_snapshots, num_samples)
+            with without_gradients():  # it is kept for calls that take them
+                seed = new_seed(key, first_replica, self.device)
+                snapshot = snapshot_indices(seed, self.num_snapshots, num_samples)
             draw = Draw(num_samples, seed, snapshot, self.tables)
             self._last = (asked, draw)
         return draw
@@ -146,9 +148,10 @@ class JointSampler:
         # The loop asks for the same block sixteen times.
         known, tables = self._last
         if known != (key, block):
-            seed = new_seed(key, block * _BLOCK, self.device)
-            z = philox_normal(seed, 0, (_BLOCK, self.num_snapshots), tag="joint").double()
-            tables = {name: _joint_statistics(z, *part) for name, part in self.parts.items()}
+            with without_gradients():
+                seed = new_seed(key, block * _BLOCK, self.device)
+                z = philox_normal(seed, 0, (_BLOCK, self.num_snapshots), tag="joint").double()
+                tables = {name: _joint_statistics(z, *part) for name, part in self.parts.items()}
             self._last = ((key, block), tables)
         return tables
 

@@ -1,6 +1,7 @@
 import copy
 import pickle
 import re
+import threading
 
 import pytest
 import torch
@@ -153,6 +154,26 @@ def test_hooks_and_attributes_stay():
     converted = bnuq.convert(model)
     converted(x)
     assert converted.bn.note == "mine" and seen == [bnuq.StochasticBatchNorm2d]
+
+
+def test_a_model_that_cannot_be_copied_is_changed_in_place():
+    model = mlp()
+    model.lock = threading.Lock()
+    text = "model must be one that copy.deepcopy can copy"
+    got = "got cannot pickle '_thread.lock' object"
+    with pytest.raises(TypeError) as caught:
+        bnuq.convert(model)
+    assert str(caught.value) == f"convert: {text} (inplace=True needs no copy), {got}"
+    assert not named_stochastic_layers(model)
+    assert bnuq.convert(model, inplace=True) is model
+    with pytest.raises(TypeError) as caught:
+        bnuq.revert(model)
+    assert str(caught.value) == f"revert: {text} (inplace=True needs no copy), {got}"
+    linear = nn.Linear(2, 2)
+    linear.lock = model.lock
+    with pytest.raises(TypeError) as caught:
+        bnuq.to_bayesian(linear)
+    assert str(caught.value) == f"to_bayesian: {text}, {got}"
 
 
 def test_inplace_returns_the_same_objects():

@@ -283,6 +283,11 @@ SEED = torch.tensor([1, 0])
             "new_seed: seed must be an integer, got 1.5",
         ),
         (
+            lambda: ops.new_seed(True),
+            TypeError,
+            "new_seed: seed must be an integer, got True",
+        ),
+        (
             lambda: ops.new_seed(2**63),
             ValueError,
             "new_seed: seed must lie in [-2^63, 2^63), got 9223372036854775808",

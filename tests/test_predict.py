@@ -156,6 +156,9 @@ def test_loaders(model):
     equal(pred, whole)
     assert pred.targets == [1, 1, 1]
     assert predict(model, [(b,) for b in batches]).targets is None
+    padded = [(b, torch.zeros(len(b), 2 + i)) for i, b in enumerate(batches)]
+    targets = predict(model, padded).targets
+    assert [list(target.shape) for target in targets] == [[16, 2], [16, 3], [8, 4]]
 
 
 def test_a_loader_with_outputs_of_several_shapes_is_refused():

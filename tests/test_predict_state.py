@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 
 import pytest
@@ -104,6 +105,47 @@ def test_runs_inside_inference_mode_and_with_gradients_on(model):
         equal(predict(model), expected)
     with torch.enable_grad():
         equal(predict(model, X.clone().requires_grad_()), expected)
+
+
+def predicted(model, sampler, path):
+    predict(model, sampler=sampler)
+
+
+def entered(model, sampler, path):
+    with bnuq.replicas(model, 4, 0, sampler=sampler):
+        model(X)
+
+
+def loaded(model, sampler, path):
+    bnuq.attach(model, bnuq.Bank.load(path))
+
+
+def unpickled(model, sampler, path):
+    bnuq.attach(model, pickle.loads(pickle.dumps(bnuq.Bank.load(path))))
+
+
+def deepcopied(model, sampler, path):
+    bnuq.attach(model, copy.deepcopy(bnuq.Bank.load(path)))
+
+
+@pytest.mark.parametrize("sampler", ["bank", "joint", "lognormal", "normal"])
+@pytest.mark.parametrize("before", [predicted, entered, loaded, unpickled, deepcopied])
+def test_what_was_done_in_inference_mode_takes_gradients_afterwards(
+    model, tmp_path, before, sampler
+):
+    """As after the validation of a trainer that validates in inference mode."""
+
+    def gradients(model):
+        with bnuq.replicas(model, 4, 0, sampler=sampler):
+            model(X).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients(copy.deepcopy(model))
+    bank = next(m.bank for m in model.modules() if hasattr(m, "bank"))
+    bank.save(tmp_path / "bank")
+    with torch.inference_mode():
+        before(model, sampler, tmp_path / "bank")
+    assert all(map(torch.equal, gradients(model), expected))
 
 
 def test_bad_arguments_draw_nothing(model):

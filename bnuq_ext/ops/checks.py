@@ -120,7 +120,7 @@ def check_stream(op: str, stream: int) -> None:
 
 def check_within(op: str, name: str, value, low: int, end: int, interval: str) -> None:
     """Of an integer in [low, end), which `interval` writes out; torch.compile can follow it."""
-    if not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         refuse(op, name, "be an integer", repr(value), TypeError)
     if not low <= value < end:
         refuse(op, name, f"lie in {interval}", value)
