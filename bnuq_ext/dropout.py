@@ -1,4 +1,4 @@
-"""Dropout that drops in eval: masks of a generator of its own, for as long as a context is open."""
+"""Dropout that drops in eval, by masks of a generator of its own, or that drops nothing, while a context is open."""
 
 import torch
 from torch import Tensor
@@ -54,6 +54,40 @@ class Dropping(TorchFunctionMode):
         alpha = func in (F.alpha_dropout, F.feature_alpha_dropout)
         output = _alpha_dropped(input, mask, p) if alpha else _dropped(input, mask, p)
         return input.copy_(output) if inplace else output
+
+
+class Undropped(TorchFunctionMode):
+    """Inside, torch.nn.functional's dropout functions and the dropout of its attention drop nothing.
+
+    Recurrent layers and TorchScript still do. Held by this thread alone.
+
+    Attributes:
+        sizes: how many values each call would have been about.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _LEADING:
+            return self._spare(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _spare(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if training and p > 0:
+            self.sizes.append(input.numel())
+        return input
+
+    def _attend(self, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs) -> Tensor:
+        if dropout_p > 0:
+            self.sizes.append(query.numel())
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
 
 def _call(func, *args, **kwargs):

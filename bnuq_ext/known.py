@@ -32,6 +32,7 @@ class Known:
         standing: plans of earlier states, for as long as nothing but the values of parameters has changed; see
             `StandingFolding`.
         turn: how often those have changed.
+        held: where plans have been held to the training flags; see `plan_in_train`.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
         samplers: of its bank, as they have been asked for.
@@ -45,6 +46,7 @@ class Known:
         self.undecided: dict = {}
         self.standing: dict = {}
         self.turn = 0
+        self.held: set = set()
         self.planning = threading.RLock()
         self.examined = False
         self.samplers: dict[tuple, Sampler] = {}
@@ -125,6 +127,7 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
             known.examined, known.planning = before.examined, before.planning
             if before.seen.structure == seen.structure:
                 known.standing, known.turn = before.standing, before.turn + 1
+                known.held = before.held
     return known
 
 

@@ -20,7 +20,7 @@ from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass,
 from .predict import layers_by_bank, take_model
 from .probe import expand
 from .samplers import check_key, check_sampler, draw_key
-from .standing import proven_plan
+from .standing import plan_in_train
 
 
 @contextmanager
@@ -37,8 +37,8 @@ def replicas(
 
     The replicas are those of `predict` with the same seed. Training flags are the user's and gradients
     flow. The model must be one that `predict` can fold, which is found out in eval at the first call with a
-    shape, and again, by T replicas and one alone, when parameters have changed; dropout in train() draws for
-    each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in the
+    shape, once with the training flags as they are and nothing dropped, and again in eval, by T replicas and one
+    alone, when parameters have changed; dropout in train() draws for each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in the
     forward. The state is this thread's (or task's): other threads may use the model with other replicas, or
     none, at the same time. Bodies for several models may lie in each other; for one model the innermost counts.
 
@@ -121,7 +121,7 @@ class _Session(Pass):
 
     def _plan(self, inputs: dict) -> Plan:
         modules = list(self.forward.model.modules())
-        plan = proven_plan(self.forward, modules, inputs, self.first, self.num_samples)
+        plan = plan_in_train(self.forward, modules, inputs, self.first, self.num_samples)
         if plan.way == "loop":
             refuse("replicas", "model", "give the same folded as one by one", plan.reason)
         return plan

@@ -1,19 +1,30 @@
 """Plans that stand while training changes the values of parameters, and nothing else.
 
 A plan that has been proven for gradients, and with the parameters moved, is not found out anew in every step:
-one replica run alone must agree with the folded ones, else all is found out again.
+one replica run alone must agree with the folded ones, else all is found out again. What train() does apart is
+seen with the training flags as they are and nothing dropped, for masks cannot be compared.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
+from .dropout import Undropped
+from .fingerprint import State
 from .folding import Folding, Plan
 from .forward import Forward
 from .known import know
+from .passes import DoesNotFold
 from .probe import check_replica, probe_draws, tolerance_of
-from .restore import evaluating, preserved_rng
+from .reads import uncompiled
+from .restore import evaluating, preserved_rng, random_states
+
+
+class DrawsNumbers(DoesNotFold):
+    """A forward draws other random numbers than dropout's, so that no two of them can be compared."""
 
 
 class StandingFolding(Folding):
@@ -31,16 +42,35 @@ class StandingFolding(Folding):
         if plan is None or plan.way == "loop":
             return plan
         plan = plan._replace(checked={num_samples})
-        with self.known.planning, preserved_rng():
+        # With flags that it has been examined with.
+        flags = evaluating(self.modules, warns=False) if plan.repeatable is None else nullcontext()
+        with self.known.planning, preserved_rng(), flags:
             try:
-                draws = probe_draws(self.forward.draw(self.first_replica, 1), num_samples)
-                outputs = self._together(plan, inputs, draws[-1])
-                alone, _ = self.forward.run(inputs, draws[self.chosen(num_samples)])
-                self.hold(plan, inputs, outputs, alone)
+                self.hold_without_dropout(plan, inputs, num_samples)
             except Exception:
                 self.known.standing.pop(place, None)
                 return None
         return plan
+
+    def hold_without_dropout(self, plan: Plan, inputs, num_samples: int) -> None:
+        """Takes a plan as proven in this state if T replicas with nothing dropped are those run alone.
+
+        Raises:
+            DoesNotFold: they are not, or a dropout would have been one for all of them.
+            DrawsNumbers: the forward draws other random numbers.
+        """
+        draws = probe_draws(self.forward.draw(self.first_replica, 1), num_samples)
+        with uncompiled():
+            before = random_states()
+            with Undropped() as of_all:
+                outputs = self._together(plan, inputs, draws[-1])
+            with Undropped() as of_one:
+                alone, _ = self.forward.run(inputs, draws[self.chosen(num_samples)])
+            if random_states() != before:
+                raise DrawsNumbers("its forward draws random numbers, and not for dropout")
+        if of_all.sizes != [num_samples * size for size in of_one.sizes]:
+            raise DoesNotFold("a dropout in its forward would be the same for all replicas")
+        self.hold(plan, inputs, outputs, alone)
 
     def hold(self, plan: Plan, inputs, outputs: Tensor, alone: Tensor) -> None:
         """Takes a plan as proven in this state, if `alone` is the replica of the outputs (T, N, ...) that it
@@ -72,6 +102,15 @@ class StandingFolding(Folding):
         self._remember(self.known.plans, place, loop, True)
         self._remember(self.known.standing, place, loop, True)
 
+    def next_way(self, plan: Plan, inputs, num_samples: int, reason: Exception) -> Plan:
+        """The plan for the next way that passes in eval, after one that has failed with the flags as they are."""
+        self.known.standing.pop(self.place(inputs), None)
+        with torch.no_grad(), evaluating(self.modules, warns=False):
+            plan = self.give_up(plan, inputs, reason)
+            plan = _tried(self, plan, inputs, num_samples)
+        self.stand(plan, inputs)
+        return plan
+
     def chosen(self, num_samples: int) -> int:
         """Which of T replicas is run alone: another one in each state of the parameters."""
         return (num_samples - 1 - self.known.turn) % num_samples
@@ -86,18 +125,57 @@ def proven_plan(
     forward: Forward, modules: list[nn.Module], inputs, first_replica: int, num_samples: int
 ) -> Plan:
     """The plan for T replicas of a model that the caller runs itself, tried in eval at the actual size."""
-    flags = flags_of(modules)
-    with torch.no_grad(), evaluating(modules, warns=False):
-        known = know(forward.model, modules)
-        folding = StandingFolding(forward._replace(known=known), modules, first_replica, flags)
-        plan = folding.standing(inputs, num_samples) or folding.plan(inputs)
-        while plan.way != "loop" and num_samples not in plan.checked:
-            try:
-                with preserved_rng():
-                    folding.run(plan, inputs, first_replica, num_samples)
-            except Exception as error:
-                plan = folding.give_up(plan, inputs, error)
+    known = know(forward.model, modules)
+    folding = StandingFolding(
+        forward._replace(known=known), modules, first_replica, flags_of(modules)
+    )
+    with torch.no_grad():
+        plan = folding.standing(inputs, num_samples)
+        if plan is None:
+            with evaluating(modules, warns=False):
+                plan = _tried(folding, folding.plan(inputs), inputs, num_samples)
     folding.stand(plan, inputs)
+    return plan
+
+
+def _tried(folding: StandingFolding, plan: Plan, inputs, num_samples: int) -> Plan:
+    """The first of the plan's way and those after it that passes at the actual size."""
+    while plan.way != "loop" and num_samples not in plan.checked:
+        try:
+            with preserved_rng():
+                folding.run(plan, inputs, folding.first_replica, num_samples)
+        except Exception as error:
+            plan = folding.give_up(plan, inputs, error)
+    return plan
+
+
+def plan_in_train(
+    forward: Forward, modules: list[nn.Module], inputs, first_replica: int, num_samples: int
+) -> Plan:
+    """`proven_plan`, held once to the training flags as they are; what changes itself, or draws random numbers
+    besides dropout, cannot be."""
+    plan = proven_plan(forward, modules, inputs, first_replica, num_samples)
+    known = know(forward.model, modules)
+    folding = StandingFolding(
+        forward._replace(known=known), modules, first_replica, flags_of(modules)
+    )
+    while plan.way != "loop" and any(m.training for m in modules):
+        place = (folding.place(inputs), num_samples, tuple(m.training for m in modules))
+        if place in known.held:
+            break
+        failure, state = None, State(modules)
+        with torch.no_grad(), preserved_rng():
+            try:
+                folding.hold_without_dropout(plan, inputs, num_samples)
+            except DrawsNumbers:
+                pass
+            except Exception as error:
+                failure = error
+            changed = folding.undo(state)
+        if failure is None or changed:
+            known.held.add(place)
+            break
+        plan = folding.next_way(plan, inputs, num_samples, failure)
     return plan
 
 

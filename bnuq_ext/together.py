@@ -20,7 +20,8 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
 
     A plan is proven in full for new shapes, modules, hooks, flags. When only values of parameters have
     changed since, one replica is run alone, with the flags as they are and without gradients, and must be the
-    one among the others. Where train() draws random numbers or the samples hardly differ, that is done in eval.
+    one among the others. Where train() has dropout, or the samples hardly differ, that is done with nothing
+    dropped and a wider posterior; a model that draws other random numbers takes them one after another.
     """
     T, folding = draw.num_samples, StandingFolding(forward, modules, 0, flags_of(modules))
     try:
@@ -38,7 +39,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
         if alone is not None:
             folding.hold(plan, inputs, output.detach().unflatten(0, (T, -1)), alone)
     except Undecided:
-        # The samples are nearly the same. In eval their posterior can be widened.
+        # The samples are nearly the same. Their posterior can be widened.
         folding.mark(inputs, repeatable=False)
         if folding.proven(inputs, T) is None:
             return None
@@ -76,13 +77,31 @@ def _examined(
     state = State(folding.modules)
     with torch.no_grad(), preserved_rng():
         before = random_states()
+        failure = None
         try:
             alone = folding.alone(inputs, num_samples)
             repeatable = random_states() == before
+            if not repeatable:
+                failure = _failure(folding, plan, inputs, num_samples)
         finally:
             changed = folding.undo(state)
     if changed:
         folding.refute(plan, inputs, CHANGES)
         return folding.known.plans[folding.place(inputs)], None
+    if failure is not None:
+        plan = folding.next_way(plan, inputs, num_samples, failure)
+        if plan.way == "loop":
+            folding.refute(plan, inputs, _reason(failure))
+            return plan, None
+        return _examined(folding, plan, inputs, num_samples)
     folding.mark(inputs, repeatable)
     return plan, alone if repeatable else None
+
+
+def _failure(folding: StandingFolding, plan: Plan, inputs, num_samples: int) -> Exception | None:
+    """Why the replicas are not those run alone, with the flags as they are and nothing dropped."""
+    try:
+        folding.hold_without_dropout(plan, inputs, num_samples)
+    except Exception as error:
+        return error
+    return None

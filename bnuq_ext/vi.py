@@ -30,6 +30,7 @@ from .ops.kl import gaussian_kl_sum, total
 from .ops.philox import new_key
 from .passes import Pass, current_pass
 from .prediction import check_likelihood
+from .probe import expand
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
 from .together import run_together
@@ -170,9 +171,9 @@ def elbo_loss(
     one after another, for a proof costs what it saves. With more of them the model is tried when its
     modules, hooks, flags or shapes are new, with its parameters moved too, for a gate at zero hides what it will let
     through. After steps of an optimiser one sample is run alone, 1/T of a forward, and has to agree with the
-    others; a model with random numbers in train(), dropout, repeats the T samples in eval for that. What
-    couples rows, changes itself in train() (batch norm), or needs train() or gradients to run at all takes the
-    samples one after another.
+    others; a model with dropout repeats the T samples with nothing dropped for that. What couples rows, changes
+    itself in train() (batch norm), draws other random numbers than dropout's there, or needs train() or gradients
+    to run at all takes the samples one after another.
 
     Backward draws the same weights again, and so does what it computes again (`torch.utils.checkpoint`).
 
@@ -255,7 +256,9 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
     if coupled or num_rows(forward.op, x) == 0:
         return None
     if _goes_by_row(forward.model, modules, x):
-        return forward.run(x, draw, dict.fromkeys(forward.layers, len(x)))[0]
+        rows = dict.fromkeys(forward.layers, len(x))
+        x = expand(x, draw.num_samples) if _drops_first(modules) else x
+        return forward.run(x, draw, rows)[0]
     if draw.num_samples == 2:  # the sample that is run alone would cost what going together saves
         return None
     return run_together(forward, modules, x, draw)
@@ -269,6 +272,16 @@ def _goes_by_row(model: nn.Module, modules: list[nn.Module], x) -> bool:
         and _is_plain(modules)
         and len(modules) == sum(1 for _ in model.named_modules(remove_duplicate=False))
     )
+
+
+def _drops_first(modules: list[nn.Module]) -> bool:
+    """Whether dropout comes before the first Bayesian layer of a plain chain: each sample has masks of its own."""
+    for module in modules:
+        if isinstance(module, BayesLinear):
+            break
+        if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+            return True
+    return False
 
 
 def _is_plain(modules: list[nn.Module]) -> bool:

@@ -282,7 +282,8 @@ def test_a_call_that_is_not_that_of_eval_is_refused():
         model(ROWS[:6])
         model.train()
         with pytest.raises(
-            ValueError, match="replicas: model must do in this call what it does in eval"
+            ValueError,
+            match="replicas: model must give the same folded as one by one, got .* 4 rows",
         ):
             model(ROWS[:6])
 
@@ -303,7 +304,9 @@ def test_fewer_calls_than_in_eval_are_refused():
     model = Shorter()
     with (
         bnuq.replicas(model, T, 3),
-        pytest.raises(ValueError, match="in eval, got the forward made 1 stochastic calls, .* 2"),
+        pytest.raises(
+            ValueError, match="one by one, got the forward made 1 stochastic calls, .* 2"
+        ),
     ):
         model(ROWS[:6])
 

@@ -220,7 +220,7 @@ def test_an_idle_parameter_does_not_hide_that_rows_meet_in_training_only():
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_samples_that_hardly_differ_are_compared_in_eval(at, monkeypatch):
+def test_samples_that_hardly_differ_are_compared_apart(at, monkeypatch):
     """With a wider posterior; the step in which they turn out to goes through the loop."""
     made, model = proofs(monkeypatch), Net(middle=Residual())
     rows = counted(model)

@@ -104,7 +104,7 @@ def test_two_samples_go_one_after_another(monkeypatch):
 
 
 def test_dropout_draws_what_it_draws_in_a_chain(monkeypatch):
-    """The comparison is made in eval: T samples and one alone, then the T of the step with their masks."""
+    """The comparison is made without it: T samples and one alone, then the T of the step with their masks."""
     # A chain's layers would add the divergence's gradients in another order.
     monkeypatch.setattr(bnuq.BayesLinear, "_notes_divergence", lambda layer, draw: False)
     model = Net(middle=nn.Dropout(0.5))

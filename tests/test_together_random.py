@@ -1,0 +1,180 @@
+"""Samples as one batch where train() draws random numbers: dropout may, what rows share and other draws may not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from training import D, K, N, Net, Residual, T, assert_right, data, gradients, step, ways
+
+import bnuq_ext as bnuq
+
+TINY = 1e-14  # of these probabilities a dropout drops nothing, but draws
+
+
+class TrainOnly(nn.Module):
+    """Couples the rows in train(), behind a dropout that in effect drops nothing."""
+
+    def __init__(self, mix, p=TINY):
+        super().__init__()
+        self.dropout, self.mix = nn.Dropout(p), mix
+
+    def forward(self, h):
+        h = self.dropout(h)
+        return self.mix(h) if self.training else h
+
+
+COUPLINGS = {
+    "the mean of the rows": lambda h: h - h.mean(0),
+    "a tenth of a millionth of it": lambda h: h - 1e-7 * h.mean(0),
+    "attention": lambda h: h + (h @ h.T).softmax(1) @ h,
+    "the spread of the batch": lambda h: h * (1 + h.std()),
+}
+
+
+@pytest.mark.parametrize("mix", COUPLINGS.values(), ids=COUPLINGS)
+def test_what_couples_rows_in_train_alone_goes_one_after_another(mix):
+    model = Net(middle=TrainOnly(mix))
+    for seed in range(3):
+        assert_right(model, seed)
+        step(model)
+    assert ways(model) == {"loop"}
+
+
+def test_a_coupling_that_begins_later_is_seen():
+    share = torch.zeros((), dtype=torch.float64)
+    model = Net(middle=TrainOnly(lambda h: h - model.share * h.mean(0)))
+    model.register_buffer("share", share)
+    for seed in range(2):
+        assert_right(model, seed)
+        step(model)
+    assert ways(model) == {"folded"}
+    model.share.fill_(0.1)
+    assert_right(model)
+    assert ways(model) == {"loop"}
+
+
+DRAWS = {
+    "manifold mixup": lambda h: h[torch.randperm(len(h))],
+    "noise of the batch": lambda h: h + torch.randn(()),
+    "noise of each row": lambda h: h + torch.randn_like(h),
+    "a shared mask": lambda h: h * torch.bernoulli(torch.full((9,), 0.5, dtype=h.dtype)),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_other_random_numbers_are_drawn_one_sample_after_another(draw):
+    model, drawn = Net(middle=TrainOnly(lambda h: drawn.append(len(h)) or draw(h), 0.5)), []
+    for seed in range(3):
+        drawn.clear()
+        gradients(model, seed)
+        assert drawn[-T:] == [N] * T
+        step(model)
+    assert ways(model) == {"loop"}
+
+
+class Attending(nn.Module):
+    """Attention within each row, with dropout of its weights."""
+
+    def forward(self, h):
+        q = h.view(len(h), 3, 3)
+        p = 0.5 if self.training else 0.0
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=p).flatten(1)
+
+
+DROPOUTS = {
+    "dropout": lambda: nn.Dropout(0.5),
+    "of channels": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 3)), nn.Dropout1d(0.5), nn.Flatten(1), Residual()
+    ),
+    "alpha": lambda: nn.Sequential(nn.AlphaDropout(0.5), Residual()),
+    "of attention": Attending,
+}
+
+
+@pytest.mark.parametrize("make", DROPOUTS.values(), ids=DROPOUTS)
+def test_dropout_goes_together(make):
+    model = Net(middle=make())
+    for seed in range(3):
+        gradients(model, seed)
+        step(model)
+    assert ways(model) == {"folded"}
+
+
+class First(Net):
+    """Dropout, or what it is told, before the first Bayesian layer."""
+
+    def forward(self, x):
+        return super().forward(self.mix(x))
+
+
+def masks(seen):
+    """The rows of masks, each a tuple."""
+    return [tuple(row.tolist()) for row in (seen[-1] != 0)]
+
+
+@pytest.mark.parametrize("num_samples", [2, T, 5])
+@pytest.mark.parametrize("chain", [True, False])
+def test_dropout_before_the_first_bayesian_layer_is_each_samples_own(chain, num_samples):
+    wide = nn.Linear(D, 40, bias=False, dtype=torch.float64)
+    layer, dropout = bnuq.BayesLinear(40, K, dtype=torch.float64), nn.Dropout(0.5)
+    model = nn.Sequential(wide, dropout, layer)
+    model = model if chain else nn.Sequential(model, nn.Flatten(1))
+    seen = []
+    check = layer.check_input  # a hook would make it no chain
+    layer.check_input = lambda x: seen.append(x.detach().clone()) or check(x)
+    x, y = data()
+    for i in range(3):
+        seen.clear()
+        loss = bnuq.elbo_loss(model, x, y, num_samples=num_samples, batch_weight=0.1, seed=i).loss
+        loss.backward()
+        if not chain and num_samples == 2:  # one after another
+            seen = [torch.cat(seen[-2:])]
+        found = masks(seen)
+        assert len(found) == num_samples * N == len(set(found))
+        step(model)
+
+
+def test_dropout_before_the_first_layer_in_replicas():
+    x = torch.ones(N, 40)
+    model = nn.Sequential(nn.Dropout(0.5), bnuq.BayesLinear(40, 3, rho_init=-100.0), nn.Flatten(1))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), bnuq.replicas(model.train(), T, seed=0):
+            out = model(x)
+            assert len({tuple(row.tolist()) for row in out}) == T * N
+    with bnuq.replicas(model.eval(), T, seed=0):
+        assert len(model(x)) == T * N
+
+
+def test_replicas_refuse_a_coupling_in_train_alone():
+    model = Net(middle=TrainOnly(COUPLINGS["the mean of the rows"])).eval()
+    x, _ = data()
+    with bnuq.replicas(model, T, seed=0):
+        model(x)
+        model.train()
+        with pytest.raises(ValueError, match="model must give the same folded as one by one, got"):
+            model(x)
+        model.eval()
+        model(x)
+
+
+def test_replicas_take_noise_of_rows_and_models_that_change_themselves():
+    """Neither can be compared with one replica alone."""
+    x, _ = data()
+    parametrizations = nn.utils.parametrizations
+    spectral = parametrizations.spectral_norm(nn.Linear(9, 9, dtype=torch.float64))
+    for middle in (TrainOnly(DRAWS["noise of each row"]), spectral):
+        model = Net(middle=middle).train()
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        with bnuq.replicas(model, T, seed=0):
+            assert len(model(x)) == T * N
+        with torch.no_grad():  # the call has gone forward once
+            model.load_state_dict(before)
+            torch.manual_seed(0)
+            with bnuq.replicas(model, T, seed=0):
+                model(x)
+            once = {k: v.clone() for k, v in model.state_dict().items()}
+            model.load_state_dict(before)
+            torch.manual_seed(0)
+            with bnuq.replicas(model, T, seed=0):
+                model(x)
+        assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
