@@ -276,7 +276,7 @@ class _Task:
         if sampler == "batch":
             refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
         drawn = known.sampler(op, model, sampler, batch_size, device)
-        layers = layers_by_bank(modules) | bayes_layers(model, modules)
+        layers = bayes_layers(model, modules) | layers_by_bank(modules)
         key = draw_key(seed, device)
         return Forward(model, layers, drawn, key, self.output_fn, known, op)
 

@@ -65,7 +65,7 @@ def replicas(
     outer = _outer_session(model)
     known, device = know(model, modules), device_of(modules)
     drawn = known.sampler(op, model, sampler, batch_size, device)
-    layers = layers_by_bank(modules) | bayes_layers(model, modules)
+    layers = bayes_layers(model, modules) | layers_by_bank(modules)
     key = draw_key(seed, device)
     forward = Forward(model, layers, drawn, key, _flat, known, op, _call)
     session = _Session(forward, first_replica, num_samples, outer)

@@ -19,15 +19,15 @@ SOURCE = (
 )
 
 
-def mnist(root, *, num_validation=10_000) -> Split:
+def mnist(root, *, num_validation=None) -> Split:
     """MNIST, or a data set in the same four idx files (Fashion-MNIST), plain or gzipped.
 
     Args:
         root: folder of train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
             t10k-labels-idx1-ubyte, each with or without .gz; or torchvision's folder MNIST or
             FashionMNIST, which has them in raw.
-        num_validation: the last rows of the training files, which become the validation part; may
-            be 0.
+        num_validation: the last rows of the training files, which become the validation part; may be 0; by
+            default 10,000, or a sixth where that is less.
 
     Returns:
         Split; x (N, pixels) float32 in [0, 1], y (N,) int64.
@@ -39,6 +39,8 @@ def mnist(root, *, num_validation=10_000) -> Split:
     if train.x.shape[1:] != test.x.shape[1:]:
         requirement = f"hold test images of {train.x.shape[1]} pixels, as the others"
         refuse("mnist", "root", requirement, test.x.shape[1])
+    if num_validation is None:
+        num_validation = min(10_000, len(train.x) // 6)
     return hold_out("mnist", train, num_validation, test)
 
 

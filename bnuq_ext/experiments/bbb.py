@@ -37,6 +37,7 @@ from ..progress import progress_bar
 from ..vi import SCHEMES
 from .store import Store, write_json, write_whole
 
+CLASSES = 10
 PRIORS = {
     "gaussian": GaussianPrior(1.0),
     "mixture": ScaleMixturePrior(0.5, 1.0, math.exp(-6)),
@@ -114,6 +115,12 @@ def load_data(root, scaling: str) -> data.Split:
     else:
         folder = Path(root) / "mnist"
         split = data.mnist(folder if folder.is_dir() else root)
+    for name, part in zip(split._fields, split, strict=True):
+        if len(part.x) == 0:
+            refuse("bbb", "data_root", f"hold images for the {name} part", "none")
+        if part.y.max() >= CLASSES:
+            requirement = f"hold labels in [0, {CLASSES})"
+            refuse("bbb", "data_root", requirement, f"{part.y.max()} in the {name} part")
     scale = SCALINGS[scaling]
     return data.Split(*(data.Part(scale(x), y) for x, y in split))
 
@@ -129,7 +136,7 @@ def make_network(settings: Settings, inputs: int, prior) -> nn.Sequential:
             nn.ReLU(),
             BayesLinear(h, h, **options),
             nn.ReLU(),
-            BayesLinear(h, 10, **options),
+            BayesLinear(h, CLASSES, **options),
         )
 
 
