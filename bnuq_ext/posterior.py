@@ -114,7 +114,7 @@ class PosteriorSummary(NamedTuple):
     """All weights of a model's Bayesian layers, without biases, layer after layer.
 
     Attributes:
-        snr: (W,) |mu| / sigma, the signal-to-noise ratio; 0 where mu is.
+        snr: (W,) |mu| / sigma, the signal-to-noise ratio; 0 where mu is, finite where sigma is next to nothing.
         magnitude: (W,) |mu|.
         std: (W,) sigma.
         layers: the slice of each layer by its name.
@@ -147,7 +147,7 @@ def posterior_summary(model: nn.Module) -> PosteriorSummary:
     for name, layer in layers.items():
         places[name] = slice(start, start + layer.weight_mu.numel())
         start = places[name].stop
-    snr = _signal_to_noise(mu, rho).to(mu.dtype)
+    snr = _signal_to_noise(mu, rho).clamp(max=torch.finfo(mu.dtype).max).to(mu.dtype)
     return PosteriorSummary(snr, mu.abs(), sigma_of(rho), places)
 
 

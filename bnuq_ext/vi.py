@@ -210,6 +210,8 @@ def elbo_loss(
     check_key(op, seed)
     modules = list(model.modules())
     device = device_of(modules)
+    if not any(p.device == y.device for m in modules for p in m.parameters(False)):
+        refuse(op, "y", f"be on {device}", y.device)
     if device.type == "cpu":
         keep_freed_pages()
     with unmoved_by_errors(seed):
@@ -290,6 +292,7 @@ def _is_plain(modules: list[nn.Module]) -> bool:
         all([type(m) in _BY_ROW or type(m) is nn.Sequential for m in modules])
         and not any([getattr(m, kind) for m in modules for kind in HOOKS])
         and not any(["forward" in vars(m) for m in modules])
+        and not any([getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS])
     )
 
 
@@ -360,6 +363,7 @@ def _check_factor(name: str, value) -> None:
 
 def _check_targets(y, likelihood: str) -> None:
     check_tensor("elbo_loss", "y", y)
-    if y.is_complex() or (likelihood == "categorical" and y.is_floating_point()):
-        requirement = "hold integer labels" if likelihood == "categorical" else "be real"
+    categorical = likelihood == "categorical"
+    if y.is_complex() or (y.is_floating_point() if categorical else y.dtype == torch.bool):
+        requirement = "hold integer labels" if categorical else "be real"
         refuse("elbo_loss", "y", requirement, y.dtype, TypeError)

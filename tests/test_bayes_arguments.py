@@ -61,6 +61,11 @@ def test_refused(call, message):
             dict(y=torch.zeros(4, 3, dtype=torch.complex64), likelihood="gaussian"),
             "y must be real, got torch.complex64",
         ),
+        (
+            dict(y=torch.zeros(4, 3, dtype=torch.bool), likelihood="gaussian"),
+            "y must be real, got torch.bool",
+        ),
+        (dict(y=torch.zeros(4, dtype=torch.long, device="meta")), "y must be on cpu, got meta"),
     ],
 )
 def test_elbo_refuses_before_it_draws_or_moves_anything(change, message):

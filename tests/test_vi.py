@@ -150,6 +150,10 @@ def test_chains_that_are_not_plain_are_tried():
     assert not vi._goes_by_row(model, list(model.modules()), x[0])
     twice = nn.Sequential(model[0], model[1], model[1])
     assert not vi._goes_by_row(twice, list(twice.modules()), x)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, y: y - y.mean(0))
+    assert not vi._goes_by_row(model, list(model.modules()), x)
+    handle.remove()
+    assert vi._goes_by_row(model, list(model.modules()), x)
     model[1].register_forward_hook(lambda module, args, y: y - y.mean(0))
     assert not vi._goes_by_row(model, list(model.modules()), x)
 
