@@ -15,6 +15,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,12 +23,23 @@ from benchmarks import gpu_report  # noqa: E402
 from benchmarks.gpu_process import ROOT, Outcome, environment, find_tool, run  # noqa: E402
 
 STAGES = ["test", "sanitize", "bench"]
-STAGE_SECONDS = 480  # of nine minutes: what goes before, and the report, take some
+STAGE_SECONDS = 450  # of nine minutes: what goes before, and the report, take some
 SCRATCH = ROOT / ".gpu-build"
-SANITIZERS = ["memcheck", "racecheck", "initcheck", "synccheck"]
 SANITIZED = ["philox", "batch_norm", "predictive", "bayes"]  # each by itself: it may take minutes
 NOTHING_COLLECTED = 5  # pytest's exit status
 FOUND_ERRORS = 86  # the exit status that compute-sanitizer is told to use
+# Each version of torch and Python deprecates something else.
+DEPRECATIONS = ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
+# Our kernels alone, for torch's and the libraries' take time and have hazards of their own; initcheck has to see
+# what those write. Failing driver calls that torch tries and bears are no errors.
+ONLY_OURS = ["--kernel-name", "kernel_substring=bnuq"]
+SANITIZER_OPTIONS = {
+    "memcheck": [*ONLY_OURS, "--report-api-errors", "no"],
+    "racecheck": ONLY_OURS,
+    "initcheck": [],
+    "synccheck": ONLY_OURS,
+}
+FIRST_PORT, PORTS = 49152, 16  # sixteen of their own for each sanitizer: several run at a time
 REFUSALS = ["Device not supported", "not supported on this", "Failed to initialize", "error 999"]
 # Files that take minutes, the longest last: a step is one test of theirs, or one case of a test.
 SPLIT = {"bench_linear.py": "test", "bench_models.py": "case"}
@@ -172,8 +184,7 @@ def test_steps(env):
         junit = SCRATCH / "junit" / f"{path.stem}.xml"
         command = [sys.executable, "-m", "pytest", path, "-p", "no:cacheprovider"]
         command += [f"--junitxml={junit}"]
-        # Each version of torch and Python deprecates something else.
-        command += ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
+        command += DEPRECATIONS
         alone, judge = path.name == "test_gpu.py", judge_tests(junit)
         steps.append(Step(path.name, command, judge, env=variables, alone=alone))
     return steps
@@ -188,11 +199,14 @@ def sanitize_steps(env):
     steps = [Step("build of the planted errors", build, judge_exit, 120)]
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
     case = [sys.executable, ROOT / "benchmarks" / "sanitize_case.py"]
-    for name in SANITIZERS:
-        sanitizer = [tool, "--tool", name, "--error-exitcode", str(FOUND_ERRORS)]
-        steps.append(Step(f"{name}: planted error", [*sanitizer, probe, name], judge_planted, 60))
+    ports = count(FIRST_PORT, PORTS)
+    for name, options in SANITIZER_OPTIONS.items():
+        sanitizer = [tool, "--tool", name, "--error-exitcode", str(FOUND_ERRORS), *options]
+        sanitizer += ["--target-processes", "application-only", "--port"]
+        command = [*sanitizer, str(next(ports)), probe, name]
+        steps.append(Step(f"{name}: planted error", command, judge_planted, 60))
         for family in SANITIZED:
-            command = [*sanitizer, *case, "cuda", family]
+            command = [*sanitizer, str(next(ports)), *case, "cuda", family]
             label = f"{name}: {family}"
             steps.append(Step(label, command, judge_sanitizer, 360, uncached, alone=False))
     return steps
@@ -201,7 +215,7 @@ def sanitize_steps(env):
 def cases_of(path, device):
     """The node ids of one file's cases on a device; the file itself where they cannot be listed."""
     command = [sys.executable, "-m", "pytest", path, "--collect-only", "-q", "-o", "addopts="]
-    listed = run([*command, "-k", device, "-p", "no:cacheprovider"], 120)
+    listed = run([*command, *DEPRECATIONS, "-k", device, "-p", "no:cacheprovider"], 120)
     cases = [line for line in listed.output.splitlines() if "::" in line]
     return cases if listed.code == 0 and cases else [path]
 
@@ -224,7 +238,7 @@ def bench_steps(env):
         for i, target in enumerate(targets_of(path, device)):
             raw = SCRATCH / "bench" / f"{path.stem}-{i}.json"
             command = [sys.executable, "-m", "pytest", target, "--benchmark-only", "-k", device]
-            command += ["-p", "no:cacheprovider", f"--benchmark-json={raw}"]
+            command += [*DEPRECATIONS, "-p", "no:cacheprovider", f"--benchmark-json={raw}"]
             name = path.name if target == path else str(target).removeprefix("benchmarks/")
             steps.append(Step(name, command, judge_exit, 400, {"BNUQ_BENCH": form}))
     return steps

@@ -241,4 +241,5 @@ def tolerance_of(output: Tensor, inputs, modules: list[nn.Module]) -> float:
     # allow_tf32 cannot be read where these were set by themselves.
     switches = torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul
     tf32 = any(switch.fp32_precision == "tf32" for switch in switches)
-    return 3e-3 if device == "cuda" and tf32 else 1e-4
+    # Through the fifty layers of a ResNet TF32 was emulated to differ by 5.5e-3 between two orders of summation.
+    return 1.5e-2 if device == "cuda" and tf32 else 1e-4

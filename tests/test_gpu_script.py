@@ -130,12 +130,18 @@ def test_steps_of_each_stage():
     assert all(s.env == {"OMP_NUM_THREADS": "2", "TORCH_CUDA_ARCH_LIST": "9.0"} for s in tests)
     sanitize = gpu.steps_of("sanitize", ENV)
     assert [s.name for s in sanitize[1:]] == [
-        f"{tool}: {part}" for tool in gpu.SANITIZERS for part in ("planted error", *gpu.SANITIZED)
+        f"{tool}: {part}"
+        for tool in gpu.SANITIZER_OPTIONS
+        for part in ("planted error", *gpu.SANITIZED)
     ]
     assert "sm_90" in sanitize[0].command
     cases = [s for s in sanitize if s.command[-1] in gpu.SANITIZED]
-    assert len(cases) == len(gpu.SANITIZERS) * len(gpu.SANITIZED)
+    assert len(cases) == len(gpu.SANITIZER_OPTIONS) * len(gpu.SANITIZED)
     assert all(s.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for s in cases)
+    ports = [int(s.command[s.command.index("--port") + 1]) for s in sanitize[1:]]
+    assert len(set(ports)) == len(ports) and max(ports) < 65_536 - gpu.PORTS
+    narrowed = [s.name for s in sanitize[1:] if "kernel_substring=bnuq" in s.command]
+    assert narrowed == [s.name for s in sanitize[1:] if not s.name.startswith("initcheck")]
     assert all(s.limit < gpu.STAGE_SECONDS < 540 for s in tests + sanitize)
 
 
