@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections import deque
-from types import SimpleNamespace
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from .contents import CONTAINERS, SCALARS, Contents, code_of, is_open
+
 _BASE = frozenset(nn.Module().__dict__)
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
-_SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.Size})
-_CONTAINERS = (list, dict, set, deque)
-_RECORDS = (SimpleNamespace, Namespace)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_DEEPEST = 3  # of containers in containers
-_LONGEST = 64  # of containers whose items are looked at
+_DEEPEST = 3  # of containers in containers that are put back
 
 
 class Fingerprint(NamedTuple):
@@ -43,24 +40,28 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     """Identity, type, plain attributes, hooks, and identity and version of every parameter and buffer.
 
     Two equal fingerprints of one model mean that its forward is still the same function, as far as it
-    can be seen from outside: in-place changes of tensors count, items of short lists, sets and dicts, and fields of
-    records; changes inside other objects, and those of tensors by way of `.data`, do not.
+    can be seen from outside: in-place changes of tensors count, and what `Contents` looks into; changes inside other
+    objects, of global variables, and those of tensors by way of `.data` or NumPy, do not.
     The training flags are left out.
     """
     seen, versions = [], []
-    add = seen.append
+    add, contents = seen.append, Contents(seen, modules)
     for module in modules:
         attributes = module.__dict__
         add(id(module))
         add(type(module))
         for kind in HOOKS:
             if attributes[kind]:
-                # The key is new for every hook; an id may come again. Another thread may add one of ours.
+                # The key is new for every hook; an id may come again. Another thread may add one of ours. What
+                # they hold is as a rule what they take down.
                 hooks = [*attributes[kind].items()]
                 seen += [(key, id(hook)) for key, hook in hooks if not hasattr(hook, OURS)]
         for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
-            add(id(tensor))
-            if tensor is not None:
+            if tensor is None:
+                add(None)
+            else:
+                add(id(tensor))
+                add(ref(tensor))  # tells it from a later one at the same address
                 try:
                     versions.append(tensor._version)
                 except RuntimeError:  # inference tensors do not count their versions
@@ -68,38 +69,16 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
         for name, value in attributes.items():
             if name not in _BASE:
                 add(name)
-                if type(value) in _SCALARS:  # nearly all are
+                if type(value) in SCALARS:  # nearly all are
                     add(value)
                 else:
-                    _append(seen, value)
+                    contents.append(value)
     return Fingerprint(seen, versions)
 
 
-def _append(seen: list, value, depth: int = 0) -> None:
-    kind = type(value)
-    if kind in _SCALARS:
-        seen.append(value)
-    elif isinstance(value, Tensor):
-        # Inference tensors do not count their versions.
-        seen += (id(value), -1 if value.is_inference() else value._version)
-    elif kind is tuple:
-        for item in value:
-            _append(seen, item, depth)
-    else:
-        seen.append(id(value))
-        value = _held(value)
-        if isinstance(value, _CONTAINERS):
-            seen.append(len(value))
-            if len(value) <= _LONGEST and depth < _DEEPEST:
-                items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
-                for item in items:
-                    _append(seen, item, depth + 1)
-
-
-def _held(value):
-    """The fields of a record as their dict (a model's configuration is often one); any other value itself."""
-    record = isinstance(value, _RECORDS) or hasattr(type(value), "__dataclass_fields__")
-    if not record or isinstance(value, (nn.Module, *_CONTAINERS)):
+def _held(value, packages: set[str]):
+    """The fields of an object that `Contents` looks into as their dict; any other value itself."""
+    if isinstance(value, (nn.Module, *CONTAINERS)) or not is_open(value, packages):
         return value
     return getattr(value, "__dict__", value)
 
@@ -108,7 +87,11 @@ class State:
     """A model's buffers and plain attributes, to put back what a forward has changed."""
 
     def __init__(self, modules: list[nn.Module]):
-        self.saved = [(module, _attributes(module), _buffers(module)) for module in modules]
+        self.packages, _ = code_of(modules)
+        self.saved = [
+            (module, self._copies(vars(module)), self._copies(module._buffers))
+            for module in modules
+        ]
 
     def written(self) -> bool:
         """Whether the content of a tensor has changed, by way of `.data` too, of which no version tells, or the
@@ -122,17 +105,12 @@ class State:
                 for name in [n for n in vars(module) if n not in _BASE and n not in attributes]:
                     del vars(module)[name]
                 for name, saved in attributes.items():
-                    vars(module)[name] = _put_back(*saved)
+                    vars(module)[name] = _put_back(*saved, self.packages)
                 for name, saved in buffers.items():
-                    module._buffers[name] = _put_back(*saved)
+                    module._buffers[name] = _put_back(*saved, self.packages)
 
-
-def _attributes(module: nn.Module) -> dict:
-    return {name: (v, _copy(v)) for name, v in vars(module).items() if name not in _BASE}
-
-
-def _buffers(module: nn.Module) -> dict:
-    return {name: (buffer, _copy(buffer)) for name, buffer in module._buffers.items()}
+    def _copies(self, values: dict) -> dict:
+        return {n: (v, _copy(v, self.packages)) for n, v in values.items() if n not in _BASE}
 
 
 def _content(value) -> list[Tensor]:
@@ -141,34 +119,34 @@ def _content(value) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def _copy(value, depth: int = 0):
+def _copy(value, packages: set[str], depth: int = 0):
     """What `_put_back` needs; None for a container that is too deep inside others."""
-    value = _held(value)
+    value = _held(value, packages)
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, torch.Generator):
         return value.get_state()
-    if isinstance(value, _CONTAINERS) and depth == _DEEPEST:
+    if isinstance(value, CONTAINERS) and depth == _DEEPEST:
         return None
     if isinstance(value, dict):
-        return {key: (item, _copy(item, depth + 1)) for key, item in value.items()}
+        return {key: (item, _copy(item, packages, depth + 1)) for key, item in value.items()}
     if isinstance(value, (list, deque)):
-        return [(item, _copy(item, depth + 1)) for item in value]
+        return [(item, _copy(item, packages, depth + 1)) for item in value]
     return set(value) if isinstance(value, set) else value
 
 
-def _put_back(value, saved):
+def _put_back(value, saved, packages: set[str]):
     """The same object with its old content."""
     if isinstance(value, Tensor):
         if not torch.equal(value, saved):
             value.copy_(saved)
     elif isinstance(value, torch.Generator):
         value.set_state(saved)
-    elif isinstance(held := _held(value), _CONTAINERS) and saved is not None:
+    elif isinstance(held := _held(value, packages), CONTAINERS) and saved is not None:
         if isinstance(held, dict):
-            saved = {key: _put_back(*pair) for key, pair in saved.items()}
+            saved = {key: _put_back(*pair, packages) for key, pair in saved.items()}
         elif not isinstance(held, set):
-            saved = [_put_back(*pair) for pair in saved]
+            saved = [_put_back(*pair, packages) for pair in saved]
         held.clear()
         held.extend(saved) if isinstance(held, (list, deque)) else held.update(saved)
     return value

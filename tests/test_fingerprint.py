@@ -1,10 +1,16 @@
 """What a model's forward depends on, seen again after a change."""
 
+import gc
 import operator
-from collections import deque
+import weakref
+from array import array
+from collections import UserDict, deque
 from dataclasses import dataclass
-from types import SimpleNamespace
+from fractions import Fraction
+from functools import partial
+from types import MethodType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +23,63 @@ class Config:
     on: bool = False
 
 
+@dataclass(slots=True)
+class Slotted:
+    on: bool = False
+
+
+class Plain:
+    """An object of the code that the model comes from."""
+
+    flag = False
+
+    def __init__(self, on=False):
+        self._on, self.missing = on, None
+
+    def __call__(self, *args):
+        return self._on
+
+    @property
+    def on(self):
+        raise AssertionError("called by a fingerprint")
+
+
+class Slots:
+    __slots__ = ("__hidden", "unset")
+
+    def __init__(self):
+        self.__hidden = [False]
+
+    def change(self):
+        self.__hidden[0] = True
+
+
+class Named(dict):
+    on = False
+
+
+def closure():
+    on = False
+
+    def read():
+        return on
+
+    def write():
+        nonlocal on
+        on = True
+
+    return read, write
+
+
+class Own(nn.ReLU):
+    """A class beside `Plain`."""
+
+    depth = 1
+
+    def forward(self, x):
+        return super().forward(x)
+
+
 def network() -> nn.Sequential:
     shared = nn.Linear(3, 3)
     inner = nn.Sequential(nn.ReLU(), shared, nn.BatchNorm1d(3, track_running_stats=False))
@@ -27,6 +90,17 @@ def network() -> nn.Sequential:
     model.long, model.names = list(range(99)), {"a"}
     model.config, model.args = Config(), SimpleNamespace(on=[False])
     model.register_module("absent", None)
+    model.own, model.plain, model.slots, model.slotted = Own(), Plain(), Slots(), Slotted()
+    model.plain.back = model.plain.model = model
+    model.named, model.user = Named(), UserDict(on=False)
+    model.numbers, model.table = np.zeros((2, 2)), np.array("2020", dtype="datetime64[Y]")
+    model.bytes, model.array = bytearray(2), array("d", [0.0])
+    model.read, model.write = closure()
+    model.part, model.method = partial(Plain.__call__, Plain()), MethodType(Plain.__call__, Plain())
+    model.apart, model.frozen = [nn.Dropout(0.1)], frozenset({1})
+    model.deep = [{"a": [{"b": [{"c": [False]}]}]}]
+    model.function = lambda *, x=(1, [2]): x
+    model[1].register_forward_pre_hook(Plain())
     return model
 
 
@@ -59,6 +133,25 @@ CHANGES = {
     "a hook of the backward": lambda m: m[1].register_full_backward_hook(lambda *_: None),
     "a pre-hook of the backward": lambda m: m[1].register_full_backward_pre_hook(lambda *_: None),
     "a pre-hook": lambda m: m[1].register_forward_pre_hook(lambda *_: None),
+    "a field of an object": lambda m: setattr(m.plain, "_on", True),
+    "a new field of one": lambda m: setattr(m.plain, "other", True),
+    "a slot": lambda m: m.slots.change(),
+    "a slot that was not set": lambda m: setattr(m.slots, "unset", 1),
+    "a slot of a dataclass": lambda m: setattr(m.slotted, "on", True),
+    "an attribute of a dict": lambda m: setattr(m.named, "on", True),
+    "an item of a UserDict": lambda m: m.user.update(on=True),
+    "a number of an array": lambda m: m.numbers.__setitem__((1, 1), 1),
+    "an array without dimensions": lambda m: m.table.__setitem__((), np.datetime64("2021")),
+    "a shape": lambda m: setattr(m.numbers, "shape", (4,)),
+    "a byte": lambda m: m.bytes.__setitem__(1, 1),
+    "an entry of an array": lambda m: m.array.__setitem__(0, 1.0),
+    "a variable of a closure": lambda m: m.write(),
+    "what a partial is bound to": lambda m: setattr(m.part.args[0], "_on", True),
+    "what a method is bound to": lambda m: setattr(m.method.__self__, "_on", True),
+    "a module in a list": lambda m: setattr(m.apart[0], "p", 0.5),
+    "a set that cannot change": lambda m: setattr(m, "frozen", frozenset({2})),
+    "a deep item": lambda m: m.deep[0]["a"][0]["b"][0]["c"].__setitem__(0, True),
+    "a default": lambda m: m.function.__kwdefaults__["x"][1].append(3),
 }
 
 
@@ -69,6 +162,86 @@ def test_a_change_shows(change):
     assert fingerprint(modules_of(model)) == before
     CHANGES[change](model)
     assert fingerprint(modules_of(model)) != before
+
+
+CLASS_CHANGES = {
+    "a flag": lambda patch: patch.setattr(Own, "depth", 2),
+    "a forward": lambda patch: patch.setattr(Own, "forward", lambda self, x: x),
+    "a new attribute": lambda patch: patch.setattr(Own, "other", 1, raising=False),
+}
+
+
+@pytest.mark.parametrize("change", CLASS_CHANGES.values(), ids=CLASS_CHANGES)
+def test_a_change_of_a_class_shows(change, monkeypatch):
+    model = network()
+    before = fingerprint(modules_of(model))
+    change(monkeypatch)
+    assert fingerprint(modules_of(model)) != before
+    monkeypatch.undo()
+    assert fingerprint(modules_of(model)) == before
+
+
+def test_another_object_shows_where_its_address_comes_again():
+    """Nothing keeps the old one alive."""
+
+    def adding(size):
+        return lambda h: h + size
+
+    made = {
+        "function": lambda i: lambda h: h,
+        "closure": adding,
+        "object": lambda i: Plain(),
+        "tensor": lambda i: torch.zeros(2),
+        "array": lambda i: np.zeros(9000),
+    }
+    layer = Own()
+    for make in made.values():
+        layer.held, again, addresses = make(0), 0, set()
+        for i in range(1, 50):
+            before = fingerprint([layer])
+            addresses.add(id(layer.held))
+            del layer.held
+            layer.held = make(i)
+            again += id(layer.held) in addresses
+            assert fingerprint([layer]) != before
+    assert again > 0
+    layer.weight = nn.Parameter(torch.zeros(2))
+    for _ in range(20):
+        before = fingerprint([layer])
+        del layer.weight
+        layer.weight = nn.Parameter(torch.ones(2))
+        assert fingerprint([layer]) != before
+
+
+def test_objects_of_others_are_not_looked_into():
+    """A trainer that counts steps is no part of a forward; nor is one of this package."""
+    layer = nn.ReLU()  # no code of ours in the model
+    layer.plain, layer.fraction = Plain(), Fraction(1, 2)
+    before = fingerprint([layer])
+    layer.plain._on = True
+    assert fingerprint([layer]) == before
+    both = [layer, Own()]
+    before = fingerprint(both)
+    layer.plain._on = False
+    assert fingerprint(both) != before
+
+
+def test_what_a_hook_takes_down_is_no_change():
+    layer, taken = nn.ReLU(), []
+    layer.register_forward_hook(lambda module, args, output: taken.append(output))
+    before = fingerprint([layer])
+    layer(torch.ones(2))
+    assert fingerprint([layer]) == before and len(taken) == 1
+
+
+def test_a_fingerprint_keeps_nothing_alive_and_is_bounded():
+    model = network()
+    model.many = [[[object() for _ in range(60)] for _ in range(60)] for _ in range(60)]
+    found, gone = fingerprint(modules_of(model)), weakref.ref(model)
+    assert len(found.structure) < 20_000
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_training_flags_and_tensors_without_versions():

@@ -41,12 +41,21 @@ def test_rows_that_meet_on_other_values_than_the_trials(cls):
     assert way(model) == "loop"
 
 
+class Config:
+    """A plain object."""
+
+    def __init__(self):
+        self.count, self.mix = 0, False
+
+
 class ListCounter(Norms):
-    """Scales by the number of its forwards, which it keeps in a list, a dict, a buffer's data or a generator."""
+    """Scales by the number of its forwards, which it keeps in a list, a dict, an object, a buffer's data or a
+    generator."""
 
     def __init__(self, keep):
         super().__init__()
         self.counts, self.state = [0], {"forward": {"count": 0}}
+        self.config = Config()
         self.register_buffer("count", torch.zeros(()))
         self.generator = torch.Generator().manual_seed(0)
         self.keep = keep
@@ -65,6 +74,11 @@ def in_a_dict(model):
     return model.state["forward"]["count"]
 
 
+def in_an_object(model):
+    model.config.count += 1
+    return model.config.count
+
+
 def in_data(model):
     model.count.data.add_(1)
     return model.count
@@ -74,7 +88,7 @@ def in_a_generator(model):
     return torch.rand((), generator=model.generator)
 
 
-@pytest.mark.parametrize("keep", [in_a_list, in_a_dict, in_data, in_a_generator])
+@pytest.mark.parametrize("keep", [in_a_list, in_a_dict, in_an_object, in_data, in_a_generator])
 def test_a_forward_that_counts_starts_where_the_loop_does(keep):
     model = prepared(partial(ListCounter, keep), ROWS)
     loop = copy.deepcopy(model)
@@ -82,6 +96,41 @@ def test_a_forward_that_counts_starts_where_the_loop_does(keep):
     for _ in range(2):
         expected = samples(loop, ROWS[:6], strategy="loop")
         torch.testing.assert_close(samples(model, ROWS[:6]), expected)
+
+
+class Configured(Norms):
+    """Couples its rows where its configuration, or a function that it holds, says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.act = Config(), torch.relu
+
+    def forward(self, x):
+        h = self.act(self.second(self.first(x)))
+        return self.head(h - h.mean(0) if self.config.mix else h)
+
+
+def mixing(mix):
+    return lambda h: h - h.mean(0) if mix else h
+
+
+@pytest.mark.parametrize("by", ["config", "act"])
+def test_a_coupling_that_is_switched_on_is_found_out_anew(by):
+    model = prepared(Configured, ROWS)
+    for on in (False, True, False, True):
+        if by == "config":
+            model.config.mix = on
+        else:
+            del model.act  # the next may lie where this was
+            model.act = mixing(on)
+        expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
+        torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
+        with bnuq.replicas(model.eval(), 5, seed=0), torch.no_grad():
+            if on:
+                with pytest.raises(ValueError, match="must give the same folded as one by one"):
+                    model(ROWS[:6])
+            else:
+                model(ROWS[:6])
 
 
 class Tiring(Norms):

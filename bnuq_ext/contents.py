@@ -1,0 +1,160 @@
+"""What plain attributes hold, item by item, as values to compare."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from array import array
+from collections import UserDict, UserList, deque
+from collections.abc import Iterable
+from functools import lru_cache, partial
+from itertools import islice
+from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.Size})
+CONTAINERS = (list, dict, set, deque)
+_RECORDS = (SimpleNamespace, Namespace, UserDict, UserList)
+_FOREIGN = {"torch", "bnuq_ext"}  # packages whose objects are not looked into
+_CONFIGURED_BY = {"omegaconf", "ml_collections"}  # others whose objects are
+_DEEPEST = 8  # of objects in objects
+_LONGEST = 64  # items of a container
+_LARGEST = 4096  # bytes of an array
+_MOST = 4096  # objects of a model
+
+
+def identity(value) -> tuple:
+    """Of an object: its address, and what tells it from a later one at the same address, where that can be."""
+    try:
+        return id(value), ref(value)
+    except TypeError:
+        return (id(value),)
+
+
+class Contents:
+    """Appends what values are and hold to a list; two equal lists mean the same values.
+
+    It looks into lists, dicts and sets, records and small arrays, what functions and methods are bound to, modules
+    that are no part of the model, and into objects of the packages that the model's modules come from: a
+    configuration, but not a trainer that counts steps. Of classes of these packages the attributes count, not what
+    they hold. Each object is looked into once, and no property is called.
+
+    Args:
+        seen: what is appended to.
+        modules: all modules of the model, which are not looked into.
+    """
+
+    def __init__(self, seen: list, modules: list[nn.Module]):
+        self.seen = seen
+        self.visited = set(map(id, modules))
+        self.packages, own = code_of(modules)
+        for cls in own:
+            self._append_all(list(vars(cls).values()), _DEEPEST)  # not what these hold
+
+    def append(self, value, depth: int = 0) -> None:
+        seen, kind = self.seen, type(value)
+        if kind in SCALARS:
+            seen.append(value)
+        elif isinstance(value, Tensor):
+            # Inference tensors do not count their versions.
+            seen += identity(value)
+            seen.append(-1 if value.is_inference() else value._version)
+        elif kind is tuple:
+            self._append_all(value, depth)
+        else:
+            seen += identity(value)
+            new = id(value) not in self.visited and len(self.visited) < _MOST
+            if new and depth < _DEEPEST:
+                self.visited.add(id(value))
+                for part in self._parts(value):
+                    self._append_all(part, depth + 1)
+
+    def _append_all(self, values: Iterable, depth: int) -> None:
+        for value in values:
+            if type(value) in SCALARS:
+                self.seen.append(value)
+            else:
+                self.append(value, depth)
+
+    def _parts(self, value) -> Iterable[Iterable]:
+        """Groups of what an object holds."""
+        if isinstance(value, (*CONTAINERS, tuple, frozenset)):
+            self.seen.append(len(value))
+            items = value.items() if isinstance(value, dict) else value
+            yield list(islice(items, _LONGEST))
+        elif isinstance(value, FunctionType):
+            yield _cells(value)
+            yield value.__defaults__ or ()
+            yield (value.__kwdefaults__ or {}).items()
+        elif isinstance(value, MethodType):
+            yield (value.__func__, value.__self__)
+        elif isinstance(value, partial):
+            yield (value.func, value.args, value.keywords)
+        elif isinstance(value, (np.ndarray, bytearray, array)):
+            yield _bytes(value)
+        if is_open(value, self.packages):
+            yield list(getattr(value, "__dict__", {}).items())
+            yield _slots(value)
+
+
+def is_open(value, packages: set[str]) -> bool:
+    """Whether the fields of an object count; `packages` are those of the model's modules."""
+    kind = type(value)
+    return (
+        isinstance(value, (*_RECORDS, nn.Module))
+        or hasattr(kind, "__dataclass_fields__")
+        or _package(kind) in _CONFIGURED_BY
+        or (_package(kind) in packages and not isinstance(value, type))
+    )
+
+
+def code_of(modules: list[nn.Module]) -> tuple[set[str], list[type]]:
+    """The packages that modules come from, and their classes and bases of those."""
+    return _code_of(frozenset(map(type, modules)))
+
+
+@lru_cache(64)
+def _code_of(classes: frozenset[type]) -> tuple[set[str], list[type]]:
+    packages = set(map(_package, classes)) - _FOREIGN
+    bases = {base for cls in classes for base in cls.__mro__}
+    return packages, [base for base in bases if _package(base) in packages]
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+def _bytes(value: np.ndarray | bytearray | array) -> tuple:
+    """Shape, type and content of an array; of a large one not the content."""
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= _LARGEST
+        return value.shape, value.dtype.str, value.tobytes() if small else None
+    size = len(value) * getattr(value, "itemsize", 1)
+    return len(value), bytes(value) if size <= _LARGEST else None
+
+
+def _cells(function: FunctionType) -> list:
+    """What a function's closure holds; a cell may be empty."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            found.append(None)
+    return found
+
+
+def _slots(value) -> list:
+    """The fields in `__slots__` of an object's classes that are set."""
+    found = []
+    for cls in type(value).__mro__:
+        for name, member in vars(cls).items():
+            if isinstance(member, MemberDescriptorType):
+                try:
+                    found.append((name, member.__get__(value)))
+                except AttributeError:
+                    found.append((name, None))
+    return found
