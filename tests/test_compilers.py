@@ -11,6 +11,12 @@ from bnuq_ext.passes import Pass, running
 from bnuq_ext.reads import uncompiled
 
 
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """Some versions compile a function, in whatever module, a few times only."""
+    torch.compiler.reset()
+
+
 class PlusOne(Pass):
     """Layers behave as usual, plus one."""
 
