@@ -102,7 +102,7 @@ class Folding:
                 plan = self.known.plans.get(place)
                 if plan is None or not plan.way:
                     plan = self._make(inputs, wanted)
-                    self._remember(self.known.plans, place, plan, plan.lasting)
+                    self.remember(self.known.plans, place, plan, plan.lasting)
         return plan
 
     def undecided(self, inputs) -> int:
@@ -115,7 +115,7 @@ class Folding:
             following = self._next(plan, inputs, str(reason))
             if is_out_of_memory(reason):
                 following = following._replace(steady=False)
-            self._remember(self.known.plans, self.place(inputs), following, following.lasting)
+            self.remember(self.known.plans, self.place(inputs), following, following.lasting)
         return following
 
     def place(self, inputs, from_dim: int = 0) -> tuple:
@@ -128,7 +128,7 @@ class Folding:
             torch.is_autocast_enabled("cuda"),
         )
 
-    def _remember(self, memory: dict, place, value, lasting: bool) -> None:
+    def remember(self, memory: dict, place, value, lasting: bool = True) -> None:
         if len(memory) >= _MOST:
             memory.clear()
         if lasting:
@@ -199,13 +199,13 @@ class Folding:
             found = trial.prove(inputs)
         except Undecided as error:
             found, lasting = str(error), False
-            self._remember(self.known.undecided, place[1], self.undecided(inputs) + 1, True)
+            self.remember(self.known.undecided, place[1], self.undecided(inputs) + 1)
         except DoesNotFold as error:
             found = str(error)
         except Exception as error:
             found = f"{type(error).__name__} in a trial on {ROWS} rows: {error}"
             lasting = not is_out_of_memory(error)
-        self._remember(self.known.trials, place, found, lasting)
+        self.remember(self.known.trials, place, found, lasting)
         return found, lasting
 
     def run(self, plan: Plan, inputs, first_replica: int, num_samples: int) -> Tensor:

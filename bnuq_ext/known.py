@@ -46,7 +46,7 @@ class Known:
         self.undecided: dict = {}
         self.standing: dict = {}
         self.turn = 0
-        self.held: set = set()
+        self.held: dict = {}
         self.planning = threading.RLock()
         self.examined = False
         self.samplers: dict[tuple, Sampler] = {}

@@ -77,7 +77,7 @@ class StandingFolding(Folding):
         should be."""
         tolerance = tolerance_of(alone, inputs, self.modules)
         check_replica(outputs, self.chosen(len(outputs)), alone, tolerance)
-        self._remember(self.known.plans, self.place(inputs), plan, True)
+        self.remember(self.known.plans, self.place(inputs), plan)
 
     def stand(self, plan: Plan, inputs) -> None:
         """Lets a proven plan stand for other values of the parameters, if it may."""
@@ -87,7 +87,7 @@ class StandingFolding(Folding):
             if before is not None and before.way == plan.way:
                 checked, repeatable = before.checked | checked, before.repeatable
             plan = plan._replace(checked=checked, repeatable=repeatable)
-            self._remember(self.known.standing, place, plan, True)
+            self.remember(self.known.standing, place, plan)
 
     def mark(self, inputs, repeatable: bool) -> None:
         """Says of the plan that stands whether outputs of a training step can be compared."""
@@ -99,8 +99,8 @@ class StandingFolding(Folding):
     def refute(self, plan: Plan, inputs, reason: str) -> None:
         """Sends the replicas one after another, now and with other values of the parameters."""
         place, loop = self.place(inputs), plan._replace(way="loop", shared={}, reason=reason)
-        self._remember(self.known.plans, place, loop, True)
-        self._remember(self.known.standing, place, loop, True)
+        self.remember(self.known.plans, place, loop)
+        self.remember(self.known.standing, place, loop)
 
     def next_way(self, plan: Plan, inputs, num_samples: int, reason: Exception) -> Plan:
         """The plan for the next way that passes in eval, after one that has failed with the flags as they are."""
@@ -125,10 +125,7 @@ def proven_plan(
     forward: Forward, modules: list[nn.Module], inputs, first_replica: int, num_samples: int
 ) -> Plan:
     """The plan for T replicas of a model that the caller runs itself, tried in eval at the actual size."""
-    known = know(forward.model, modules)
-    folding = StandingFolding(
-        forward._replace(known=known), modules, first_replica, flags_of(modules)
-    )
+    folding = _folding(forward, modules, first_replica)
     with torch.no_grad():
         plan = folding.standing(inputs, num_samples)
         if plan is None:
@@ -136,6 +133,11 @@ def proven_plan(
                 plan = _tried(folding, folding.plan(inputs), inputs, num_samples)
     folding.stand(plan, inputs)
     return plan
+
+
+def _folding(forward: Forward, modules: list[nn.Module], first_replica: int) -> StandingFolding:
+    known = know(forward.model, modules)
+    return StandingFolding(forward._replace(known=known), modules, first_replica, flags_of(modules))
 
 
 def _tried(folding: StandingFolding, plan: Plan, inputs, num_samples: int) -> Plan:
@@ -155,13 +157,11 @@ def plan_in_train(
     """`proven_plan`, held once to the training flags as they are; what changes itself, or draws random numbers
     besides dropout, cannot be."""
     plan = proven_plan(forward, modules, inputs, first_replica, num_samples)
-    known = know(forward.model, modules)
-    folding = StandingFolding(
-        forward._replace(known=known), modules, first_replica, flags_of(modules)
-    )
+    folding = _folding(forward, modules, first_replica)
+    held = folding.known.held
     while plan.way != "loop" and any(m.training for m in modules):
         place = (folding.place(inputs), num_samples, tuple(m.training for m in modules))
-        if place in known.held:
+        if place in held:
             break
         failure, state = None, State(modules)
         with torch.no_grad(), preserved_rng():
@@ -173,7 +173,7 @@ def plan_in_train(
                 failure = error
             changed = folding.undo(state)
         if failure is None or changed:
-            known.held.add(place)
+            folding.remember(held, place, True)
             break
         plan = folding.next_way(plan, inputs, num_samples, failure)
     return plan
