@@ -6,7 +6,7 @@ from argparse import Namespace
 from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Iterable
-from functools import lru_cache, partial
+from functools import cached_property, partial
 from itertools import islice
 from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from weakref import ref
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.Size})
 CONTAINERS = (list, dict, set, deque)
 _RECORDS = (SimpleNamespace, Namespace, UserDict, UserList)
-_FOREIGN = {"torch", "bnuq_ext"}  # packages whose objects are not looked into
+_FOREIGN = ("torch.", "bnuq_ext.")  # packages whose objects are not looked into
 _CONFIGURED_BY = {"omegaconf", "ml_collections"}  # others whose objects are
 _DEEPEST = 8  # of objects in objects
 _LONGEST = 64  # items of a container
@@ -48,9 +48,10 @@ class Contents:
     """
 
     def __init__(self, seen: list, modules: list[nn.Module]):
-        self.seen = seen
+        self.seen, self.modules = seen, modules
         self.visited = set(map(id, modules))
-        self.packages, own = code_of(modules)
+        self.most = len(self.visited) + _MOST
+        self.packages, own = _code_of(modules)
         for cls in own:
             self._append_all(list(vars(cls).values()), _DEEPEST)  # not what these hold
 
@@ -59,18 +60,31 @@ class Contents:
         if kind in SCALARS:
             seen.append(value)
         elif isinstance(value, Tensor):
-            # Inference tensors do not count their versions.
             seen += identity(value)
-            seen.append(-1 if value.is_inference() else value._version)
+            if id(value) not in self._registered:
+                seen.append(_version(value))
         elif kind is tuple:
             self._append_all(value, depth)
         else:
             seen += identity(value)
-            new = id(value) not in self.visited and len(self.visited) < _MOST
+            new = id(value) not in self.visited and len(self.visited) < self.most
             if new and depth < _DEEPEST:
                 self.visited.add(id(value))
-                for part in self._parts(value):
-                    self._append_all(part, depth + 1)
+                self._look_into(value, depth)
+
+    @cached_property
+    def _registered(self) -> set[int]:
+        """Addresses of parameters and buffers, whose versions count apart."""
+        return {
+            id(t) for m in self.modules for t in (*m._parameters.values(), *m._buffers.values())
+        }
+
+    def _look_into(self, value, depth: int) -> None:
+        try:
+            for part in self._parts(value):
+                self._append_all(part, depth + 1)
+        except Exception:  # a proxy of nothing, a mock, an array without bytes: who it is must do
+            self.seen.append(None)
 
     def _append_all(self, values: Iterable, depth: int) -> None:
         for value in values:
@@ -95,36 +109,43 @@ class Contents:
             yield (value.func, value.args, value.keywords)
         elif isinstance(value, (np.ndarray, bytearray, array)):
             yield _bytes(value)
-        if is_open(value, self.packages):
+        if self._is_open(value):
             yield list(getattr(value, "__dict__", {}).items())
             yield _slots(value)
 
-
-def is_open(value, packages: set[str]) -> bool:
-    """Whether the fields of an object count; `packages` are those of the model's modules."""
-    kind = type(value)
-    return (
-        isinstance(value, (*_RECORDS, nn.Module))
-        or hasattr(kind, "__dataclass_fields__")
-        or _package(kind) in _CONFIGURED_BY
-        or (_package(kind) in packages and not isinstance(value, type))
-    )
+    def _is_open(self, value) -> bool:
+        package = _package(type(value))
+        return (
+            is_record(value)
+            or isinstance(value, nn.Module)
+            or package in _CONFIGURED_BY
+            or (package in self.packages and not isinstance(value, type))
+        )
 
 
-def code_of(modules: list[nn.Module]) -> tuple[set[str], list[type]]:
+def is_record(value) -> bool:
+    """Whether an object is there for its fields."""
+    return isinstance(value, _RECORDS) or hasattr(type(value), "__dataclass_fields__")
+
+
+def _code_of(modules: list[nn.Module]) -> tuple[set[str], list[type]]:
     """The packages that modules come from, and their classes and bases of those."""
-    return _code_of(frozenset(map(type, modules)))
-
-
-@lru_cache(64)
-def _code_of(classes: frozenset[type]) -> tuple[set[str], list[type]]:
-    packages = set(map(_package, classes)) - _FOREIGN
-    bases = {base for cls in classes for base in cls.__mro__}
+    classes = set(map(type, modules))
+    own = [cls for cls in classes if not str(cls.__module__).startswith(_FOREIGN)]
+    packages = set(map(_package, own))
+    bases = dict.fromkeys(base for cls in own for base in cls.__mro__)
     return packages, [base for base in bases if _package(base) in packages]
 
 
 def _package(cls: type) -> str:
-    return cls.__module__.partition(".")[0]
+    return str(cls.__module__).partition(".")[0]
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except (RuntimeError, ValueError):  # of inference mode, or without a shape yet: none is counted
+        return -1
 
 
 def _bytes(value: np.ndarray | bytearray | array) -> tuple:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
@@ -111,6 +112,8 @@ def copied(op: str, model: nn.Module, memo: dict, instead: str = "") -> nn.Modul
     }
     try:
         made = copy.deepcopy(model, memo)
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, RuntimeError) as error:
         refuse(op, "model", f"be one that copy.deepcopy can copy{instead}", error, TypeError)
     # Some classes copy themselves into train() (torchvision's feature extractors do).

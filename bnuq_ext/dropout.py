@@ -1,5 +1,7 @@
 """Dropout that drops in eval, by masks of a generator of its own, or that drops nothing, while a context is open."""
 
+from inspect import signature
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,6 +19,7 @@ _LEADING = {
     F.feature_alpha_dropout: lambda x: 2,
 }
 DROPOUTS = tuple(_LEADING)
+_BY_HEADS = signature(F.multi_head_attention_forward)
 
 
 class Dropping(TorchFunctionMode):
@@ -75,19 +78,30 @@ class Undropped(TorchFunctionMode):
             return self._spare(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:  # as a whole: inside, no mode is active
+            return self._attend_by_heads(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _spare(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        if training and p > 0:
-            self.sizes.append(input.numel())
-        return input
+        if not training or p == 0:
+            return input
+        self.sizes.append(input.numel())
+        return input if inplace else input.clone()  # which a forward may write into
 
     def _attend(self, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs) -> Tensor:
         if dropout_p > 0:
             self.sizes.append(query.numel())
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    def _attend_by_heads(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+        given = _BY_HEADS.bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["training"] and given.arguments["dropout_p"] > 0:
+            self.sizes.append(given.arguments["query"].numel())
+        given.arguments["dropout_p"] = 0.0
+        return F.multi_head_attention_forward(*given.args, **given.kwargs)
 
 
 def _call(func, *args, **kwargs):

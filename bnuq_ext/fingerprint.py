@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from .contents import CONTAINERS, SCALARS, Contents, code_of, is_open
+from .contents import CONTAINERS, SCALARS, Contents, is_record
 
 _BASE = frozenset(nn.Module().__dict__)
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
@@ -57,10 +57,8 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
                 hooks = [*attributes[kind].items()]
                 seen += [(key, id(hook)) for key, hook in hooks if not hasattr(hook, OURS)]
         for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
-            if tensor is None:
-                add(None)
-            else:
-                add(id(tensor))
+            add(id(tensor))
+            if tensor is not None:
                 add(ref(tensor))  # tells it from a later one at the same address
                 try:
                     versions.append(tensor._version)
@@ -76,9 +74,9 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     return Fingerprint(seen, versions)
 
 
-def _held(value, packages: set[str]):
-    """The fields of an object that `Contents` looks into as their dict; any other value itself."""
-    if isinstance(value, (nn.Module, *CONTAINERS)) or not is_open(value, packages):
+def _held(value):
+    """The fields of a record as their dict (a model's configuration is often one); any other value itself."""
+    if isinstance(value, (nn.Module, *CONTAINERS)) or not is_record(value):
         return value
     return getattr(value, "__dict__", value)
 
@@ -87,17 +85,15 @@ class State:
     """A model's buffers and plain attributes, to put back what a forward has changed."""
 
     def __init__(self, modules: list[nn.Module]):
-        self.packages, _ = code_of(modules)
         self.saved = [
-            (module, self._copies(vars(module)), self._copies(module._buffers))
-            for module in modules
+            (module, _copies(vars(module)), _copies(module._buffers)) for module in modules
         ]
 
     def written(self) -> bool:
         """Whether the content of a tensor has changed, by way of `.data` too, of which no version tells, or the
         state of a generator."""
         pairs = [pair for _, *both in self.saved for saved in both for pair in saved.values()]
-        return any(not torch.equal(now, before) for v, before in pairs for now in _content(v))
+        return any(not _equal(now, before) for v, before in pairs for now in _content(v))
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -105,12 +101,20 @@ class State:
                 for name in [n for n in vars(module) if n not in _BASE and n not in attributes]:
                     del vars(module)[name]
                 for name, saved in attributes.items():
-                    vars(module)[name] = _put_back(*saved, self.packages)
+                    vars(module)[name] = _put_back(*saved)
                 for name, saved in buffers.items():
-                    module._buffers[name] = _put_back(*saved, self.packages)
+                    module._buffers[name] = _put_back(*saved)
 
-    def _copies(self, values: dict) -> dict:
-        return {n: (v, _copy(v, self.packages)) for n, v in values.items() if n not in _BASE}
+
+def _copies(values: dict) -> dict:
+    return {name: (v, _copy(v)) for name, v in values.items() if name not in _BASE}
+
+
+def _equal(now: Tensor, before: Tensor) -> bool:
+    try:
+        return torch.equal(now, before)
+    except NotImplementedError:  # of sparse tensors only the version tells
+        return True
 
 
 def _content(value) -> list[Tensor]:
@@ -119,9 +123,9 @@ def _content(value) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def _copy(value, packages: set[str], depth: int = 0):
+def _copy(value, depth: int = 0):
     """What `_put_back` needs; None for a container that is too deep inside others."""
-    value = _held(value, packages)
+    value = _held(value)
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -129,24 +133,24 @@ def _copy(value, packages: set[str], depth: int = 0):
     if isinstance(value, CONTAINERS) and depth == _DEEPEST:
         return None
     if isinstance(value, dict):
-        return {key: (item, _copy(item, packages, depth + 1)) for key, item in value.items()}
+        return {key: (item, _copy(item, depth + 1)) for key, item in value.items()}
     if isinstance(value, (list, deque)):
-        return [(item, _copy(item, packages, depth + 1)) for item in value]
+        return [(item, _copy(item, depth + 1)) for item in value]
     return set(value) if isinstance(value, set) else value
 
 
-def _put_back(value, saved, packages: set[str]):
+def _put_back(value, saved):
     """The same object with its old content."""
     if isinstance(value, Tensor):
-        if not torch.equal(value, saved):
+        if not _equal(value, saved):
             value.copy_(saved)
     elif isinstance(value, torch.Generator):
         value.set_state(saved)
-    elif isinstance(held := _held(value, packages), CONTAINERS) and saved is not None:
+    elif isinstance(held := _held(value), CONTAINERS) and saved is not None:
         if isinstance(held, dict):
-            saved = {key: _put_back(*pair, packages) for key, pair in saved.items()}
+            saved = {key: _put_back(*pair) for key, pair in saved.items()}
         elif not isinstance(held, set):
-            saved = [_put_back(*pair, packages) for pair in saved]
+            saved = [_put_back(*pair) for pair in saved]
         held.clear()
         held.extend(saved) if isinstance(held, (list, deque)) else held.update(saved)
     return value

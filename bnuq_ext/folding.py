@@ -144,7 +144,15 @@ class Folding:
                     plan = self._first(plan, inputs, reads, wanted)
             finally:
                 changed = self.undo(state)
-        return plan._replace(way="loop", reason=CHANGES) if changed else plan
+        if changed:
+            return plan._replace(way="loop", reason=CHANGES, lasting=self.changes_again())
+        return plan
+
+    def changes_again(self) -> bool:
+        """Notes that a forward has changed the model; whether one had before. What it does once, to keep a table
+        in a place that cannot be put back, says nothing of the next."""
+        self.known.changes += 1
+        return self.known.changes > 1
 
     def undo(self, state: State) -> bool:
         """Whether forwards have changed the model's state since; if so it is put back."""

@@ -33,6 +33,7 @@ class Known:
             `StandingFolding`.
         turn: how often those have changed.
         held: where plans have been held to the training flags; see `plan_in_train`.
+        changes: how often a trial has found that a forward changes the model.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
         samplers: of its bank, as they have been asked for.
@@ -47,6 +48,7 @@ class Known:
         self.standing: dict = {}
         self.turn = 0
         self.held: dict = {}
+        self.changes = 0
         self.planning = threading.RLock()
         self.examined = False
         self.samplers: dict[tuple, Sampler] = {}
@@ -127,7 +129,7 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
             known.examined, known.planning = before.examined, before.planning
             if before.seen.structure == seen.structure:
                 known.standing, known.turn = before.standing, before.turn + 1
-                known.held = before.held
+                known.held, known.changes = before.held, before.changes
     return known
 
 

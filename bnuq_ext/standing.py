@@ -27,6 +27,10 @@ class DrawsNumbers(DoesNotFold):
     """A forward draws other random numbers than dropout's, so that no two of them can be compared."""
 
 
+class SharesDropout(DoesNotFold):
+    """A dropout in a forward would be the same for all replicas."""
+
+
 class StandingFolding(Folding):
     """The plans of a model where gradients may be taken; see `Folding`."""
 
@@ -56,8 +60,8 @@ class StandingFolding(Folding):
         """Takes a plan as proven in this state if T replicas with nothing dropped are those run alone.
 
         Raises:
-            DoesNotFold: they are not, or a dropout would have been one for all of them.
-            DrawsNumbers: the forward draws other random numbers.
+            DoesNotFold: they are not.
+            SharesDropout, DrawsNumbers: see there.
         """
         draws = probe_draws(self.forward.draw(self.first_replica, 1), num_samples)
         with uncompiled():
@@ -66,10 +70,11 @@ class StandingFolding(Folding):
                 outputs = self._together(plan, inputs, draws[-1])
             with Undropped() as of_one:
                 alone, _ = self.forward.run(inputs, draws[self.chosen(num_samples)])
-            if random_states() != before:
-                raise DrawsNumbers("its forward draws random numbers, and not for dropout")
+            drawn = random_states() != before
         if of_all.sizes != [num_samples * size for size in of_one.sizes]:
-            raise DoesNotFold("a dropout in its forward would be the same for all replicas")
+            raise SharesDropout("a dropout in its forward would be the same for all replicas")
+        if drawn:
+            raise DrawsNumbers("its forward draws random numbers, and not for dropout")
         self.hold(plan, inputs, outputs, alone)
 
     def hold(self, plan: Plan, inputs, outputs: Tensor, alone: Tensor) -> None:
@@ -154,25 +159,28 @@ def _tried(folding: StandingFolding, plan: Plan, inputs, num_samples: int) -> Pl
 def plan_in_train(
     forward: Forward, modules: list[nn.Module], inputs, first_replica: int, num_samples: int
 ) -> Plan:
-    """`proven_plan`, held once to the training flags as they are; what changes itself, or draws random numbers
-    besides dropout, cannot be."""
+    """`proven_plan`, held once to the training flags as they are. What changes itself, needs gradients or draws
+    random numbers besides those of dropout of its rows cannot be; of the last each replica has rows of its own from
+    the start."""
     plan = proven_plan(forward, modules, inputs, first_replica, num_samples)
     folding = _folding(forward, modules, first_replica)
     held = folding.known.held
     while plan.way != "loop" and any(m.training for m in modules):
-        place = (folding.place(inputs), num_samples, tuple(m.training for m in modules))
+        place = (plan.way, folding.place(inputs), num_samples, tuple(m.training for m in modules))
         if place in held:
             break
         failure, state = None, State(modules)
         with torch.no_grad(), preserved_rng():
             try:
                 folding.hold_without_dropout(plan, inputs, num_samples)
-            except DrawsNumbers:
-                pass
-            except Exception as error:
+            except (DrawsNumbers, SharesDropout) as error:
+                failure = error if plan.way == "folded" else None
+            except DoesNotFold as error:
                 failure = error
+            except Exception:  # the model's own, of gradients that are not taken for one
+                pass
             changed = folding.undo(state)
-        if failure is None or changed:
+        if failure is None or (changed and not isinstance(failure, (DrawsNumbers, SharesDropout))):
             folding.remember(held, place, True)
             break
         plan = folding.next_way(plan, inputs, num_samples, failure)

@@ -12,7 +12,7 @@ from .passes import DoesNotFold, Undecided
 from .probe import expand
 from .restore import preserved_rng, random_states
 from .samplers import Draw
-from .standing import StandingFolding, flags_of, proven_plan
+from .standing import DrawsNumbers, StandingFolding, flags_of, proven_plan
 
 
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
@@ -86,8 +86,13 @@ def _examined(
         finally:
             changed = folding.undo(state)
     if changed:
-        folding.refute(plan, inputs, CHANGES)
-        return folding.known.plans[folding.place(inputs)], None
+        folding.known.standing.pop(folding.place(inputs), None)
+        if folding.changes_again():
+            folding.refute(plan, inputs, CHANGES)
+        return plan._replace(way="loop"), None
+    if isinstance(failure, DrawsNumbers):
+        folding.refute(plan, inputs, str(failure))
+        return plan._replace(way="loop"), None
     if failure is not None:
         plan = folding.next_way(plan, inputs, num_samples, failure)
         if plan.way == "loop":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from types import MethodType, SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -187,16 +188,19 @@ def test_another_object_shows_where_its_address_comes_again():
     def adding(size):
         return lambda h: h + size
 
-    made = {
-        "function": lambda i: lambda h: h,
-        "closure": adding,
-        "object": lambda i: Plain(),
-        "tensor": lambda i: torch.zeros(2),
-        "array": lambda i: np.zeros(9000),
-    }
+    again, made = (
+        0,
+        {
+            "function": lambda i: lambda h: h,
+            "closure": adding,
+            "object": lambda i: Plain(),
+            "tensor": lambda i: torch.zeros(2),
+            "array": lambda i: np.zeros(9000),
+        },
+    )
     layer = Own()
     for make in made.values():
-        layer.held, again, addresses = make(0), 0, set()
+        layer.held, addresses = make(0), set()
         for i in range(1, 50):
             before = fingerprint([layer])
             addresses.add(id(layer.held))
@@ -242,6 +246,48 @@ def test_a_fingerprint_keeps_nothing_alive_and_is_bounded():
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_classes_are_let_go():
+    def used():
+        class Made(nn.ReLU):
+            pass
+
+        fingerprint([Made()])
+        return weakref.ref(Made)
+
+    gone = used()
+    gc.collect()
+    assert gone() is None
+
+
+class Hostile:
+    @property
+    def __dict__(self):
+        raise RuntimeError("not to be looked into")
+
+
+def test_odd_attributes_are_told_by_who_they_are():
+    model = network()
+    model.odd = [Hostile(), np.ma.masked, Mock(spec=np.ndarray), nn.LazyLinear(3)]
+    before = fingerprint(modules_of(model))
+    assert fingerprint(modules_of(model)) == before
+    model.odd[0] = Hostile()
+    assert fingerprint(modules_of(model)) != before
+    state = State(modules_of(model))
+    assert not state.written()
+    state.restore()
+
+
+def test_a_sparse_buffer():
+    layer = nn.BatchNorm1d(3)
+    layer.register_buffer("adjacency", torch.eye(3).to_sparse())
+    state = State([layer])
+    assert not state.written()
+    layer.running_mean.add_(1)
+    assert state.written()
+    state.restore()
+    assert (layer.running_mean == 0).all()
 
 
 def test_training_flags_and_tensors_without_versions():

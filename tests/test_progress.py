@@ -36,6 +36,18 @@ def test_nothing_within_a_minute_and_nothing_unless_shown(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_stderr_that_is_no_file(monkeypatch, capsys):
+    class Tee:
+        def write(self, text):
+            print(text)
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", Tee())
+    assert list(progress.progress_bar(range(5), "tee", shown=True)) == list(range(5))
+
+
 def test_no_stderr_at_all(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert list(progress.progress_bar(range(5), "none", shown=True)) == list(range(5))

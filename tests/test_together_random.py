@@ -4,7 +4,20 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from training import D, K, N, Net, Residual, T, assert_right, data, gradients, step, ways
+from training import (
+    D,
+    K,
+    N,
+    Net,
+    Residual,
+    T,
+    assert_right,
+    data,
+    gradients,
+    proofs,
+    step,
+    ways,
+)
 
 import bnuq_ext as bnuq
 
@@ -63,7 +76,8 @@ DRAWS = {
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_other_random_numbers_are_drawn_one_sample_after_another(draw):
-    model, drawn = Net(middle=TrainOnly(lambda h: drawn.append(len(h)) or draw(h), 0.5)), []
+    model, drawn = Net(middle=TrainOnly(draw, 0.5)), []
+    model.middle.register_forward_hook(lambda module, args, output: drawn.append(len(output)))
     for seed in range(3):
         drawn.clear()
         gradients(model, seed)
@@ -81,6 +95,16 @@ class Attending(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, dropout_p=p).flatten(1)
 
 
+class Encoder(nn.TransformerEncoderLayer):
+    """Three tokens of three features in each row."""
+
+    def __init__(self):
+        super().__init__(3, 1, 5, dropout=0.5, batch_first=True, dtype=torch.float64)
+
+    def forward(self, h):
+        return super().forward(h.view(-1, 3, 3)).flatten(1)
+
+
 DROPOUTS = {
     "dropout": lambda: nn.Dropout(0.5),
     "of channels": lambda: nn.Sequential(
@@ -88,6 +112,7 @@ DROPOUTS = {
     ),
     "alpha": lambda: nn.Sequential(nn.AlphaDropout(0.5), Residual()),
     "of attention": Attending,
+    "of a transformer": Encoder,
 }
 
 
@@ -134,18 +159,102 @@ def test_dropout_before_the_first_bayesian_layer_is_each_samples_own(chain, num_
             seen = [torch.cat(seen[-2:])]
         found = masks(seen)
         assert len(found) == num_samples * N == len(set(found))
+        assert not chain or len(seen) == 1
         step(model)
 
 
-def test_dropout_before_the_first_layer_in_replicas():
+class Counting(nn.Dropout):
+    """Changes itself in train()."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return super().forward(x)
+
+
+class Recurrent(nn.LSTM):
+    """Dropout that no function of Python's draws."""
+
+    def __init__(self):
+        super().__init__(40, 40, num_layers=2, dropout=0.5)
+
+    def forward(self, x):
+        return super().forward(x[None] * torch.arange(1, 41))[0][0]
+
+
+FIRST = {"dropout": lambda: nn.Dropout(0.5), "counting": Counting, "recurrent": Recurrent}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("make", FIRST.values(), ids=FIRST)
+def test_dropout_before_the_first_layer_in_replicas(make, grad):
     x = torch.ones(N, 40)
-    model = nn.Sequential(nn.Dropout(0.5), bnuq.BayesLinear(40, 3, rho_init=-100.0), nn.Flatten(1))
-    for grad in (True, False):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), bnuq.BayesLinear(40, 3, rho_init=-100.0), nn.Flatten(1))
+    for _ in range(3):
         with torch.set_grad_enabled(grad), bnuq.replicas(model.train(), T, seed=0):
             out = model(x)
             assert len({tuple(row.tolist()) for row in out}) == T * N
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1e-3)
     with bnuq.replicas(model.eval(), T, seed=0):
         assert len(model(x)) == T * N
+
+
+def test_replicas_take_a_mask_of_weights_and_what_needs_gradients_in_train():
+    """As before a check of train() was there: a mask of weights is one of the call."""
+    x, _ = data()
+
+    def of_weights(h):
+        return F.linear(h, F.dropout(torch.eye(9, dtype=h.dtype), 0.5))
+
+    def its_gradient(h):
+        torch.autograd.grad(h.sum(), h)
+        return h
+
+    for mix in (of_weights, its_gradient):
+        model = Net(middle=TrainOnly(mix)).train()
+        with bnuq.replicas(model, T, seed=0):
+            assert len(model(x)) == T * N
+
+
+@pytest.mark.parametrize("run", ["elbo", "replicas"])
+def test_what_dropout_gives_is_the_forwards_own_to_write_into(run):
+    class Noisy(Net):
+        def forward(self, x):
+            if self.training:
+                x = F.dropout(x, 0.2)
+                x.clamp_(0, 1)
+            return super().forward(x)
+
+    (x, y), model = data(), Noisy(middle=Residual()).train()
+    before = x.clone()
+    for _ in range(2):
+        if run == "elbo":
+            bnuq.elbo_loss(model, x, y, num_samples=T, batch_weight=0.1)
+        else:
+            with bnuq.replicas(model, T):
+                model(x)
+        assert torch.equal(x, before)
+
+
+def test_a_recurrent_network_stands(monkeypatch):
+    """Its layers hold their parameters once more, in a list."""
+
+    class Recurrent(nn.GRU):
+        def forward(self, h):
+            return super().forward(h[None])[0][0]
+
+    made = proofs(monkeypatch)
+    model = Net(middle=Recurrent(9, 9, dtype=torch.float64))
+    for seed in range(3):
+        assert_right(model, seed)
+        step(model)
+    assert len(made) == 1 and ways(model) == {"folded"}
 
 
 def test_replicas_refuse_a_coupling_in_train_alone():
