@@ -17,7 +17,7 @@ from .fingerprint import State
 from .folding import Folding, Plan
 from .forward import Forward
 from .known import know
-from .passes import DoesNotFold
+from .passes import DoesNotFold, Undecided
 from .probe import check_replica, probe_draws, tolerance_of
 from .reads import uncompiled
 from .restore import evaluating, preserved_rng, random_states
@@ -175,10 +175,10 @@ def plan_in_train(
                 folding.hold_without_dropout(plan, inputs, num_samples)
             except (DrawsNumbers, SharesDropout) as error:
                 failure = error if plan.way == "folded" else None
-            except DoesNotFold as error:
-                failure = error
-            except Exception:  # the model's own, of gradients that are not taken for one
-                pass
+            except Exception as error:
+                # Not what cannot tell, nor the model's own, of gradients that are not taken for one.
+                if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
+                    failure = error
             changed = folding.undo(state)
         if failure is None or (changed and not isinstance(failure, (DrawsNumbers, SharesDropout))):
             folding.remember(held, place, True)

@@ -290,3 +290,17 @@ def test_replicas_take_noise_of_rows_and_models_that_change_themselves():
             with bnuq.replicas(model, T, seed=0):
                 model(x)
         assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
+
+
+def test_replicas_that_tell_nothing_in_train_are_taken():
+    """As where a head is zero in train() alone."""
+    model = Net(middle=TrainOnly(lambda h: 0 * h)).train()
+    with torch.no_grad():
+        model.last.weight_rho.fill_(-100)
+        model.last.bias_rho.fill_(-100)
+    model.last.register_forward_hook(
+        lambda module, args, output: 0 * output if model.training else None
+    )
+    x, _ = data()
+    with bnuq.replicas(model, T, seed=0):
+        assert (model(x) == 0).all()
