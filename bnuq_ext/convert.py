@@ -48,8 +48,8 @@ def convert(
         whose adapter made a new one).
 
     Raises:
-        TypeError: model or filter_fn of another type, or a model that copy.deepcopy refuses. ValueError: no layer to convert, or with
-        `strict` one that cannot be.
+        TypeError: model or filter_fn of another type, or a model that copy.deepcopy refuses.
+        ValueError: no layer to convert, or with `strict` one that cannot be.
     """
     check_model("convert", model)
     check_callable("convert", "filter_fn", filter_fn)
@@ -76,7 +76,8 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         inplace: change the given model instead of a copy.
 
     Raises:
-        TypeError: model is no module, or one that copy.deepcopy refuses. ValueError: it has no stochastic layer, or one with a parametrisation.
+        TypeError: model is no module, or one that copy.deepcopy refuses.
+        ValueError: it has no stochastic layer, or one with a parametrisation.
     """
     check_model("revert", model)
     if not named_stochastic_layers(model):

@@ -32,7 +32,7 @@ class Known:
         standing: plans of earlier states, for as long as nothing but the values of parameters has changed; see
             `StandingFolding`.
         turn: how often those have changed.
-        held: where plans have been held to the training flags; see `plan_in_train`.
+        held: where plans have been held to the training flags; see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.

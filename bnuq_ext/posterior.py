@@ -42,9 +42,9 @@ def to_bayesian(
         prior: see `BayesLinear`.
 
     Raises:
-        ValueError, TypeError: copy.deepcopy refuses the model, no linear layer is left to turn, or one has parameters of 16 bits, or a weight that
-            is made of others (spectral norm, the older weight norm, pruning by torch; one with a parametrization is no
-            nn.Linear and stays as it is).
+        ValueError, TypeError: copy.deepcopy refuses the model, no linear layer is left to turn, or one has parameters
+            of 16 bits, or a weight that is made of others (spectral norm, the older weight norm, pruning by torch; one
+            with a parametrization is no nn.Linear and stays as it is).
     """
     op = "to_bayesian"
     check_model(op, model)

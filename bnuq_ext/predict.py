@@ -122,9 +122,8 @@ def predict(
     else:
         layers = layers_by_bank(modules)
         drawn = known.sampler("predict", model, sampler, batch_size, device)
-    layers = (
-        bayes_layers(model, modules) | layers
-    )  # in this order the weights are those of elbo_loss
+    # In this order the weights are those of elbo_loss.
+    layers = bayes_layers(model, modules) | layers
     with unmoved_by_errors(seed):
         key = draw_key(seed, device)
         forward = Forward(model, layers, drawn, key, output_fn, known)

@@ -20,7 +20,7 @@ from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass,
 from .predict import layers_by_bank, take_model
 from .probe import expand
 from .samplers import check_key, check_sampler, draw_key
-from .standing import plan_in_train
+from .standing import standing_folding
 
 
 @contextmanager
@@ -121,7 +121,8 @@ class _Session(Pass):
 
     def _plan(self, inputs: dict) -> Plan:
         modules = list(self.forward.model.modules())
-        plan = plan_in_train(self.forward, modules, inputs, self.first, self.num_samples)
+        folding = standing_folding(self.forward, modules, self.first)
+        plan = folding.prove_in_train(inputs, self.num_samples)
         if plan.way == "loop":
             refuse("replicas", "model", "give the same folded as one by one", plan.reason)
         return plan

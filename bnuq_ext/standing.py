@@ -77,6 +77,14 @@ class StandingFolding(Folding):
             raise DrawsNumbers("its forward draws random numbers, and not for dropout")
         self.hold(plan, inputs, outputs, alone)
 
+    def failure_without_dropout(self, plan: Plan, inputs, num_samples: int) -> Exception | None:
+        """What `hold_without_dropout` raises, or a forward of the model in it."""
+        try:
+            self.hold_without_dropout(plan, inputs, num_samples)
+        except Exception as error:
+            return error
+        return None
+
     def hold(self, plan: Plan, inputs, outputs: Tensor, alone: Tensor) -> None:
         """Takes a plan as proven in this state, if `alone` is the replica of the outputs (T, N, ...) that it
         should be."""
@@ -107,12 +115,52 @@ class StandingFolding(Folding):
         self.remember(self.known.plans, place, loop)
         self.remember(self.known.standing, place, loop)
 
+    def prove(self, inputs, num_samples: int) -> Plan:
+        """The plan for T replicas, tried in eval at the actual size."""
+        with torch.no_grad():
+            plan = self.standing(inputs, num_samples)
+            if plan is None:
+                with evaluating(self.modules, warns=False):
+                    plan = self._tried(self.plan(inputs), inputs, num_samples)
+        self.stand(plan, inputs)
+        return plan
+
+    def prove_in_train(self, inputs, num_samples: int) -> Plan:
+        """`prove`, held once to the training flags as they are. What changes itself, needs gradients or draws random
+        numbers besides those of dropout of its rows cannot be; of the last each replica has rows of its own from the
+        start."""
+        plan, held = self.prove(inputs, num_samples), self.known.held
+        flags = tuple(m.training for m in self.modules)
+        while plan.way != "loop" and any(flags):
+            place = (plan.way, self.place(inputs), num_samples, flags)
+            if place in held:
+                break
+            state = State(self.modules)
+            with torch.no_grad(), preserved_rng():
+                failure = self.failure_without_dropout(plan, inputs, num_samples)
+                changed = self.undo(state)
+            if not _refutes(failure, plan, changed):
+                self.remember(held, place, True)
+                break
+            plan = self.next_way(plan, inputs, num_samples, failure)
+        return plan
+
+    def _tried(self, plan: Plan, inputs, num_samples: int) -> Plan:
+        """The first of the plan's way and those after it that passes at the actual size."""
+        while plan.way != "loop" and num_samples not in plan.checked:
+            try:
+                with preserved_rng():
+                    self.run(plan, inputs, self.first_replica, num_samples)
+            except Exception as error:
+                plan = self.give_up(plan, inputs, error)
+        return plan
+
     def next_way(self, plan: Plan, inputs, num_samples: int, reason: Exception) -> Plan:
         """The plan for the next way that passes in eval, after one that has failed with the flags as they are."""
         self.known.standing.pop(self.place(inputs), None)
         with torch.no_grad(), evaluating(self.modules, warns=False):
             plan = self.give_up(plan, inputs, reason)
-            plan = _tried(self, plan, inputs, num_samples)
+            plan = self._tried(plan, inputs, num_samples)
         self.stand(plan, inputs)
         return plan
 
@@ -126,65 +174,21 @@ class StandingFolding(Folding):
         return self.forward.run(inputs, draw)[0]
 
 
-def proven_plan(
-    forward: Forward, modules: list[nn.Module], inputs, first_replica: int, num_samples: int
-) -> Plan:
-    """The plan for T replicas of a model that the caller runs itself, tried in eval at the actual size."""
-    folding = _folding(forward, modules, first_replica)
-    with torch.no_grad():
-        plan = folding.standing(inputs, num_samples)
-        if plan is None:
-            with evaluating(modules, warns=False):
-                plan = _tried(folding, folding.plan(inputs), inputs, num_samples)
-    folding.stand(plan, inputs)
-    return plan
-
-
-def _folding(forward: Forward, modules: list[nn.Module], first_replica: int) -> StandingFolding:
+def standing_folding(
+    forward: Forward, modules: list[nn.Module], first_replica: int
+) -> StandingFolding:
+    """Of a model that the caller runs itself, with what is known of its present state."""
     known = know(forward.model, modules)
     return StandingFolding(forward._replace(known=known), modules, first_replica, flags_of(modules))
 
 
-def _tried(folding: StandingFolding, plan: Plan, inputs, num_samples: int) -> Plan:
-    """The first of the plan's way and those after it that passes at the actual size."""
-    while plan.way != "loop" and num_samples not in plan.checked:
-        try:
-            with preserved_rng():
-                folding.run(plan, inputs, folding.first_replica, num_samples)
-        except Exception as error:
-            plan = folding.give_up(plan, inputs, error)
-    return plan
-
-
-def plan_in_train(
-    forward: Forward, modules: list[nn.Module], inputs, first_replica: int, num_samples: int
-) -> Plan:
-    """`proven_plan`, held once to the training flags as they are. What changes itself, needs gradients or draws
-    random numbers besides those of dropout of its rows cannot be; of the last each replica has rows of its own from
-    the start."""
-    plan = proven_plan(forward, modules, inputs, first_replica, num_samples)
-    folding = _folding(forward, modules, first_replica)
-    held = folding.known.held
-    while plan.way != "loop" and any(m.training for m in modules):
-        place = (plan.way, folding.place(inputs), num_samples, tuple(m.training for m in modules))
-        if place in held:
-            break
-        failure, state = None, State(modules)
-        with torch.no_grad(), preserved_rng():
-            try:
-                folding.hold_without_dropout(plan, inputs, num_samples)
-            except (DrawsNumbers, SharesDropout) as error:
-                failure = error if plan.way == "folded" else None
-            except Exception as error:
-                # Not what cannot tell, nor the model's own, of gradients that are not taken for one.
-                if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
-                    failure = error
-            changed = folding.undo(state)
-        if failure is None or (changed and not isinstance(failure, (DrawsNumbers, SharesDropout))):
-            folding.remember(held, place, True)
-            break
-        plan = folding.next_way(plan, inputs, num_samples, failure)
-    return plan
+def _refutes(failure: Exception | None, plan: Plan, changed: bool) -> bool:
+    """Whether a comparison with the flags as they are, in which the model may have changed, speaks against a plan."""
+    if isinstance(failure, (DrawsNumbers, SharesDropout)):
+        return plan.way == "folded"
+    # Not what cannot tell, nor the model's own, of gradients that are not taken for one.
+    told = isinstance(failure, DoesNotFold) and not isinstance(failure, Undecided)
+    return told and not changed
 
 
 def flags_of(modules: list[nn.Module]) -> tuple[bool, ...] | None:

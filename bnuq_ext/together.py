@@ -12,7 +12,7 @@ from .passes import DoesNotFold, Undecided
 from .probe import expand
 from .restore import preserved_rng, random_states
 from .samplers import Draw
-from .standing import DrawsNumbers, StandingFolding, flags_of, proven_plan
+from .standing import DrawsNumbers, StandingFolding, flags_of
 
 
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
@@ -63,7 +63,7 @@ def _decide(folding: StandingFolding, inputs, num_samples: int) -> tuple[Plan, T
     if plan is not None and plan.repeatable and num_samples in plan.checked:
         with torch.no_grad():
             return plan._replace(checked={num_samples}), folding.alone(inputs, num_samples)
-    plan = proven_plan(folding.forward, folding.modules, inputs, 0, num_samples)
+    plan = folding.prove(inputs, num_samples)
     stood = folding.known.standing.get(folding.place(inputs))
     if plan.way == "loop" or (stood is not None and stood.repeatable is not None):
         return plan, None
@@ -82,17 +82,15 @@ def _examined(
             alone = folding.alone(inputs, num_samples)
             repeatable = random_states() == before
             if not repeatable:
-                failure = _failure(folding, plan, inputs, num_samples)
+                failure = folding.failure_without_dropout(plan, inputs, num_samples)
         finally:
             changed = folding.undo(state)
-    if changed:
+    if changed and not folding.changes_again():
         folding.known.standing.pop(folding.place(inputs), None)
-        if folding.changes_again():
-            folding.refute(plan, inputs, CHANGES)
-        return plan._replace(way="loop"), None
-    if isinstance(failure, DrawsNumbers):
-        folding.refute(plan, inputs, str(failure))
-        return plan._replace(way="loop"), None
+        return LOOP, None
+    if changed or isinstance(failure, DrawsNumbers):
+        folding.refute(plan, inputs, CHANGES if changed else str(failure))
+        return LOOP, None
     if failure is not None:
         plan = folding.next_way(plan, inputs, num_samples, failure)
         if plan.way == "loop":
@@ -101,12 +99,3 @@ def _examined(
         return _examined(folding, plan, inputs, num_samples)
     folding.mark(inputs, repeatable)
     return plan, alone if repeatable else None
-
-
-def _failure(folding: StandingFolding, plan: Plan, inputs, num_samples: int) -> Exception | None:
-    """Why the replicas are not those run alone, with the flags as they are and nothing dropped."""
-    try:
-        folding.hold_without_dropout(plan, inputs, num_samples)
-    except Exception as error:
-        return error
-    return None
