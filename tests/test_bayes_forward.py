@@ -1,4 +1,5 @@
-"""BayesLinear in forwards of other shapes than rows by features: shared layers, inner dimensions, one row, none."""
+"""BayesLinear in forwards of other shapes than rows by features: shared layers, inner dimensions, one row, none; and
+its noise in each of the functions that draw it."""
 
 import pytest
 import torch
@@ -270,3 +271,38 @@ def test_sigma_is_the_softplus(dtype, assert_close):
     assert_close(sigma_of(rho) / expected, torch.ones_like(expected), dtype=dtype)
     (grad,) = torch.autograd.grad(sigma_of(rho).sum(), rho)
     assert_close(grad, torch.sigmoid(rho.detach().double()), dtype=dtype)
+
+
+def test_the_same_seed_gives_the_same_weights_beside_batch_norm():
+    """In elbo_loss, kl_divergence, replicas and predict, before and after a conversion."""
+    torch.manual_seed(0)
+    prior = bnuq.ScaleMixturePrior(0.5, 1.0, 0.05)
+    model = nn.Sequential(
+        bnuq.BayesLinear(4, 8, prior=prior), nn.BatchNorm1d(8), bnuq.BayesLinear(8, 3, prior=prior)
+    )
+    x, y = torch.randn(64, 4), torch.randint(0, 3, (64,))
+    found = [bnuq.kl_divergence(model, 5, seed=4)]
+    model = bnuq.convert(model).eval()
+    bnuq.collect(model, list(x.split(8)), 8, progress=False)
+    found.append(bnuq.kl_divergence(model, 5, seed=4))
+    found.append(bnuq.elbo_loss(model, x, y, num_samples=5, seed=4, batch_weight=0.1).kl)
+    for sampler in ("bank", "joint", "lognormal"):
+        with bnuq.replicas(model, 5, seed=4, sampler=sampler):
+            model(x)
+            found.append(bnuq.kl_divergence(model))
+    assert all(torch.equal(kl, found[0]) for kl in found)
+    w = [
+        layer.weight_mu + layer.weight_rho.exp().log1p() * ops.philox_normal(ops.new_seed(4), i << 16, (1, *layer.weight_mu.shape))[0]
+        for i, layer in enumerate((model[0], model[2]))
+    ]  # fmt: skip
+    b = [
+        layer.bias_mu + layer.bias_rho.exp().log1p() * ops.philox_normal(ops.new_seed(4), i << 16, (1, len(layer.bias_mu)), tag="bias")[0]
+        for i, layer in enumerate((model[0], model[2]))
+    ]  # fmt: skip
+    pred = bnuq.predict(
+        model, x, likelihood="gaussian", num_samples=1, seed=4, sampler="bank", keep_samples=True
+    )
+    row = pred.snapshots[0]
+    mean, var = model[1].bank.mean["1"][row], model[1].bank.var["1"][row]
+    h = (x @ w[0].T + b[0] - mean) / (var + 1e-5).sqrt()
+    torch.testing.assert_close(pred.samples[0], h @ w[1].T + b[1], rtol=1e-4, atol=1e-4)

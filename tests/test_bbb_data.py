@@ -1,0 +1,66 @@
+"""The images that Bayes by Backprop is trained on as in the report."""
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_bbb import TINY
+
+from bnuq_ext.experiments import bbb
+
+
+def test_scalings():
+    pixels = torch.tensor([0.0, 33.0, 126.0, 255.0])
+    expected = {
+        "255": pixels / 255,
+        "standard": (pixels / 255 - 0.1307) / 0.3081,
+        "126": pixels / 126,
+    }
+    for name, scale in bbb.SCALINGS.items():
+        torch.testing.assert_close(scale(pixels / 255), expected[name])
+
+
+def write_idx(folder, rows, num_test=30, label=0):
+    """MNIST's four files with images of six pixels and one label."""
+    generator = np.random.default_rng(0)
+    folder.mkdir(exist_ok=True)
+    for part, count in (("train", rows), ("t10k", num_test)):
+        images = generator.integers(0, 256, (count, 2, 3), dtype=np.uint8)
+        header = struct.pack(">I3I", 0x0803, count, 2, 3)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        labels = struct.pack(">II", 0x0801, count) + bytes([label]) * count
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(labels)
+
+
+@pytest.mark.parametrize("inside", [".", "mnist"])
+def test_mnist_files_are_read(tmp_path, inside):
+    write_idx(tmp_path / inside, 126)
+    settings = replace(TINY, epochs=1)
+    split, states = bbb.run(
+        tmp_path / "out", ["gaussian"], settings, data_root=tmp_path, progress=False
+    )
+    assert [len(part.x) for part in split] == [105, 21, 30]
+    assert states["gaussian"].network[0].in_features == 6
+
+
+def test_ten_thousand_images_at_most_are_for_validation(tmp_path):
+    write_idx(tmp_path, 60_006)
+    assert [len(part.x) for part in bbb.load_data(tmp_path, "255")] == [50_006, 10_000, 30]
+
+
+@pytest.mark.parametrize(
+    "files, text",
+    [
+        ({"rows": 126, "num_test": 0}, "hold images for the test part, got none"),
+        ({"rows": 5}, "hold images for the validation part, got none"),
+        ({"rows": 60, "label": 10}, "hold labels in [0, 10), got 10 in the train part"),
+    ],
+)
+def test_refuses_other_files(tmp_path, files, text):
+    write_idx(tmp_path, **files)
+    with pytest.raises(ValueError) as caught:
+        bbb.run(tmp_path / "out", ["gaussian"], TINY, data_root=tmp_path, progress=False)
+    assert str(caught.value) == f"bbb: data_root must {text}"
+    assert not (tmp_path / "out").exists()
