@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from . import __version__
 from ._library import HAS_CUDA
+from ._version import __version__
 
 OPTIONAL = ("scikit-learn", "matplotlib", "timm", "torchvision", "lightning")
 
