@@ -1,16 +1,10 @@
 """How many replicas go through a model at a time, and what happens when memory does not suffice."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from .ops.checks import check_integer
-
-if TYPE_CHECKING:
-    from .folding import Plan
 
 # Convolutions are slower per replica when their activations outgrow the cache: a ResNet-18 on 8 rows
 # takes 0.90 of the loop's time in chunks of 8 MB, 1.01 with 14 MB, 1.06 with 20 MB.
@@ -26,22 +20,20 @@ def check_chunk(op: str, chunk) -> None:
         check_integer(op, "chunk", chunk, 1)
 
 
-def chunk_of(plan: Plan, chunk: int | str, num_samples: int, device: torch.device) -> int:
+def chunk_of(largest: int, chunk: int | str, num_samples: int, device: torch.device) -> int:
     """Replicas in a chunk: at most the given number, or as many as keep the largest activation small.
 
     Args:
-        plan: knows the bytes of the largest input of a stochastic layer for one replica.
+        largest: bytes of the largest input of a stochastic layer for one replica.
         chunk: "auto" or a number.
         num_samples: T; the chunks are about equally large.
         device: where the model runs; on CUDA an eighth of the free memory is a bound too.
     """
-    if plan.way in ("", "loop"):
-        return 1
     if chunk == "auto":
         budget = CPU_BYTES
         if device.type == "cuda":
             budget = min(CUDA_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
-        chunk = budget // max(plan.largest, 1)
+        chunk = budget // max(largest, 1)
     chunk = max(int(chunk), 1)
     return -(-num_samples // -(-num_samples // chunk))
 

@@ -101,8 +101,7 @@ class Predictor:
         moments = samples = summary = None
         done, plan = 0, self._plan(inputs)
         while done < self.request.count:
-            left = self.request.count - done
-            size = min(chunk_of(plan, self.request.chunk, left, self.device), self.most)
+            size = self._size(plan, self.request.count - done)
             outputs = short = None
             try:
                 outputs = self._outputs(plan, inputs, done, size)
@@ -131,6 +130,12 @@ class Predictor:
                 if bar is not None:
                     bar.update(size)
         return (summary or moments.summary()) | {"samples": samples}
+
+    def _size(self, plan: Plan, left: int) -> int:
+        """Replicas in the next chunk."""
+        if plan.way in ("", "loop"):
+            return 1
+        return min(chunk_of(plan.largest, self.request.chunk, left, self.device), self.most)
 
     def _outputs(self, plan: Plan, inputs, done: int, size: int) -> Tensor:
         outputs = self.folding.run(plan, inputs, self.request.first + done, size)
@@ -162,7 +167,7 @@ class Predictor:
         wanted = self.request
         if wanted.strategy == "folded":
             return True
-        together = chunk_of(plan._replace(way="folded"), wanted.chunk, wanted.count, self.device)
+        together = chunk_of(plan.largest, wanted.chunk, wanted.count, self.device)
         return together > 1 and self.folding.undecided(inputs) < _TRIALS
 
     def _checked(self, plan: Plan) -> Plan:
