@@ -80,18 +80,16 @@ class Folding:
         forward: how to run the model.
         modules: all modules of the model.
         first_replica: whose statistics the record uses.
+
+    Attributes:
         flags: training flags of the modules, if gradients will be taken.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        modules: list[nn.Module],
-        first_replica: int,
-        flags: tuple[bool, ...] | None = None,
-    ):
+    flags: tuple[bool, ...] | None = None
+
+    def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int):
         self.forward, self.modules, self.first_replica = forward, modules, first_replica
-        self.flags, self.known = flags, forward.known
+        self.known = forward.known
 
     def plan(self, inputs, wanted: Callable[[Plan], bool] = lambda plan: True) -> Plan:
         """The plan for an input, made at the first sight of its signature; no trial while `wanted` says no."""

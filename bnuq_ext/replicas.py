@@ -20,7 +20,7 @@ from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass,
 from .predict import layers_by_bank, take_model
 from .probe import expand
 from .samplers import check_key, check_sampler, draw_key
-from .standing import standing_folding
+from .standing import StandingFolding
 
 
 @contextmanager
@@ -120,8 +120,10 @@ class _Session(Pass):
         return inputs if plan.way == "folded" else expand(inputs, self.num_samples)
 
     def _plan(self, inputs: dict) -> Plan:
-        modules = list(self.forward.model.modules())
-        folding = standing_folding(self.forward, modules, self.first)
+        model = self.forward.model
+        modules = list(model.modules())
+        forward = self.forward._replace(known=know(model, modules))
+        folding = StandingFolding(forward, modules, self.first)
         plan = folding.prove_in_train(inputs, self.num_samples)
         if plan.way == "loop":
             refuse("replicas", "model", "give the same folded as one by one", plan.reason)

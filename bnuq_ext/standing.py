@@ -16,7 +16,6 @@ from .dropout import Undropped
 from .fingerprint import State
 from .folding import Folding, Plan
 from .forward import Forward
-from .known import know
 from .passes import DoesNotFold, Undecided
 from .probe import check_replica, probe_draws, tolerance_of
 from .reads import uncompiled
@@ -32,7 +31,16 @@ class SharesDropout(DoesNotFold):
 
 
 class StandingFolding(Folding):
-    """The plans of a model where gradients may be taken; see `Folding`."""
+    """The plans of a model that the caller runs itself, where gradients may be taken; see `Folding`.
+
+    Attributes:
+        training: flags of the modules, whether gradients are taken or not.
+    """
+
+    def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int):
+        super().__init__(forward, modules, first_replica)
+        self.training = tuple(m.training for m in modules)
+        self.flags = self.training if torch.is_grad_enabled() else None
 
     def proven(self, inputs, num_samples: int) -> Plan | None:
         """The plan, if it has been proven for T replicas in this very state."""
@@ -130,9 +138,8 @@ class StandingFolding(Folding):
         numbers besides those of dropout of its rows cannot be; of the last each replica has rows of its own from the
         start."""
         plan, held = self.prove(inputs, num_samples), self.known.held
-        flags = tuple(m.training for m in self.modules)
-        while plan.way != "loop" and any(flags):
-            place = (plan.way, self.place(inputs), num_samples, flags)
+        while plan.way != "loop" and any(self.training):
+            place = (plan.way, self.place(inputs), num_samples, self.training)
             if place in held:
                 break
             state = State(self.modules)
@@ -174,14 +181,6 @@ class StandingFolding(Folding):
         return self.forward.run(inputs, draw)[0]
 
 
-def standing_folding(
-    forward: Forward, modules: list[nn.Module], first_replica: int
-) -> StandingFolding:
-    """Of a model that the caller runs itself, with what is known of its present state."""
-    known = know(forward.model, modules)
-    return StandingFolding(forward._replace(known=known), modules, first_replica, flags_of(modules))
-
-
 def _refutes(failure: Exception | None, plan: Plan, changed: bool) -> bool:
     """Whether a comparison with the flags as they are, in which the model may have changed, speaks against a plan."""
     if isinstance(failure, (DrawsNumbers, SharesDropout)):
@@ -189,8 +188,3 @@ def _refutes(failure: Exception | None, plan: Plan, changed: bool) -> bool:
     # Not what cannot tell, nor the model's own, of gradients that are not taken for one.
     told = isinstance(failure, DoesNotFold) and not isinstance(failure, Undecided)
     return told and not changed
-
-
-def flags_of(modules: list[nn.Module]) -> tuple[bool, ...] | None:
-    """The training flags of modules; None where no gradients are taken."""
-    return tuple(m.training for m in modules) if torch.is_grad_enabled() else None

@@ -12,7 +12,7 @@ from .passes import DoesNotFold, Undecided
 from .probe import expand
 from .restore import preserved_rng, random_states
 from .samplers import Draw
-from .standing import DrawsNumbers, StandingFolding, flags_of
+from .standing import DrawsNumbers, StandingFolding
 
 
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
@@ -23,7 +23,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     one among the others. Where train() has dropout, or the samples hardly differ, that is done with nothing
     dropped and a wider posterior; a model that draws other random numbers takes them one after another.
     """
-    T, folding = draw.num_samples, StandingFolding(forward, modules, 0, flags_of(modules))
+    T, folding = draw.num_samples, StandingFolding(forward, modules, 0)
     try:
         plan, alone = _decide(folding, inputs, T)
     except Exception as error:  # in eval(), or without gradients, which the model need not bear
@@ -57,7 +57,7 @@ def _decide(folding: StandingFolding, inputs, num_samples: int) -> tuple[Plan, T
     """The plan, and the chosen replica run alone where it has still to be compared."""
     plan = folding.proven(inputs, num_samples)
     # Without gradients train() and eval() have the same place.
-    if plan is not None and (folding.flags or not any(m.training for m in folding.modules)):
+    if plan is not None and (folding.flags or not any(folding.training)):
         return plan, None
     plan = folding.known.standing.get(folding.place(inputs))
     if plan is not None and plan.repeatable and num_samples in plan.checked:
