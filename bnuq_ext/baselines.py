@@ -163,11 +163,8 @@ class PlainForward(Forward):
         return None
 
     def run(self, inputs, draw, rows=None, shared=None) -> tuple[Tensor, None]:
-        spared = self.known.spared(inputs)
         with running(Pass({})):
-            output = self.call(self.model, spared)
-        if spared is not inputs:
-            self.known.look_at(inputs, spared)
+            output = self.known.called(self.call, self.model, inputs)
         return self.tensor_of(output), None
 
 

@@ -33,11 +33,8 @@ class Forward(NamedTuple):
     def run(self, inputs, draw: Draw, rows=None, shared=None) -> tuple[Tensor, ReplicaPass]:
         """One forward: its output, and what the stochastic calls saw."""
         active = ReplicaPass(self.layers, draw, rows, shared, self.op)
-        spared = self.known.spared(inputs)
         with running(active), self.known.examining(self.op, self.model, self.layers):
-            output = self.call(self.model, spared)
-        if spared is not inputs:
-            self.known.look_at(inputs, spared)
+            output = self.known.called(self.call, self.model, inputs)
         active.check_calls()
         output = self.tensor_of(output)
         if not self.plain:

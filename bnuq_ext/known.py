@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
@@ -72,23 +73,22 @@ class Known:
             warn_of_rescaling(op, find_bank(model, op), batch_size)
         return self.samplers[place]
 
-    def spared(self, inputs):
-        """What to give a forward: a copy of the input unless it is known to leave its input alone.
+    def called(self, call: Callable, model: nn.Module, inputs):
+        """call(model, inputs), with copies of the inputs unless it is known to leave them alone; the first shows it.
 
         Without, a model that normalises its input in place would see another one in each replica. Of a tensor of
         inference mode autograd takes only a copy.
         """
         refused = torch.is_grad_enabled() and any(t.is_inference() for t in tensors(inputs))
         if self.changes_input is False and not refused:
-            return inputs
-        return map_tensors(inputs, torch.clone)
-
-    def look_at(self, inputs, copies) -> None:
-        """Learns from the copies that a forward was given whether it writes into its inputs."""
+            return call(model, inputs)
+        copies = map_tensors(inputs, torch.clone)
+        output = call(model, copies)
         pairs = list(zip(tensors(inputs), tensors(copies), strict=True))
         # Tensors of inference mode do not count how often they are written to; to copy one counts as a time.
         if self.changes_input is None and not any(copy.is_inference() for _, copy in pairs):
             self.changes_input = any(c._version > t.is_inference() for t, c in pairs)
+        return output
 
     def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
         """Around a forward; around the first one that draws statistics for `layers`, it warns of batch norm that
