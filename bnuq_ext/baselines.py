@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .bayes import bayes_layers
 from .chunks import check_chunk
 from .dropout import Dropping
 from .forward import Forward
@@ -19,12 +18,12 @@ from .nn import check_model
 from .ops import new_seed, snapshot_indices
 from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
 from .passes import Pass, running
-from .predict import check_x, layers_by_bank, take_model, unwrapped
+from .predict import check_x, forward_by_bank, take_model, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
 from .predictor import STRATEGIES, Predictor, Request
 from .reads import uncompiled
 from .restore import evaluating
-from .samplers import check_key, check_sampler, draw_key, snapshots_of
+from .samplers import check_key, draw_key, snapshots_of
 
 _SEEDS = 2**31 - 1
 
@@ -262,20 +261,14 @@ class _Task:
         modules = list(model.modules())
         device = device_of(modules)
         check_x(op, self.x, device, self.single)
-        known = know(model, modules)
-        if sampler is None:
-            if batch_size is not None:
-                refuse(op, "batch_size", "be None without a sampler", batch_size)
-            key = draw_key(seed, device)
-            return PlainForward(model, {}, None, key, self.output_fn, known, op)
-        check_sampler(op, sampler, batch_size)
-        take_model(op, model)
-        if sampler == "batch":
-            refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
-        drawn = known.sampler(op, model, sampler, batch_size, device)
-        layers = bayes_layers(model, modules) | layers_by_bank(modules)
-        key = draw_key(seed, device)
-        return Forward(model, layers, drawn, key, self.output_fn, known, op)
+        if sampler is not None:
+            take_model(op, model)
+            source = sampler, batch_size, seed
+            return forward_by_bank(op, model, modules, *source, self.output_fn)
+        if batch_size is not None:
+            refuse(op, "batch_size", "be None without a sampler", batch_size)
+        known, key = know(model, modules), draw_key(seed, device)
+        return PlainForward(model, {}, None, key, self.output_fn, known, op)
 
     def predictor(
         self, forward, first_replica: int, count: int, strategy="loop", chunk=1

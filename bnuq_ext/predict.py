@@ -161,6 +161,19 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+def forward_by_bank(
+    op: str, model: nn.Module, modules: list[nn.Module], sampler: str, batch_size, seed, output_fn
+) -> Forward:
+    """How to run a model with replicas from its bank."""
+    check_sampler(op, sampler, batch_size)
+    if sampler == "batch":
+        refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
+    known, device = know(model, modules), device_of(modules)
+    drawn = known.sampler(op, model, sampler, batch_size, device)
+    layers = bayes_layers(model, modules) | layers_by_bank(modules)
+    return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known, op)
+
+
 def layers_by_bank(modules: list[nn.Module]) -> dict[str, nn.Module]:
     """The stochastic batch-norm layers by the names that their bank has."""
     return {m.bank_name: m for m in modules if isinstance(m, Stochastic)}

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from .batch_norm_like import averages_rows
-from .bayes import bayes_layers
 from .fingerprint import OURS
 from .folding import Plan
 from .forward import Forward
-from .inputs import device_of, num_rows, tensors
+from .inputs import num_rows, tensors
 from .known import know
 from .nn import Stochastic
 from .ops.checks import check_first_replica, check_integer, refuse
 from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass, running
-from .predict import layers_by_bank, take_model
+from .predict import forward_by_bank, take_model
 from .probe import expand
-from .samplers import check_key, check_sampler, draw_key
+from .samplers import check_key
 from .standing import StandingFolding
 
 
@@ -58,17 +57,10 @@ def replicas(
     _, modules = take_model(op, model)
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     first_replica = check_first_replica(op, first_replica, num_samples)
-    check_sampler(op, sampler, batch_size)
     check_key(op, seed)
-    if sampler == "batch":
-        refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
     outer = _outer_session(model)
-    known, device = know(model, modules), device_of(modules)
-    drawn = known.sampler(op, model, sampler, batch_size, device)
-    layers = bayes_layers(model, modules) | layers_by_bank(modules)
-    key = draw_key(seed, device)
-    forward = Forward(model, layers, drawn, key, _flat, known, op, _call)
-    session = _Session(forward, first_replica, num_samples, outer)
+    forward = forward_by_bank(op, model, modules, sampler, batch_size, seed, _flat)
+    session = _Session(forward._replace(call=_call), first_replica, num_samples, outer)
     handles = [
         model.register_forward_pre_hook(_Before(session), prepend=True, with_kwargs=True),
         model.register_forward_hook(_After(session), always_call=True),
