@@ -19,6 +19,7 @@ the gate's gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -74,12 +75,13 @@ LOOP = Plan("loop", {}, 0, (), {}, set())  # of which nothing has been tried
 
 
 class Folding:
-    """The plans of a model for one prediction.
+    """The plans of a model for one input.
 
     Args:
         forward: how to run the model.
         modules: all modules of the model.
         first_replica: whose statistics the record uses.
+        inputs: what the model is given.
 
     Attributes:
         flags: training flags of the modules, if gradients will be taken.
@@ -87,38 +89,42 @@ class Folding:
 
     flags: tuple[bool, ...] | None = None
 
-    def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int):
+    def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int, inputs):
         self.forward, self.modules, self.first_replica = forward, modules, first_replica
-        self.known = forward.known
+        self.inputs, self.known = inputs, forward.known
 
-    def plan(self, inputs, wanted: Callable[[Plan], bool] = lambda plan: True) -> Plan:
-        """The plan for an input, made at the first sight of its signature; no trial while `wanted` says no."""
-        place = self.place(inputs)
-        plan = self.known.plans.get(place)
+    def plan(self, wanted: Callable[[Plan], bool] = lambda plan: True) -> Plan:
+        """The plan, made at the first sight of the input's signature; no trial while `wanted` says no."""
+        plan = self.known.plans.get(self.place)
         if plan is None or (not plan.way and wanted(plan)):
             with self.known.planning:
-                plan = self.known.plans.get(place)
+                plan = self.known.plans.get(self.place)
                 if plan is None or not plan.way:
-                    plan = self._make(inputs, wanted)
-                    self.remember(self.known.plans, place, plan, plan.lasting)
+                    plan = self._make(wanted)
+                    self.remember(self.known.plans, self.place, plan, plan.lasting)
         return plan
 
-    def undecided(self, inputs) -> int:
+    def undecided(self) -> int:
         """How many trials on such inputs could not tell."""
-        return self.known.undecided.get(self.place(inputs, 1), 0)
+        return self.known.undecided.get(self._place(1), 0)
 
-    def give_up(self, plan: Plan, inputs, reason: Exception) -> Plan:
+    def give_up(self, plan: Plan, reason: Exception) -> Plan:
         """The next way that passes its trial, after a failure at the actual size."""
         with self.known.planning, uncompiled():
-            following = self._next(plan, inputs, str(reason))
+            following = self._next(plan, str(reason))
             if is_out_of_memory(reason):
                 following = following._replace(steady=False)
-            self.remember(self.known.plans, self.place(inputs), following, following.lasting)
+            self.remember(self.known.plans, self.place, following, following.lasting)
         return following
 
-    def place(self, inputs, from_dim: int = 0) -> tuple:
+    @cached_property
+    def place(self) -> tuple:
+        """What the plan is remembered by."""
+        return self._place(0)
+
+    def _place(self, from_dim: int) -> tuple:
         return (
-            signature(inputs, from_dim),
+            signature(self.inputs, from_dim),
             identity(self.forward.output_fn),
             tuple(self.forward.layers),
             self.flags,
@@ -132,14 +138,14 @@ class Folding:
         if lasting:
             memory[place] = value
 
-    def _make(self, inputs, wanted: Callable[[Plan], bool]) -> Plan:
+    def _make(self, wanted: Callable[[Plan], bool]) -> Plan:
         state = State(self.modules)
         with uncompiled(), preserved_rng():
             try:
-                output, record, reads = self._record(inputs)
+                output, record, reads = self._record()
                 plan = Plan("", record.rows, record.largest, tuple(output.shape), {}, set())
                 if self._unchanged():
-                    plan = self._first(plan, inputs, reads, wanted)
+                    plan = self._first(plan, reads, wanted)
             finally:
                 changed = self.undo(state)
         if changed:
@@ -160,52 +166,52 @@ class Folding:
         self.known.seen = fingerprint(self.modules)
         return True
 
-    def _record(self, inputs) -> tuple[Tensor, ReplicaPass, Reads]:
-        reads, draw = self._reads(inputs), self.forward.draw(self.first_replica, 1)
+    def _record(self) -> tuple[Tensor, ReplicaPass, Reads]:
+        reads, draw = self._reads(), self.forward.draw(self.first_replica, 1)
         try:
             with reads:
-                return *self.forward.run(inputs, draw), reads
+                return *self.forward.run(self.inputs, draw), reads
         except Exception:  # of torch.cond, for one, which cannot be watched; or the model's own
             reads.found = True
-        return *self.forward.run(inputs, draw), reads
+        return *self.forward.run(self.inputs, draw), reads
 
-    def _reads(self, inputs) -> Reads:
-        return Reads(self.modules, inputs, num_rows(self.forward.op, inputs))
+    def _reads(self) -> Reads:
+        return Reads(self.modules, self.inputs, num_rows(self.forward.op, self.inputs))
 
-    def _first(self, plan: Plan, inputs, reads: Reads, wanted: Callable[[Plan], bool]) -> Plan:
+    def _first(self, plan: Plan, reads: Reads, wanted: Callable[[Plan], bool]) -> Plan:
         try:
             reads.check(plan.rows)
         except DoesNotFold as error:
             return plan._replace(way="loop", reason=str(error))
-        return self._next(plan, inputs) if wanted(plan) else plan
+        return self._next(plan) if wanted(plan) else plan
 
     def _unchanged(self) -> bool:
         return fingerprint(self.modules) == self.known.seen
 
-    def _next(self, plan: Plan, inputs, reason: str = "") -> Plan:
+    def _next(self, plan: Plan, reason: str = "") -> Plan:
         lasting = True
         for way in WAYS[WAYS.index(plan.way) + 1 if plan.way else 0 :]:
             if way == "loop":
                 break
-            found, proven_for_all = self._trial(inputs, way)
+            found, proven_for_all = self._trial(way)
             if isinstance(found, Proof):
                 proven = dict(shared=found.shared, steady=found.steady, checked=set())
                 return plan._replace(way=way, reason=reason, **proven)
             reason, lasting = found, lasting and proven_for_all
         return plan._replace(way="loop", shared={}, reason=reason, lasting=lasting)
 
-    def _trial(self, inputs, way: str) -> tuple[Proof | str, bool]:
+    def _trial(self, way: str) -> tuple[Proof | str, bool]:
         """What two replicas of three rows have shown, or why not; whether for all inputs of the trailing shape."""
-        place = (way, self.place(inputs, 1))
+        place = (way, self._place(1))
         if place in self.known.trials:
             return self.known.trials[place], True
         lasting = True
         try:
             trial = Trial(self.forward, self.modules, self.first_replica, self.flags, way)
-            found = trial.prove(inputs)
+            found = trial.prove(self.inputs)
         except Undecided as error:
             found, lasting = str(error), False
-            self.remember(self.known.undecided, place[1], self.undecided(inputs) + 1)
+            self.remember(self.known.undecided, place[1], self.undecided() + 1)
         except DoesNotFold as error:
             found = str(error)
         except Exception as error:
@@ -214,22 +220,22 @@ class Folding:
         self.remember(self.known.trials, place, found, lasting)
         return found, lasting
 
-    def run(self, plan: Plan, inputs, first_replica: int, num_samples: int) -> Tensor:
+    def run(self, plan: Plan, first_replica: int, num_samples: int) -> Tensor:
         """The outputs (T, N, ...) of T replicas, T = 1 for the loop."""
         draw = self.forward.draw(first_replica, num_samples)
         if num_samples == 1:
-            return self.forward.run(inputs, draw)[0].unsqueeze(0)
+            return self.forward.run(self.inputs, draw)[0].unsqueeze(0)
         if num_samples in plan.checked:
-            return self._together(plan, inputs, draw)
-        reads = self._reads(inputs)
+            return self._together(plan, draw)
+        reads = self._reads()
         with reads:
-            output = self._together(plan, inputs, draw)
+            output = self._together(plan, draw)
         reads.check(plan.rows)
-        self._check_ends(plan, inputs, output, first_replica)
+        self._check_ends(plan, output, first_replica)
         return output
 
-    def _together(self, plan: Plan, inputs, draw: Draw) -> Tensor:
-        num_samples = draw.num_samples
+    def _together(self, plan: Plan, draw: Draw) -> Tensor:
+        num_samples, inputs = draw.num_samples, self.inputs
         arguments = inputs if plan.way == "folded" else expand(inputs, num_samples)
         output, _ = self.forward.run(arguments, draw, plan.rows, plan.shared)
         if tuple(output.shape) != (num_samples * plan.shape[0], *plan.shape[1:]):
@@ -238,10 +244,11 @@ class Folding:
             )
         return output.view(num_samples, *plan.shape)
 
-    def _check_ends(self, plan: Plan, inputs, output: Tensor, first_replica: int) -> None:
+    def _check_ends(self, plan: Plan, output: Tensor, first_replica: int) -> None:
         """Compares the first replica and the last: every other one lies before or behind one of them."""
         for replica in (0, len(output) - 1):
             with self.known.planning, preserved_rng():
-                alone, _ = self.forward.run(inputs, self.forward.draw(first_replica + replica, 1))
-            check_equal(output[replica], alone, tolerance_of(output, inputs, self.modules))
+                draw = self.forward.draw(first_replica + replica, 1)
+                alone, _ = self.forward.run(self.inputs, draw)
+            check_equal(output[replica], alone, tolerance_of(output, self.inputs, self.modules))
         plan.checked.add(len(output))

@@ -52,11 +52,10 @@ class Predictor:
         likelihood: str,
         device: torch.device,
     ):
-        self.forward, self.request = forward, request
+        self.forward, self.modules, self.request = forward, modules, request
         self.likelihood, self.device = likelihood, device
         self.most = request.count  # in a chunk; less once memory did not suffice
         self.shape: list[int] = []  # of a replica's output for the current input
-        self.folding = Folding(forward, modules, request.first)
         if device.type == "cpu":
             keep_freed_pages()
 
@@ -99,12 +98,13 @@ class Predictor:
 
     def _run(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
         moments = samples = summary = None
-        done, plan = 0, self._plan(inputs)
+        folding = Folding(self.forward, self.modules, self.request.first, inputs)
+        done, plan = 0, self._plan(folding)
         while done < self.request.count:
             size = self._size(plan, self.request.count - done)
             outputs = short = None
             try:
-                outputs = self._outputs(plan, inputs, done, size)
+                outputs = self._outputs(folding, plan, done, size)
                 samples = self._keep(samples, outputs, done)
                 if size == self.request.count:
                     summary = summarise(self.forward.op, self.likelihood, outputs)
@@ -120,7 +120,7 @@ class Predictor:
                 if not short:
                     if outputs is not None or size == 1:
                         raise
-                    plan = self._checked(self.folding.give_up(plan, inputs, error))
+                    plan = self._checked(folding.give_up(plan, error))
             if short:
                 # The exception is gone here, and with it the tensors of the frames that it held.
                 self.most = size // 2
@@ -137,8 +137,8 @@ class Predictor:
             return 1
         return min(chunk_of(plan.largest, self.request.chunk, left, self.device), self.most)
 
-    def _outputs(self, plan: Plan, inputs, done: int, size: int) -> Tensor:
-        outputs = self.folding.run(plan, inputs, self.request.first + done, size)
+    def _outputs(self, folding: Folding, plan: Plan, done: int, size: int) -> Tensor:
+        outputs = folding.run(plan, self.request.first + done, size)
         shape = list(outputs.shape[1:])
         if done == 0:
             self.shape = shape
@@ -147,28 +147,28 @@ class Predictor:
             refuse(self.forward.op, "the output", requirement, f"{shape} after {self.shape}")
         return outputs
 
-    def _plan(self, inputs) -> Plan:
+    def _plan(self, folding: Folding) -> Plan:
         strategy, chunk = self.request.strategy, self.request.chunk
         if strategy == "loop" or self.request.count == 1 or chunk == 1:
             return LOOP
-        rows = num_rows(self.forward.op, inputs)
+        rows = num_rows(self.forward.op, folding.inputs)
         if rows == 0:
             return LOOP
         try:
-            plan = self.folding.plan(inputs, lambda plan: self._trial_pays(plan, inputs))
+            plan = folding.plan(lambda plan: self._trial_pays(folding, plan))
         except Exception as error:
             if is_out_of_memory(error):
                 raise out_of_memory(self.forward.op, rows, error) from error
             raise
         return self._checked(plan)
 
-    def _trial_pays(self, plan: Plan, inputs) -> bool:
+    def _trial_pays(self, folding: Folding, plan: Plan) -> bool:
         """Whether it may tell, and more than one replica would go into a chunk; it costs as much as forty rows."""
         wanted = self.request
         if wanted.strategy == "folded":
             return True
         together = chunk_of(plan.largest, wanted.chunk, wanted.count, self.device)
-        return together > 1 and self.folding.undecided(inputs) < _TRIALS
+        return together > 1 and folding.undecided() < _TRIALS
 
     def _checked(self, plan: Plan) -> Plan:
         if self.request.strategy == "folded" and plan.way == "loop":

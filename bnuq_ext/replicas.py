@@ -115,8 +115,8 @@ class _Session(Pass):
         model = self.forward.model
         modules = list(model.modules())
         forward = self.forward._replace(known=know(model, modules))
-        folding = StandingFolding(forward, modules, self.first)
-        plan = folding.prove_in_train(inputs, self.num_samples)
+        folding = StandingFolding(forward, modules, self.first, inputs, self.num_samples)
+        plan = folding.prove_in_train()
         if plan.way == "loop":
             refuse("replicas", "model", "give the same folded as one by one", plan.reason)
         return plan

@@ -31,154 +31,162 @@ class SharesDropout(DoesNotFold):
 
 
 class StandingFolding(Folding):
-    """The plans of a model that the caller runs itself, where gradients may be taken; see `Folding`.
+    """The plans for T replicas of a model that the caller runs itself, where gradients may be taken; see `Folding`.
 
     Attributes:
         training: flags of the modules, whether gradients are taken or not.
     """
 
-    def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int):
-        super().__init__(forward, modules, first_replica)
+    def __init__(
+        self,
+        forward: Forward,
+        modules: list[nn.Module],
+        first_replica: int,
+        inputs,
+        num_samples: int,
+    ):
+        super().__init__(forward, modules, first_replica, inputs)
+        self.num_samples = num_samples
         self.training = tuple(m.training for m in modules)
         self.flags = self.training if torch.is_grad_enabled() else None
 
-    def proven(self, inputs, num_samples: int) -> Plan | None:
-        """The plan, if it has been proven for T replicas in this very state."""
-        plan = self.known.plans.get(self.place(inputs))
-        return plan if plan is not None and num_samples in plan.checked else None
+    def proven(self) -> Plan | None:
+        """The plan, if it has been proven in this very state."""
+        plan = self.known.plans.get(self.place)
+        return plan if plan is not None and self.num_samples in plan.checked else None
 
-    def standing(self, inputs, num_samples: int) -> Plan | None:
+    def stood(self) -> Plan | None:
+        """The plan of an earlier state of the parameters."""
+        return self.known.standing.get(self.place)
+
+    def standing(self) -> Plan | None:
         """The plan of an earlier state of the parameters, if it holds in this one too."""
-        place = self.place(inputs)
-        plan = None if place in self.known.plans else self.known.standing.get(place)
+        plan = None if self.place in self.known.plans else self.stood()
         if plan is None or plan.way == "loop":
             return plan
-        plan = plan._replace(checked={num_samples})
+        plan = plan._replace(checked={self.num_samples})
         # With flags that it has been examined with.
         flags = evaluating(self.modules, warns=False) if plan.repeatable is None else nullcontext()
         with self.known.planning, preserved_rng(), flags:
             try:
-                self.hold_without_dropout(plan, inputs, num_samples)
+                self.hold_without_dropout(plan)
             except Exception:
-                self.known.standing.pop(place, None)
+                self.known.standing.pop(self.place, None)
                 return None
         return plan
 
-    def hold_without_dropout(self, plan: Plan, inputs, num_samples: int) -> None:
+    def hold_without_dropout(self, plan: Plan) -> None:
         """Takes a plan as proven in this state if T replicas with nothing dropped are those run alone.
 
         Raises:
             DoesNotFold: they are not.
             SharesDropout, DrawsNumbers: see there.
         """
-        draws = probe_draws(self.forward.draw(self.first_replica, 1), num_samples)
+        draws = probe_draws(self.forward.draw(self.first_replica, 1), self.num_samples)
         with uncompiled():
             before = random_states()
             with Undropped() as of_all:
-                outputs = self._together(plan, inputs, draws[-1])
+                outputs = self._together(plan, draws[-1])
             with Undropped() as of_one:
-                alone, _ = self.forward.run(inputs, draws[self.chosen(num_samples)])
+                alone, _ = self.forward.run(self.inputs, draws[self.chosen()])
             drawn = random_states() != before
-        if of_all.sizes != [num_samples * size for size in of_one.sizes]:
+        if of_all.sizes != [self.num_samples * size for size in of_one.sizes]:
             raise SharesDropout("a dropout in its forward would be the same for all replicas")
         if drawn:
             raise DrawsNumbers("its forward draws random numbers, and not for dropout")
-        self.hold(plan, inputs, outputs, alone)
+        self.hold(plan, outputs, alone)
 
-    def failure_without_dropout(self, plan: Plan, inputs, num_samples: int) -> Exception | None:
+    def failure_without_dropout(self, plan: Plan) -> Exception | None:
         """What `hold_without_dropout` raises, or a forward of the model in it."""
         try:
-            self.hold_without_dropout(plan, inputs, num_samples)
+            self.hold_without_dropout(plan)
         except Exception as error:
             return error
         return None
 
-    def hold(self, plan: Plan, inputs, outputs: Tensor, alone: Tensor) -> None:
+    def hold(self, plan: Plan, outputs: Tensor, alone: Tensor) -> None:
         """Takes a plan as proven in this state, if `alone` is the replica of the outputs (T, N, ...) that it
         should be."""
-        tolerance = tolerance_of(alone, inputs, self.modules)
-        check_replica(outputs, self.chosen(len(outputs)), alone, tolerance)
-        self.remember(self.known.plans, self.place(inputs), plan)
+        tolerance = tolerance_of(alone, self.inputs, self.modules)
+        check_replica(outputs, self.chosen(), alone, tolerance)
+        self.remember(self.known.plans, self.place, plan)
 
-    def stand(self, plan: Plan, inputs) -> None:
+    def stand(self, plan: Plan) -> None:
         """Lets a proven plan stand for other values of the parameters, if it may."""
         if self.flags is not None and plan.lasting and plan.steady:
-            place, checked, repeatable = self.place(inputs), set(plan.checked), None
-            before = self.known.standing.get(place)
+            checked, repeatable, before = set(plan.checked), None, self.stood()
             if before is not None and before.way == plan.way:
                 checked, repeatable = before.checked | checked, before.repeatable
             plan = plan._replace(checked=checked, repeatable=repeatable)
-            self.remember(self.known.standing, place, plan)
+            self.remember(self.known.standing, self.place, plan)
 
-    def mark(self, inputs, repeatable: bool) -> None:
+    def mark(self, repeatable: bool) -> None:
         """Says of the plan that stands whether outputs of a training step can be compared."""
-        place = self.place(inputs)
-        plan = self.known.standing.get(place)
+        plan = self.stood()
         if plan is not None:
-            self.known.standing[place] = plan._replace(repeatable=repeatable)
+            self.known.standing[self.place] = plan._replace(repeatable=repeatable)
 
-    def refute(self, plan: Plan, inputs, reason: str) -> None:
+    def refute(self, plan: Plan, reason: str) -> None:
         """Sends the replicas one after another, now and with other values of the parameters."""
-        place, loop = self.place(inputs), plan._replace(way="loop", shared={}, reason=reason)
-        self.remember(self.known.plans, place, loop)
-        self.remember(self.known.standing, place, loop)
+        loop = plan._replace(way="loop", shared={}, reason=reason)
+        self.remember(self.known.plans, self.place, loop)
+        self.remember(self.known.standing, self.place, loop)
 
-    def prove(self, inputs, num_samples: int) -> Plan:
-        """The plan for T replicas, tried in eval at the actual size."""
+    def prove(self) -> Plan:
+        """The plan, tried in eval at the actual size."""
         with torch.no_grad():
-            plan = self.standing(inputs, num_samples)
+            plan = self.standing()
             if plan is None:
                 with evaluating(self.modules, warns=False):
-                    plan = self._tried(self.plan(inputs), inputs, num_samples)
-        self.stand(plan, inputs)
+                    plan = self._tried(self.plan())
+        self.stand(plan)
         return plan
 
-    def prove_in_train(self, inputs, num_samples: int) -> Plan:
+    def prove_in_train(self) -> Plan:
         """`prove`, held once to the training flags as they are. What changes itself, needs gradients or draws random
         numbers besides those of dropout of its rows cannot be; of the last each replica has rows of its own from the
         start."""
-        plan, held = self.prove(inputs, num_samples), self.known.held
+        plan, held = self.prove(), self.known.held
         while plan.way != "loop" and any(self.training):
-            place = (plan.way, self.place(inputs), num_samples, self.training)
+            place = (plan.way, self.place, self.num_samples, self.training)
             if place in held:
                 break
             state = State(self.modules)
             with torch.no_grad(), preserved_rng():
-                failure = self.failure_without_dropout(plan, inputs, num_samples)
+                failure = self.failure_without_dropout(plan)
                 changed = self.undo(state)
             if not _refutes(failure, plan, changed):
                 self.remember(held, place, True)
                 break
-            plan = self.next_way(plan, inputs, num_samples, failure)
+            plan = self.next_way(plan, failure)
         return plan
 
-    def _tried(self, plan: Plan, inputs, num_samples: int) -> Plan:
+    def _tried(self, plan: Plan) -> Plan:
         """The first of the plan's way and those after it that passes at the actual size."""
-        while plan.way != "loop" and num_samples not in plan.checked:
+        while plan.way != "loop" and self.num_samples not in plan.checked:
             try:
                 with preserved_rng():
-                    self.run(plan, inputs, self.first_replica, num_samples)
+                    self.run(plan, self.first_replica, self.num_samples)
             except Exception as error:
-                plan = self.give_up(plan, inputs, error)
+                plan = self.give_up(plan, error)
         return plan
 
-    def next_way(self, plan: Plan, inputs, num_samples: int, reason: Exception) -> Plan:
+    def next_way(self, plan: Plan, reason: Exception) -> Plan:
         """The plan for the next way that passes in eval, after one that has failed with the flags as they are."""
-        self.known.standing.pop(self.place(inputs), None)
+        self.known.standing.pop(self.place, None)
         with torch.no_grad(), evaluating(self.modules, warns=False):
-            plan = self.give_up(plan, inputs, reason)
-            plan = self._tried(plan, inputs, num_samples)
-        self.stand(plan, inputs)
+            plan = self._tried(self.give_up(plan, reason))
+        self.stand(plan)
         return plan
 
-    def chosen(self, num_samples: int) -> int:
-        """Which of T replicas is run alone: another one in each state of the parameters."""
-        return (num_samples - 1 - self.known.turn) % num_samples
+    def chosen(self) -> int:
+        """Which of the replicas is run alone: another one in each state of the parameters."""
+        return (self.num_samples - 1 - self.known.turn) % self.num_samples
 
-    def alone(self, inputs, num_samples: int) -> Tensor:
-        """The output of the chosen one of T replicas."""
-        draw = self.forward.draw(self.first_replica + self.chosen(num_samples), 1)
-        return self.forward.run(inputs, draw)[0]
+    def alone(self) -> Tensor:
+        """The output of the chosen replica."""
+        draw = self.forward.draw(self.first_replica + self.chosen(), 1)
+        return self.forward.run(self.inputs, draw)[0]
 
 
 def _refutes(failure: Exception | None, plan: Plan, changed: bool) -> bool:

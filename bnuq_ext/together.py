@@ -23,11 +23,12 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     one among the others. Where train() has dropout, or the samples hardly differ, that is done with nothing
     dropped and a wider posterior; a model that draws other random numbers takes them one after another.
     """
-    T, folding = draw.num_samples, StandingFolding(forward, modules, 0)
+    T = draw.num_samples
+    folding = StandingFolding(forward, modules, 0, inputs, T)
     try:
-        plan, alone = _decide(folding, inputs, T)
+        plan, alone = _decide(folding)
     except Exception as error:  # in eval(), or without gradients, which the model need not bear
-        folding.refute(LOOP, inputs, _reason(error))
+        folding.refute(LOOP, _reason(error))
         return None
     if plan.way == "loop":
         return None
@@ -37,14 +38,14 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
         if len(output) != T * plan.shape[0]:
             raise DoesNotFold(f"{T} replicas have {len(output)} rows, one has {plan.shape[0]}")
         if alone is not None:
-            folding.hold(plan, inputs, output.detach().unflatten(0, (T, -1)), alone)
+            folding.hold(plan, output.detach().unflatten(0, (T, -1)), alone)
     except Undecided:
         # The samples are nearly the same. Their posterior can be widened.
-        folding.mark(inputs, repeatable=False)
-        if folding.proven(inputs, T) is None:
+        folding.mark(repeatable=False)
+        if folding.proven() is None:
             return None
     except Exception as error:  # the model's own too, of more rows than it is made for
-        folding.refute(plan, inputs, _reason(error))
+        folding.refute(plan, _reason(error))
         return None
     return output
 
@@ -53,49 +54,46 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, DoesNotFold) else f"{type(error).__name__}: {error}"
 
 
-def _decide(folding: StandingFolding, inputs, num_samples: int) -> tuple[Plan, Tensor | None]:
+def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
     """The plan, and the chosen replica run alone where it has still to be compared."""
-    plan = folding.proven(inputs, num_samples)
+    plan = folding.proven()
     # Without gradients train() and eval() have the same place.
     if plan is not None and (folding.flags or not any(folding.training)):
         return plan, None
-    plan = folding.known.standing.get(folding.place(inputs))
-    if plan is not None and plan.repeatable and num_samples in plan.checked:
+    plan = folding.stood()
+    if plan is not None and plan.repeatable and folding.num_samples in plan.checked:
         with torch.no_grad():
-            return plan._replace(checked={num_samples}), folding.alone(inputs, num_samples)
-    plan = folding.prove(inputs, num_samples)
-    stood = folding.known.standing.get(folding.place(inputs))
+            return plan._replace(checked={folding.num_samples}), folding.alone()
+    plan, stood = folding.prove(), folding.stood()
     if plan.way == "loop" or (stood is not None and stood.repeatable is not None):
         return plan, None
-    return _examined(folding, plan, inputs, num_samples)
+    return _examined(folding, plan)
 
 
-def _examined(
-    folding: StandingFolding, plan: Plan, inputs, num_samples: int
-) -> tuple[Plan, Tensor | None]:
+def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
     state = State(folding.modules)
     with torch.no_grad(), preserved_rng():
         before = random_states()
         failure = None
         try:
-            alone = folding.alone(inputs, num_samples)
+            alone = folding.alone()
             repeatable = random_states() == before
             if not repeatable:
-                failure = folding.failure_without_dropout(plan, inputs, num_samples)
+                failure = folding.failure_without_dropout(plan)
         finally:
             changed = folding.undo(state)
     if changed and not folding.changes_again():
-        folding.known.standing.pop(folding.place(inputs), None)
+        folding.known.standing.pop(folding.place, None)
         return LOOP, None
     if changed or isinstance(failure, DrawsNumbers):
-        folding.refute(plan, inputs, CHANGES if changed else str(failure))
+        folding.refute(plan, CHANGES if changed else str(failure))
         return LOOP, None
     if failure is not None:
-        plan = folding.next_way(plan, inputs, num_samples, failure)
+        plan = folding.next_way(plan, failure)
         if plan.way == "loop":
-            folding.refute(plan, inputs, _reason(failure))
+            folding.refute(plan, _reason(failure))
             return plan, None
-        return _examined(folding, plan, inputs, num_samples)
-    folding.mark(inputs, repeatable)
+        return _examined(folding, plan)
+    folding.mark(repeatable)
     return plan, alone if repeatable else None

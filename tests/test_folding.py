@@ -380,8 +380,8 @@ def test_another_output_than_the_plans_does_not_fold():
     plan = next(iter(record.plans.values()))
     layers = {"norm_a": model.norm_a, "norm_b": model.norm_b}
     sampler = make_sampler("test", "bank", model.norm_a.bank, None, torch.device("cpu"))
-    folder = Folding(Forward(model, layers, sampler, 0, None, record), modules, 0)
-    assert folder.run(plan, ROWS[:6], 0, 6).shape == (6, 6, K)
+    folder = Folding(Forward(model, layers, sampler, 0, None, record), modules, 0, ROWS[:6])
+    assert folder.run(plan, 0, 6).shape == (6, 6, K)
     for shape in ((6, K + 1), (3, K)):
         with pytest.raises(DoesNotFold, match="6 replicas have outputs"):
-            folder.run(plan._replace(shape=shape), ROWS[:6], 0, 6)
+            folder.run(plan._replace(shape=shape), 0, 6)

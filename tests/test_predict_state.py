@@ -329,7 +329,7 @@ def test_chunks_of_activations_stay_below_the_budget(model, monkeypatch):
     monkeypatch.setattr(
         folding.Folding,
         "run",
-        lambda self, p, x, f, size: seen.append(size) or original(self, p, x, f, size),
+        lambda self, p, f, size: seen.append(size) or original(self, p, f, size),
     )
     predict(model)
     assert seen == [5, 5, 5, 5]
