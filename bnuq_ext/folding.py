@@ -37,7 +37,7 @@ from .samplers import Draw
 from .signature import identity, signature
 from .trial import Proof, Trial
 
-WAYS = ("folded", "expanded", "loop")
+WAYS = ("folded", "expanded")  # before the loop
 CHANGES = "its forward changes the model's state"
 _MOST = 256  # plans of one model; after so many input shapes it starts over
 
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     """How replicas go through a model for inputs of one signature.
 
     Attributes:
-        way: one of `WAYS`; "" where none has been tried.
+        way: one of `WAYS`, or "loop"; "" where none has been tried.
         rows: rows that each stochastic call sees with T = 1.
         largest: bytes of the largest input of a stochastic call with T = 1.
         shape: of the output with T = 1.
@@ -190,13 +190,10 @@ class Folding:
 
     def _next(self, plan: Plan, reason: str = "") -> Plan:
         lasting = True
-        for way in WAYS[WAYS.index(plan.way) + 1 if plan.way else 0 :]:
-            if way == "loop":
-                break
+        for way in WAYS[("", *WAYS).index(plan.way) :]:
             found, proven_for_all = self._trial(way)
             if isinstance(found, Proof):
-                proven = dict(shared=found.shared, steady=found.steady, checked=set())
-                return plan._replace(way=way, reason=reason, **proven)
+                return plan._replace(way=way, reason=reason, checked=set(), **found._asdict())
             reason, lasting = found, lasting and proven_for_all
         return plan._replace(way="loop", shared={}, reason=reason, lasting=lasting)
 
