@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .batch_norm_checks import (
+    FAMILIES,
     check_activations,
     check_bank,
     check_fitted,
@@ -15,8 +16,6 @@ from .batch_norm_checks import (
     wants_grad,
 )
 from .checks import acc_dtype, past_autograd, refuse_forward_mode
-
-FAMILIES = {"normal": 0, "lognormal": 1}
 
 
 def _call(op, *args) -> Tensor:
@@ -146,7 +145,7 @@ def batch_norm_fitted(
     et al. (2018) for "normal".
     """
     op = "batch_norm_fitted"
-    check_fitted(op, x, params, seed, stream, num_samples, family, FAMILIES)
+    check_fitted(op, x, params, seed, stream, num_samples, family)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
     refuse_forward_mode(op, x, params, weight, bias, residual)
     negative_slope = slope_of(op, activation, slope)

@@ -19,6 +19,7 @@ from .checks import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FAMILIES = {"normal": 0, "lognormal": 1}
 
 
 def prepare(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -116,14 +117,14 @@ def check_bank(op, x, mean, var, seed, snapshot, num_samples) -> int:
     return length
 
 
-def check_fitted(op, x, params, seed, stream, num_samples, family, families) -> None:
+def check_fitted(op, x, params, seed, stream, num_samples, family) -> None:
     """Checks x and where its statistics come from."""
     check_activations(op, x)
     check_parameter(op, "params", params, (4, x.shape[1]), x.device)
     check_seed(op, seed, x.device)
     check_stream(op, stream)
     check_num_samples(op, num_samples)
-    check_one_of(op, "family", family, families)
+    check_one_of(op, "family", family, FAMILIES)
 
 
 def check_input(op, x, num_samples, weight, bias, eps, residual, shared) -> None:
