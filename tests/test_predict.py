@@ -70,14 +70,6 @@ def test_gaussian_statistics(model):
     assert torch.equal(bare.total_variance, bare.variance) and bare.samples is None
 
 
-def test_from_samples_is_predict(model):
-    for likelihood, noise in (("categorical", None), ("gaussian", 0.25)):
-        pred = predict(model, likelihood=likelihood, noise_var=noise, keep_samples=True)
-        again = bnuq.Prediction.from_samples(pred.samples, likelihood, noise)
-        equal(again, pred)
-        assert again.noise_var == noise and again.num_samples == 20
-
-
 def test_a_seed_is_the_same_draws_and_none_is_torchs_generator(model):
     assert torch.equal(predict(model).mean, predict(model).mean)
     assert not torch.equal(predict(model, seed=4).mean, predict(model).mean)

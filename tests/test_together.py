@@ -12,6 +12,7 @@ from training import (
     Net,
     Residual,
     T,
+    assert_right,
     counted,
     data,
     gate,
@@ -37,9 +38,7 @@ def centred_if_many(h):
 def test_more_samples_in_the_same_state_are_compared_themselves():
     model = Net(mix=centred_if_many)
     for num_samples in (3, 10):
-        expected = of_the_loop(model, 0, num_samples)
-        for a, e in zip(gradients(model, 0, num_samples), expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+        assert_right(model, 0, num_samples)
     assert ways(model) == {"loop"}
 
 
@@ -79,9 +78,7 @@ def test_a_gate_at_zero_hides_nothing(mix, num_samples):
     """The outputs of the first step couple no rows, but the gate's gradient does: it goes one by one at once."""
     model = Net(middle=mix())
     for i in range(4):
-        expected = of_the_loop(model, i, num_samples)
-        for a, e in zip(gradients(model, i, num_samples), expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+        assert_right(model, i, num_samples)
         step(model)
     assert ways(model) == {"loop"}
 
@@ -95,9 +92,7 @@ def test_what_couples_later_is_found_in_the_very_step(cls, drop, monkeypatch):
     model = Net(middle=nn.Sequential(cls(), nn.Dropout(drop)))
     found = []
     for i in range(6):
-        expected = of_the_loop(model, i)
-        for a, e in zip(gradients(model, i), expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+        assert_right(model, i)
         found += [list(ways(model))]
         step(model)
         with torch.no_grad():
@@ -136,9 +131,7 @@ def test_one_number_of_samples_says_nothing_of_another_in_a_new_state(drop, monk
         with torch.no_grad():
             model.middle[0].gate.fill_(opened)
         for num_samples in (3, 10):
-            expected = of_the_loop(model, 0, num_samples)
-            for a, e in zip(gradients(model, 0, num_samples), expected, strict=True):
-                torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+            assert_right(model, 0, num_samples)
             assert ways(model) == {"loop" if opened and num_samples > 3 else "folded"}
 
 
