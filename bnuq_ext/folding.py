@@ -223,15 +223,16 @@ class Folding:
         if num_samples == 1:
             return self.forward.run(self.inputs, draw)[0].unsqueeze(0)
         if num_samples in plan.checked:
-            return self._together(plan, draw)
+            return self.together(plan, draw)
         reads = self._reads()
         with reads:
-            output = self._together(plan, draw)
+            output = self.together(plan, draw)
         reads.check(plan.rows)
         self._check_ends(plan, output, first_replica)
         return output
 
-    def _together(self, plan: Plan, draw: Draw) -> Tensor:
+    def together(self, plan: Plan, draw: Draw) -> Tensor:
+        """The outputs (T, N, ...) of a draw's replicas as one batch."""
         num_samples, inputs = draw.num_samples, self.inputs
         arguments = inputs if plan.way == "folded" else expand(inputs, num_samples)
         output, _ = self.forward.run(arguments, draw, plan.rows, plan.shared)

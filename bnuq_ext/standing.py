@@ -86,7 +86,7 @@ class StandingFolding(Folding):
         with uncompiled():
             before = random_states()
             with Undropped() as of_all:
-                outputs = self._together(plan, draws[-1])
+                outputs = self.together(plan, draws[-1])
             with Undropped() as of_one:
                 alone, _ = self.forward.run(self.inputs, draws[self.chosen()])
             drawn = random_states() != before

@@ -9,7 +9,6 @@ from .fingerprint import State
 from .folding import CHANGES, LOOP, Plan
 from .forward import Forward
 from .passes import DoesNotFold, Undecided
-from .probe import expand
 from .restore import preserved_rng, random_states
 from .samplers import Draw
 from .standing import DrawsNumbers, StandingFolding
@@ -23,8 +22,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     one among the others. Where train() has dropout, or the samples hardly differ, that is done with nothing
     dropped and a wider posterior; a model that draws other random numbers takes them one after another.
     """
-    T = draw.num_samples
-    folding = StandingFolding(forward, modules, 0, inputs, T)
+    folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
     try:
         plan, alone = _decide(folding)
     except Exception as error:  # in eval(), or without gradients, which the model need not bear
@@ -33,12 +31,9 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     if plan.way == "loop":
         return None
     try:
-        arguments = inputs if plan.way == "folded" else expand(inputs, T)
-        output, _ = forward.run(arguments, draw, plan.rows, plan.shared)
-        if len(output) != T * plan.shape[0]:
-            raise DoesNotFold(f"{T} replicas have {len(output)} rows, one has {plan.shape[0]}")
+        outputs = folding.together(plan, draw)
         if alone is not None:
-            folding.hold(plan, output.detach().unflatten(0, (T, -1)), alone)
+            folding.hold(plan, outputs.detach(), alone)
     except Undecided:
         # The samples are nearly the same. Their posterior can be widened.
         folding.mark(repeatable=False)
@@ -47,7 +42,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     except Exception as error:  # the model's own too, of more rows than it is made for
         folding.refute(plan, _reason(error))
         return None
-    return output
+    return outputs.flatten(0, 1)
 
 
 def _reason(error: Exception) -> str:
