@@ -257,7 +257,7 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
     coupled = any(module.training and averages_rows(module) for module in modules)
     if coupled or num_rows(forward.op, x) == 0:
         return None
-    if _goes_by_row(forward.model, modules, x):
+    if forward.plain and _is_chain(forward.model, modules, x):
         rows = dict.fromkeys(forward.layers, len(x))
         x = expand(x, draw.num_samples) if _drops_first(modules) else x
         return forward.run(x, draw, rows)[0]
@@ -266,14 +266,10 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
     return run_together(forward, modules, x, draw)
 
 
-def _goes_by_row(model: nn.Module, modules: list[nn.Module], x) -> bool:
-    """Whether the model is a plain chain of layers that treat rows one by one: no trial is needed."""
-    return (
-        isinstance(x, Tensor)
-        and x.dim() >= 2
-        and _is_plain(modules)
-        and len(modules) == sum(1 for _ in model.named_modules(remove_duplicate=False))
-    )
+def _is_chain(model: nn.Module, modules: list[nn.Module], x) -> bool:
+    """Whether plain layers are called one after another, each once: no trial is needed."""
+    once = len(modules) == sum(1 for _ in model.named_modules(remove_duplicate=False))
+    return once and isinstance(x, Tensor) and x.dim() >= 2
 
 
 def _drops_first(modules: list[nn.Module]) -> bool:
