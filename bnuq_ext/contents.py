@@ -56,14 +56,13 @@ class Contents:
             self._append_all(list(vars(cls).values()), _DEEPEST)  # not what these hold
 
     def append(self, value, depth: int = 0) -> None:
-        seen, kind = self.seen, type(value)
-        if kind in SCALARS:
-            seen.append(value)
-        elif isinstance(value, Tensor):
+        """Of a value that is none of `SCALARS`, which stand for themselves."""
+        seen = self.seen
+        if isinstance(value, Tensor):
             seen += identity(value)
             if id(value) not in self._registered:
                 seen.append(_version(value))
-        elif kind is tuple:
+        elif type(value) is tuple:
             self._append_all(value, depth)
         else:
             seen += identity(value)
