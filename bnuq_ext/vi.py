@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -274,12 +275,8 @@ def _is_chain(model: nn.Module, modules: list[nn.Module], x) -> bool:
 
 def _drops_first(modules: list[nn.Module]) -> bool:
     """Whether dropout comes before the first Bayesian layer of a plain chain: each sample has masks of its own."""
-    for module in modules:
-        if isinstance(module, BayesLinear):
-            break
-        if isinstance(module, nn.Dropout) and module.training and module.p > 0:
-            return True
-    return False
+    before = takewhile(lambda m: not isinstance(m, BayesLinear), modules)
+    return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in before)
 
 
 def _is_plain(modules: list[nn.Module]) -> bool:
