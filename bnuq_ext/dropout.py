@@ -42,7 +42,7 @@ class Dropping(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        return (self._drop if func in _LEADING else _call)(func, *args, **kwargs)
+        return self._drop(func, *args, **kwargs) if func in _LEADING else func(*args, **kwargs)
 
     def _drop(
         self, func, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
@@ -102,10 +102,6 @@ class Undropped(TorchFunctionMode):
             self.sizes.append(given.arguments["query"].numel())
         given.arguments["dropout_p"] = 0.0
         return F.multi_head_attention_forward(*given.args, **given.kwargs)
-
-
-def _call(func, *args, **kwargs):
-    return func(*args, **kwargs)
 
 
 def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
