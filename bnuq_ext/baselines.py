@@ -161,7 +161,7 @@ class PlainForward(Forward):
     def draw(self, first_replica: int, num_samples: int) -> None:
         return None
 
-    def run(self, inputs, draw, rows=None, shared=None) -> tuple[Tensor, None]:
+    def run(self, inputs, draw) -> tuple[Tensor, None]:
         with running(Pass({})):
             output = self.known.called(self.call, self.model, inputs)
         return self.tensor_of(output), None
@@ -179,11 +179,11 @@ class DroppingForward:
         seed = snapshot_indices(new_seed(self.inner.key, first_replica), _SEEDS, 1)
         return int(seed), self.inner.draw(first_replica, num_samples)
 
-    def run(self, inputs, draw, rows=None, shared=None) -> tuple:
+    def run(self, inputs, draw) -> tuple:
         seed, own = draw
         self.generator.manual_seed(seed)
         with uncompiled(), Dropping(self.generator) as dropping:  # compiled code takes no generator
-            result = self.inner.run(inputs, own, rows, shared)
+            result = self.inner.run(inputs, own)
         if dropping.calls == 0:
             refuse(self.op, "model", "call dropout with p above 0", "no call")
         return result

@@ -38,7 +38,7 @@ class JoiningForward:
         batch = self.batches[first_replica - self.first_replica]
         return batch, self.inner.draw(first_replica, num_samples)
 
-    def run(self, inputs, draw, rows=None, shared=None) -> tuple[Tensor, None]:
+    def run(self, inputs, draw) -> tuple[Tensor, None]:
         batch, own = draw
         self._check_rows(inputs, batch)
         rows = num_rows(self.op, inputs)
