@@ -105,12 +105,10 @@ class Reads:
         ):
             self.rounds |= not self._constant(args)
         if torch.Tag.dynamic_output_shape in func.tags:
-            # Integers that index have as many rows as before.
-            masks = (*args[1:], kwargs) if func is _aten.index.Tensor else (args, kwargs)
-            masks = [
-                t for t in tensors(masks) if func is not _aten.index.Tensor or t.dtype in _MASKS
-            ]
-            self.selects |= not self._constant(masks)
+            given = (args, kwargs)
+            if func is _aten.index.Tensor:  # integers that index have as many rows as before
+                given = [t for t in tensors((args[1:], kwargs)) if t.dtype in _MASKS]
+            self.selects |= not self._constant(given)
 
     def follow(self, func, args: tuple, kwargs: dict, result) -> None:
         """What an operation makes of constants, or of no tensor, is one; what it writes another tensor's values into
