@@ -292,11 +292,11 @@ def _is_plain(modules: list[nn.Module]) -> bool:
 def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_std: float) -> Tensor:
     """-log p(y), summed over the rows and the T samples of outputs (T*N, ...)."""
     outputs = outputs.to(acc_dtype(outputs.dtype))  # a sum over rows soon is infinite in float16
-    rows = len(outputs) // num_samples
-    if likelihood == "categorical":
-        expected = (rows, *outputs.shape[2:])
-        if outputs.dim() < 2 or tuple(y.shape) != expected:
-            refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
+    rows, categorical = len(outputs) // num_samples, likelihood == "categorical"
+    expected = (rows, *outputs.shape[2 if categorical else 1 :])
+    if outputs.dim() < 1 + categorical or tuple(y.shape) != expected:
+        refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
+    if categorical:
         labels = y.long()
         if num_samples > 1:
             labels = labels.expand(num_samples, *y.shape).flatten(0, 1)
@@ -305,9 +305,6 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
         except IndexError:
             got = f"{y.min()} to {y.max()}"
             refuse("elbo_loss", "y", f"hold labels in [0, {outputs.shape[1]})", got)
-    expected = (rows, *outputs.shape[1:])
-    if tuple(y.shape) != expected:
-        refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
     residuals = torch.distributions.Normal(
         outputs.unflatten(0, (num_samples, rows)), noise_std, validate_args=False
     )
