@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ._version import __version__
 from .bank import Bank, attach, stochastic_layers
 from .batches import Source, find_source
-from .inputs import call, device_of, map_tensors, model_input, move, num_rows, tensors
+from .inputs import call, copied, device_of, model_input, move, num_rows, tensors
 from .ops.checks import check_callable, check_integer, refuse
 from .passes import Pass, running
 from .progress import progress_bar
@@ -176,7 +176,7 @@ class _Record:
             return
         active = CollectPass(self.op, self.layers)
         with running(active), suppress(_TooSmall):
-            call(model, map_tensors(inputs, torch.clone))  # it may write into what the data keeps
+            call(model, copied(inputs))
         if active.too_small:
             self.small += 1
             return

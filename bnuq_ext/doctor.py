@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .batch_norm_like import EXCLUDED, describe, survey
 from .guards import DropoutTrace, warnings_of
-from .inputs import call, check_one_input, map_tensors
+from .inputs import call, check_one_input, copied
 from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .passes import Pass, running
 from .reads import ONE_MODE
@@ -84,7 +84,7 @@ def doctor(model: nn.Module, x) -> Report:
     ):
         watch, trace = DoctorPass(layers, counter), DropoutTrace(model)
         with running(watch), trace:
-            call(model, map_tensors(x, torch.clone))  # it may write into its input
+            call(model, copied(x))
     found = survey(model)
     return Report(
         covered=sum(watch.calls.values()),

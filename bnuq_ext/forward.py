@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .inputs import call
+from .inputs import call, copied
 from .known import Known
 from .ops.checks import refuse
 from .passes import ReplicaPass, running
@@ -26,6 +26,7 @@ class Forward(NamedTuple):
     op: str = "predict"
     call: Callable = call
     plain: bool = False  # whether nothing in the model is computed again by a backward
+    copies: bool = True  # whether the model is given a copy of its input, which it may write into
 
     def draw(self, first_replica: int, num_samples: int) -> Draw:
         return self.sampler.draw(self.key, first_replica, num_samples)
@@ -34,7 +35,7 @@ class Forward(NamedTuple):
         """One forward: its output, and what the stochastic calls saw."""
         active = ReplicaPass(self.layers, draw, rows, shared, self.op)
         with running(active), self.known.examining(self.op, self.model, self.layers):
-            output = self.known.called(self.call, self.model, inputs)
+            output = self.call(self.model, copied(inputs) if self.copies else inputs)
         active.check_calls()
         output = self.tensor_of(output)
         if not self.plain:

@@ -103,12 +103,29 @@ def map_tensors(inputs, fn: Callable[[Tensor], Tensor]):
     if isinstance(inputs, Tensor):
         return fn(inputs)
     if isinstance(inputs, Mapping):
-        return {key: map_tensors(value, fn) for key, value in inputs.items()}
+        return _like(inputs, {key: map_tensors(value, fn) for key, value in inputs.items()})
     if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
         return type(inputs)(*(map_tensors(value, fn) for value in inputs))
     if isinstance(inputs, (tuple, list)):
         return type(inputs)(map_tensors(value, fn) for value in inputs)
     return inputs
+
+
+def _like(inputs: Mapping, made: dict) -> Mapping:
+    """`made` in the class of `inputs`, if that takes a dict: a model may ask for its attributes."""
+    if type(inputs) is dict:
+        return made
+    try:
+        alike = type(inputs)(made)
+        same = len(alike) == len(made) and all(alike[key] is made[key] for key in made)
+        return alike if same else made
+    except Exception:  # a class of other arguments
+        return made
+
+
+def copied(inputs):
+    """What to give a forward, which may write into its input: each replica has the caller's."""
+    return map_tensors(inputs, torch.clone)
 
 
 def move(inputs, device: torch.device):

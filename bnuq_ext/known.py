@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
@@ -13,7 +12,6 @@ from torch import nn
 from .bank import find_bank
 from .doctor import count_uncovered
 from .fingerprint import Fingerprint, fingerprint
-from .inputs import map_tensors, tensors
 from .nn import named_stochastic_layers
 from .ops.checks import refuse
 from .restore import without_gradients
@@ -38,7 +36,6 @@ class Known:
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
         samplers: of its bank, as they have been asked for.
-        changes_input: whether its forward writes into its input; None until that is known.
     """
 
     def __init__(self, seen: Fingerprint):
@@ -53,7 +50,6 @@ class Known:
         self.planning = threading.RLock()
         self.examined = False
         self.samplers: dict[tuple, Sampler] = {}
-        self.changes_input: bool | None = None
 
     def sampler(
         self, op: str, model: nn.Module, name: str, batch_size: int | None, device: torch.device
@@ -72,23 +68,6 @@ class Known:
         if batch_size is not None:
             warn_of_rescaling(op, find_bank(model, op), batch_size)
         return self.samplers[place]
-
-    def called(self, call: Callable, model: nn.Module, inputs):
-        """call(model, inputs), with copies of the inputs unless it is known to leave them alone; the first shows it.
-
-        Without, a model that normalises its input in place would see another one in each replica. Of a tensor of
-        inference mode autograd takes only a copy.
-        """
-        refused = torch.is_grad_enabled() and any(t.is_inference() for t in tensors(inputs))
-        if self.changes_input is False and not refused:
-            return call(model, inputs)
-        copies = map_tensors(inputs, torch.clone)
-        output = call(model, copies)
-        pairs = list(zip(tensors(inputs), tensors(copies), strict=True))
-        # Tensors of inference mode do not count how often they are written to; to copy one counts as a time.
-        if self.changes_input is None and not any(copy.is_inference() for _, copy in pairs):
-            self.changes_input = any(c._version > t.is_inference() for t, c in pairs)
-        return output
 
     def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
         """Around a forward; around the first one that draws statistics for `layers`, it warns of batch norm that

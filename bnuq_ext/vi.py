@@ -221,7 +221,8 @@ def elbo_loss(
         known = know(model, modules) if num_samples > 1 else run_once()
         sampler = WeightSampler(device)
         plain = _is_plain(modules)
-        forward = Forward(model, layers, sampler, key, None, known, op, plain=plain)
+        copies = not plain or any([getattr(m, "inplace", False) for m in modules])
+        forward = Forward(model, layers, sampler, key, None, known, op, plain=plain, copies=copies)
         draw = forward.draw(0, num_samples)
         if device.type == "cpu" and plain:
             draw = draw._replace(divergences={})
@@ -235,8 +236,6 @@ def elbo_loss(
 def _outputs(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor:
     """(T*N, ...), of all samples at once where that is the same."""
     if draw.num_samples == 1:
-        if forward.plain and not any([getattr(m, "inplace", False) for m in modules]):
-            forward.known.changes_input = False
         return _alone(forward, x, draw)
     output = _together(forward, modules, x, draw)
     if output is not None:

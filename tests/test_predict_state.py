@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 from predicting import SAMPLERS, X, equal, make_model, predict
-from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext import chunks, folding, ops, prediction
@@ -47,48 +46,6 @@ def test_a_known_model_takes_each_sampler_and_batch_size_for_itself(model):
     for sampler, size in asked:
         options = {"sampler": sampler, "batch_size": size, "keep_samples": True}
         equal(predict(model, **options), predict(copy.deepcopy(model), **options))
-
-
-class CentredInPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
-
-    def forward(self, x):
-        return self.norm(self.linear(x.sub_(1).mul_(2)))
-
-
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("strategy", ["auto", "folded", "loop"])
-def test_every_replica_sees_the_input_that_was_given(strategy, inference):
-    torch.manual_seed(0)
-    model, x = bnuq.convert(CentredInPlace()).eval(), torch.randn(5, 4)
-    bank = bnuq.collect(model, list(torch.randn(6, 16, 4)), 6, progress=False)
-    for _ in range(2):  # before and after the model is known
-        with torch.inference_mode(inference):
-            given = x.clone()
-            pred = predict(
-                model, given, likelihood="gaussian", strategy=strategy, keep_samples=True
-            )
-        assert torch.equal(given, x)
-        h = model.linear((x - 1) * 2).detach()
-        mean, var = bank.mean["norm"][pred.snapshots], bank.var["norm"][pred.snapshots]
-        expected = (h - mean[:, None]) / (var[:, None] + 1e-5).sqrt()
-        torch.testing.assert_close(pred.samples, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_plug_in_and_mc_dropout_spare_the_input_too():
-    model, x = nn.Sequential(CentredInPlace(), nn.Dropout(1e-12)).eval(), torch.randn(5, 4)
-    given = x.clone()
-    with torch.no_grad():
-        expected = model(x.clone())
-    options = {"likelihood": "gaussian", "keep_samples": True}
-    for _ in range(2):
-        samples = [bnuq.plug_in(model, given, **options).samples[0]]
-        samples += bnuq.mc_dropout(model, given, num_samples=3, **options).samples
-        for sample in samples:
-            torch.testing.assert_close(sample, expected)
-        assert torch.equal(given, x)
 
 
 def test_leaves_flags_after_an_exception(model):

@@ -1,0 +1,160 @@
+"""What replicas are given: each the caller's input, which stays as it is, in the caller's classes."""
+
+from collections import OrderedDict, UserDict
+from types import MappingProxyType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from predicting import predict
+from torch import nn
+
+import bnuq_ext as bnuq
+from bnuq_ext.inputs import map_tensors
+
+
+class CentredInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.norm(self.linear(x.sub_(1).mul_(2)))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("strategy", ["auto", "folded", "loop"])
+def test_every_replica_sees_the_input_that_was_given(strategy, inference):
+    torch.manual_seed(0)
+    model, x = bnuq.convert(CentredInPlace()).eval(), torch.randn(5, 4)
+    bank = bnuq.collect(model, list(torch.randn(6, 16, 4)), 6, progress=False)
+    for _ in range(2):  # before and after the model is known
+        with torch.inference_mode(inference):
+            given = x.clone()
+            pred = predict(
+                model, given, likelihood="gaussian", strategy=strategy, keep_samples=True
+            )
+        assert torch.equal(given, x)
+        h = model.linear((x - 1) * 2).detach()
+        mean, var = bank.mean["norm"][pred.snapshots], bank.var["norm"][pred.snapshots]
+        expected = (h - mean[:, None]) / (var[:, None] + 1e-5).sqrt()
+        torch.testing.assert_close(pred.samples, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_plug_in_and_mc_dropout_spare_the_input_too():
+    model, x = nn.Sequential(CentredInPlace(), nn.Dropout(1e-12)).eval(), torch.randn(5, 4)
+    given = x.clone()
+    with torch.no_grad():
+        expected = model(x.clone())
+    options = {"likelihood": "gaussian", "keep_samples": True}
+    for _ in range(2):
+        samples = [bnuq.plug_in(model, given, **options).samples[0]]
+        samples += bnuq.mc_dropout(model, given, num_samples=3, **options).samples
+        for sample in samples:
+            torch.testing.assert_close(sample, expected)
+        assert torch.equal(given, x)
+
+
+class Prepared(nn.Module):
+    """Makes its input ready in place, once `ready` has made a copy where one is needed."""
+
+    def __init__(self, ready):
+        super().__init__()
+        self.ready = ready
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.norm(self.conv(self.ready(x).sub_(2).div_(3)))
+        return self.head(h.relu().mean((2, 3)))
+
+
+IMAGES = torch.rand(4, 3, 6, 6, generator=torch.Generator().manual_seed(1)) * 9
+COPIED_FIRST = {
+    "by dtype": (lambda x: x.float(), IMAGES.byte()),
+    "by size": (lambda x: x if x.shape[-1] == 6 else F.interpolate(x, size=6), IMAGES[..., :5]),
+    "by layout": (lambda x: x.contiguous(), IMAGES.contiguous(memory_format=torch.channels_last)),
+}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+@pytest.mark.parametrize(("ready", "first"), COPIED_FIRST.values(), ids=COPIED_FIRST)
+def test_an_input_that_is_spared_by_chance_says_nothing_of_the_next(ready, first, strategy):
+    torch.manual_seed(0)
+    model = bnuq.convert(Prepared(ready)).eval()
+    bnuq.collect(model, list(torch.rand(8, 16, 3, 6, 6) * 9), 8, progress=False)
+    predict(model, first, strategy=strategy)
+    given = IMAGES.clone()
+    pred = predict(model, given, strategy=strategy, num_samples=4, keep_samples=True)
+    assert torch.equal(given, IMAGES)
+    with torch.no_grad(), bnuq.replicas(model, 4, 3):
+        expected = model(IMAGES.clone()).unflatten(0, (4, -1))
+    torch.testing.assert_close(pred.samples, expected, rtol=1e-5, atol=1e-5)
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Batched(nn.Module):
+    """Takes a batch as one argument, and changes it."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, batch):
+        return self.norm(self.linear(self.change(batch)))
+
+
+def rebind(batch):
+    batch["x"] = batch["x"] * 2 + 1
+    return batch["x"]
+
+
+def add(batch):
+    batch["features"] = batch["x"] * 2 + 1
+    return batch["features"]
+
+
+CHANGES = {
+    "rebinds": (dict, rebind),
+    "adds": (dict, add),
+    "takes out": (dict, lambda batch: batch.pop("x") * 2 + 1),
+    "asks for an attribute": (Attributes, lambda batch: batch.x * 2 + 1),
+    "asks for what a UserDict has": (UserDict, lambda batch: batch.data["x"] * 2 + 1),
+}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+@pytest.mark.parametrize(("kind", "change"), CHANGES.values(), ids=CHANGES)
+def test_a_batch_that_is_changed_by_the_forward(kind, change, strategy):
+    torch.manual_seed(0)
+    model, x = bnuq.convert(Batched(change)).eval(), torch.randn(5, 4)
+    batches = [{"x": batch} for batch in torch.randn(6, 16, 4)]
+    bank = bnuq.collect(model, batches, 6, progress=False, input_fn=lambda batch: (kind(batch),))
+    for _ in range(2):  # before and after the model is known
+        given = (kind({"x": x}),)
+        pred = predict(model, given, likelihood="gaussian", strategy=strategy, keep_samples=True)
+        assert list(given[0]) == ["x"] and given[0]["x"] is x
+        h = model.linear(x * 2 + 1).detach()
+        mean, var = bank.mean["norm"][pred.snapshots], bank.var["norm"][pred.snapshots]
+        expected = (h - mean[:, None]) / (var[:, None] + 1e-5).sqrt()
+        torch.testing.assert_close(pred.samples, expected, rtol=1e-4, atol=1e-5)
+
+
+class OfOthers(dict):
+    """Made of arguments of its own."""
+
+    def __init__(self, x):
+        super().__init__(x=x)
+
+
+def test_containers_keep_their_class_where_it_takes_a_dict():
+    x = torch.ones(2)
+    for kind in (dict, OrderedDict, UserDict, Attributes, MappingProxyType):
+        made = map_tensors(kind({"x": x, "n": 3}), torch.neg)
+        assert type(made) is kind and dict(made).keys() == {"x", "n"}
+        assert torch.equal(made["x"], -x) and made["n"] == 3
+    made = map_tensors(OfOthers(x), torch.neg)
+    assert type(made) is dict and torch.equal(made["x"], -x)
