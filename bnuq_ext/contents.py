@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from argparse import Namespace
 from array import array
-from collections import UserDict, UserList, deque
-from collections.abc import Iterable
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from itertools import islice
-from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
+from types import (
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    SimpleNamespace,
+)
 from weakref import ref
 
 import numpy as np
@@ -17,8 +24,10 @@ from torch import Tensor, nn
 
 SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.Size})
 CONTAINERS = (list, dict, set, deque)
+_VIEWS = (tuple, frozenset, MappingProxyType, ChainMap)
 _RECORDS = (SimpleNamespace, Namespace, UserDict, UserList)
 _FOREIGN = ("torch.", "bnuq_ext.")  # packages whose objects are not looked into
+_CLOSED = {"builtins", "torch", "bnuq_ext"}
 _CONFIGURED_BY = {"omegaconf", "ml_collections"}  # others whose objects are
 _DEEPEST = 8  # of objects in objects
 _LONGEST = 64  # items of a container
@@ -71,6 +80,24 @@ class Contents:
                 self.visited.add(id(value))
                 self._look_into(value, depth)
 
+    def append_function(self, function: Callable) -> None:
+        """Its code in place of itself, what it holds, and the globals that it names; of another callable what it is."""
+        if isinstance(function, MethodType):
+            self._append_callable(function.__self__)
+            function = function.__func__
+        if isinstance(function, FunctionType):
+            self.seen.append(function.__code__)
+            for part in (*self._parts(function), _globals(function)):
+                self._append_all(part, 0)
+        else:
+            self._append_callable(function)
+
+    def _append_callable(self, value) -> None:
+        self.packages |= {_package(type(value))} - _CLOSED
+        self.append(value)
+        if len(identity(value)) == 1:  # an operator.itemgetter: a later one may lie at its address
+            self.seen.append(repr(value))
+
     @cached_property
     def _registered(self) -> set[int]:
         """Addresses of parameters and buffers, whose versions count apart."""
@@ -94,14 +121,15 @@ class Contents:
 
     def _parts(self, value) -> Iterable[Iterable]:
         """Groups of what an object holds."""
-        if isinstance(value, (*CONTAINERS, tuple, frozenset)):
+        if isinstance(value, (*CONTAINERS, *_VIEWS)):
             self.seen.append(len(value))
-            items = value.items() if isinstance(value, dict) else value
+            items = value.items() if isinstance(value, Mapping) else value
             yield list(islice(items, _LONGEST))
         elif isinstance(value, FunctionType):
             yield _cells(value)
             yield value.__defaults__ or ()
             yield (value.__kwdefaults__ or {}).items()
+            yield vars(value).items()
         elif isinstance(value, MethodType):
             yield (value.__func__, value.__self__)
         elif isinstance(value, partial):
@@ -165,6 +193,15 @@ def _cells(function: FunctionType) -> list:
         except ValueError:
             found.append(None)
     return found
+
+
+def _globals(function: FunctionType) -> list:
+    """The globals that a function and those written in it name, but not what they call name in turn."""
+    names, codes = set(), [function.__code__]
+    for code in codes:
+        names.update(code.co_names)
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return [(name, function.__globals__.get(name)) for name in sorted(names)]
 
 
 def _slots(value) -> list:

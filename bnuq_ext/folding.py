@@ -125,7 +125,7 @@ class Folding:
     def _place(self, from_dim: int) -> tuple:
         return (
             signature(self.inputs, from_dim),
-            identity(self.forward.output_fn),
+            identity(self.forward.output_fn, self.modules),
             tuple(self.forward.layers),
             self.flags,
             torch.is_autocast_enabled("cpu"),

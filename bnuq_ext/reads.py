@@ -10,13 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .inputs import tensors
 from .passes import DoesNotFold
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
-_ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # these reach no dispatcher
+_ARRAYS = {
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+}  # these reach no dispatcher
+# Nor what asks how many rows there are, which is a value where values have chosen them.
+_SIZES = {
+    *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.shape.__get__),
+    *(Tensor.__iter__, Tensor.unbind, torch.unbind, torch.numel),
+}
 # Nor what these read of tensors in a list.
 _LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 # Whatever was there, or what a kernel that is started beside the dispatcher will write.
@@ -54,8 +65,8 @@ class Reads:
     not show it. Parameters and buffers may be read, inputs without rows, and what is made of these alone or
     of no tensor (a mask of ones): they are the same for all replicas.
 
-    How many rows `h[h > 0]` has depends on values too. That couples replicas where such rows come into a
-    stochastic layer, which knows a replica's rows by their number.
+    How many rows `h[h > 0]` has depends on values too. That couples replicas where Python asks for it, or where
+    such rows come into a stochastic layer, which knows a replica's rows by their number.
 
     Args:
         modules: all modules of the model.
@@ -72,7 +83,8 @@ class Reads:
         self.constants = {_storage(t) for t in constants} - {None}
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
-        self.found = self.selects = self.rounds = False
+        self.found = self.rounds = False
+        self.selections = 0  # how often values of rows have chosen rows
 
     def __enter__(self) -> None:
         self._watching = self._watched()
@@ -108,7 +120,7 @@ class Reads:
             given = (args, kwargs)
             if func is _aten.index.Tensor:  # integers that index have as many rows as before
                 given = [t for t in tensors((args[1:], kwargs)) if t.dtype in _MASKS]
-            self.selects |= not self._constant(given)
+            self.selections += not self._constant(given)
 
     def follow(self, func, args: tuple, kwargs: dict, result) -> None:
         """What an operation makes of constants, or of no tensor, is one; what it writes another tensor's values into
@@ -138,7 +150,7 @@ class Reads:
         """Raises DoesNotFold if values decide about more than themselves; `calls`: rows of stochastic calls."""
         if self.found:
             raise DoesNotFold("its forward reads values of its rows, to branch or to compute apart")
-        if self.selects and any(rows % self.num_rows for rows in calls.values()):
+        if self.selections and any(rows % self.num_rows for rows in calls.values()):
             raise DoesNotFold("a stochastic layer gets rows that are chosen by their values")
 
 
@@ -175,12 +187,25 @@ class _Arrays(TorchFunctionMode):
     def __init__(self, reads: Reads):
         super().__init__()
         self.reads = reads
+        self.picked = WeakTensorKeyDictionary()  # what values have chosen, and what is made of it
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        picked = any(t in self.picked for t in tensors((args, kwargs)))
         if func in _ARRAYS:
             self.reads.look(args)
+        elif picked and func in _SIZES:
+            self.reads.found = True
+        before = self.reads.selections
         result = func(*args, **kwargs)
         if func in _LISTS:
             self.reads.keep((args, kwargs), result)
+        if picked or self.reads.selections > before:
+            self._follow(args, result)
         return result
+
+    def _follow(self, args: tuple, result) -> None:
+        """A result is as long as what was chosen, unless it is what that was written into."""
+        into = args[0] if args and isinstance(args[0], Tensor) else None
+        whole = None if into is None or into in self.picked else into.shape
+        self.picked.update({t: True for t in tensors(result) if t.shape != whole})

@@ -1,10 +1,10 @@
 """What of a call the plan for it is remembered by."""
 
-from collections.abc import Mapping
-from inspect import ismethod
-from weakref import WeakMethod, ref
+from collections.abc import Callable, Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from .contents import Contents
 
 
 def signature(inputs, from_dim: int) -> tuple:
@@ -19,17 +19,27 @@ def signature(inputs, from_dim: int) -> tuple:
     return (inputs if isinstance(inputs, (int, float, bool, str, type(None))) else object(),)
 
 
-def identity(function):
+class _Values:
+    """Values as part of a key, though some have no hash."""
+
+    def __init__(self, values: list):
+        self.values = values
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _Values) and self.values == other.values
+
+    def __hash__(self) -> int:
+        return hash(len(self.values))
+
+
+def identity(function: Callable | None, modules: list[nn.Module]):
     """What stands for a function in a key, without keeping what it holds alive.
 
-    A function written anew at each call (a lambda) is the same if its code is and it holds nothing.
+    A function written anew at each call (a lambda) is the same if its code is, and what it holds and which globals
+    it names. `modules`: of the model, which are not looked into.
     """
     if function is None:
         return None
-    code = getattr(function, "__code__", None)
-    if code is not None and not (function.__closure__ or function.__defaults__):
-        return code
-    try:
-        return WeakMethod(function) if ismethod(function) else ref(function)
-    except TypeError:
-        return type(function), repr(function)
+    seen: list = [type(function)]
+    Contents(seen, modules).append_function(function)
+    return _Values(seen)

@@ -4,11 +4,11 @@ import gc
 import operator
 import weakref
 from array import array
-from collections import UserDict, deque
+from collections import ChainMap, UserDict, deque
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import MappingProxyType, MethodType, SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -101,6 +101,8 @@ def network() -> nn.Sequential:
     model.apart, model.frozen = [nn.Dropout(0.1)], frozenset({1})
     model.deep = [{"a": [{"b": [{"c": [False]}]}]}]
     model.function = lambda *, x=(1, [2]): x
+    model.function.on = False
+    model.chain, model.view = ChainMap({"on": False}), MappingProxyType(model.named)
     model[1].register_forward_pre_hook(Plain())
     return model
 
@@ -152,6 +154,9 @@ CHANGES = {
     "a module in a list": lambda m: setattr(m.apart[0], "p", 0.5),
     "a set that cannot change": lambda m: setattr(m, "frozen", frozenset({2})),
     "a deep item": lambda m: m.deep[0]["a"][0]["b"][0]["c"].__setitem__(0, True),
+    "an attribute of a function": lambda m: setattr(m.function, "on", True),
+    "an item of a ChainMap": lambda m: m.chain.update(on=True),
+    "what a view shows": lambda m: m.named.update(on=True),
     "a default": lambda m: m.function.__kwdefaults__["x"][1].append(3),
 }
 

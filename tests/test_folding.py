@@ -1,8 +1,6 @@
 """Folding never changes an answer: what it gives is the loop's, or an error."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
@@ -148,24 +146,6 @@ def test_a_known_model_is_run_once_a_chunk():
     assert count_passes(lambda: samples(model, ROWS[:8], num_samples=1)) == [8]
 
 
-def test_a_lambda_written_anew_is_known():
-    model = prepared(Counting, ROWS)
-    samples(model, ROWS[:8], output_fn=lambda out: out[:, :2])
-    for _ in range(2):
-        passes = count_passes(
-            lambda: samples(model, ROWS[:8], output_fn=lambda out: out[:, :2] * 2)
-        )
-    assert passes == [8]
-
-
-def test_another_output_fn_is_proved_by_itself():
-    model = prepared(Gated, ROWS)
-    samples(model, ROWS[:6], output_fn=lambda out: out * 2)
-    options = {"output_fn": lambda out: out - out.mean(0)}
-    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop", **options)
-    torch.testing.assert_close(samples(model, ROWS[:6], **options), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -297,15 +277,6 @@ def test_autocast_has_a_plan_of_its_own():
         expected = samples(model, ROWS[:16], strategy="loop")
     assert out.dtype == torch.bfloat16 and len(known._KNOWN[model].plans) == 2
     torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
-
-
-def test_plans_hold_neither_the_model_nor_what_output_fn_holds():
-    model = prepared(Gated, ROWS)
-    samples(model, ROWS[:6], output_fn=lambda out, m=model: out)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 def draw_of(model, num_samples):

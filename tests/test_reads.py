@@ -46,6 +46,21 @@ READS = {
 }
 
 
+SIZES = {
+    "len": lambda h: len((h > 1.3).nonzero()),
+    "shape": lambda h: h[h[:, 0] > 0.6].shape[0] > 1,
+    "size": lambda h: h.masked_select(h > 1.3).size(0),
+    "numel": lambda h: h[h > 1.3].numel(),
+    "iteration": lambda h: any(True for _ in h[h > 1.3]),
+    "unbind": lambda h: (h > 1.3).nonzero().unbind(),
+    "of what is made of it": lambda h: len(h[h > 1.3].abs() * 2),
+    "of unique values": lambda h: len((h > 1.3).unique()) > 1,
+    "of a histogram": lambda h: len(h.flatten().round().long().bincount()) > 2,
+    "dlpack": lambda h: np.from_dlpack(h).max() > 1.3,
+}
+READS |= SIZES
+
+
 def signs(meets, count):
     """Networks that branch on `meets`, each with its data."""
     for seed in range(count):
@@ -163,6 +178,19 @@ def test_rows_that_are_picked_count_where_any_call_has_another_number(pick):
     reads.check({"whole": 3, "folded": 6})
     with pytest.raises(DoesNotFold, match="^a stochastic layer gets rows that are chosen"):
         reads.check({"whole": 3, "picked": 2})
+
+
+def test_sizes_that_values_do_not_choose_may_be_asked():
+    h, where = torch.randn(3, 2), torch.tensor([0, 2])
+    reads = Reads([], h, 3)
+    with reads:
+        picked = h[:, 0] > 0
+        out = h.clone()
+        out[picked] = 2 * h[picked]
+        assert len(out) == 3 and out.relu().numel() == 6
+        out = torch.index_add(h, 0, picked.nonzero()[:, 0], h[picked])
+        assert out.shape == (3, 2) and len(h[where]) == 2 and len(out.unbind()) == 3
+    reads.check({})
 
 
 def test_indices_pick_as_many_rows_whatever_they_are():

@@ -1,0 +1,135 @@
+"""A plan is remembered for one output_fn: for its code, and for what that holds and names."""
+
+import copy
+import gc
+import operator
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from coupled import ROWS, Gated
+from test_folding import Counting, count_passes, prepared, samples
+
+
+def test_a_lambda_written_anew_is_known():
+    model = prepared(Counting, ROWS)
+    samples(model, ROWS[:8], output_fn=lambda out: out[:, :2])
+    for _ in range(2):
+        passes = count_passes(
+            lambda: samples(model, ROWS[:8], output_fn=lambda out: out[:, :2] * 2)
+        )
+    assert passes == [8]
+
+
+def test_another_output_fn_is_proved_by_itself():
+    model = prepared(Gated, ROWS)
+    samples(model, ROWS[:6], output_fn=lambda out: out * 2)
+    options = {"output_fn": lambda out: out - out.mean(0)}
+    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop", **options)
+    torch.testing.assert_close(samples(model, ROWS[:6], **options), expected, rtol=1e-5, atol=1e-5)
+
+
+class Heads(Gated):
+    """A head that folds, and one of the same shape whose rows meet."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out, out - out.mean(0)
+
+
+HEAD, HEADS = 0, [0]
+
+
+class Head:
+    def __init__(self, number):
+        self.number = number
+
+    def __call__(self, outputs):
+        return outputs[self.number]
+
+    def take(self, outputs):
+        return outputs[self.number]
+
+
+def by_global(number):
+    globals()["HEAD"] = number
+    return lambda outputs: outputs[HEAD]
+
+
+def by_nested(number):
+    globals()["HEAD"] = number
+    return lambda outputs: (lambda: outputs[HEAD])()
+
+
+def by_item(number):
+    HEADS[0] = number
+    return lambda outputs: outputs[HEADS[0]]
+
+
+def by_default(number):
+    return lambda outputs, *, number=number: outputs[number]
+
+
+def by_closure(number):
+    return lambda outputs: outputs[number]
+
+
+def attribute(outputs):
+    return outputs[attribute.number]
+
+
+def by_attribute(number):
+    attribute.number = number
+    return attribute
+
+
+HEAD_OBJECT = Head(0)
+
+
+def by_object(number):
+    HEAD_OBJECT.number = number
+    return HEAD_OBJECT
+
+
+def by_method(number):
+    HEAD_OBJECT.number = number
+    return HEAD_OBJECT.take
+
+
+def take(number, outputs):
+    return outputs[number]
+
+
+KEPT = [by_global, by_nested, by_item, by_default, by_closure, by_attribute, by_object, by_method]
+
+
+@pytest.mark.parametrize("by", [*KEPT, operator.itemgetter, partial(partial, take)])
+def test_one_that_has_changed_is_proved_again(by):
+    model = prepared(Heads, ROWS)
+    samples(model, ROWS[:6], output_fn=by(0))
+    coupled = samples(model, ROWS[:6], output_fn=by(1))
+    expected = samples(model, ROWS[:6], output_fn=by(1), strategy="loop")
+    torch.testing.assert_close(coupled, expected, rtol=1e-5, atol=1e-5)
+
+
+class Two(Counting):
+    def forward(self, x):
+        return (super().forward(x),)
+
+
+@pytest.mark.parametrize("by", KEPT)
+def test_one_that_stays_is_known(by):
+    model = prepared(Two, ROWS)
+    for _ in range(2):
+        passes = count_passes(lambda: samples(model, ROWS[:8], output_fn=by(0)))
+    assert passes == [8]
+
+
+def test_plans_hold_neither_the_model_nor_what_output_fn_holds():
+    model = prepared(Gated, ROWS)
+    samples(model, ROWS[:6], output_fn=lambda out, m=model: out)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
