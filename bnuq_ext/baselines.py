@@ -22,7 +22,7 @@ from .predict import check_x, forward_by_bank, take_model, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
 from .predictor import STRATEGIES, Predictor, Request
 from .reads import uncompiled
-from .restore import evaluating
+from .restore import evaluating, unmoved_by_errors
 from .samplers import check_key, draw_key, snapshots_of
 
 _SEEDS = 2**31 - 1
@@ -54,7 +54,7 @@ def plug_in(
         ValueError, TypeError: an argument is refused.
     """
     task = _Task("plug_in", x, likelihood, noise_var, output_fn, keep_samples, progress)
-    return task.run([model], task.predictor(task.forward(model, None, None, None), 0, 1))
+    return task.run([model], task.predictor(task.forward(model, None, None, 0), 0, 1))
 
 
 def mc_dropout(
@@ -94,9 +94,10 @@ def mc_dropout(
     """
     task = _Task("mc_dropout", x, likelihood, noise_var, output_fn, keep_samples, progress)
     first_replica, num_samples = task.replicas(first_replica, num_samples, seed)
-    forward = task.forward(model, sampler, batch_size, seed)
-    predictor = task.predictor(DroppingForward(forward), first_replica, num_samples)
-    pred = task.run([model], predictor)
+    with unmoved_by_errors(seed):
+        forward = task.forward(model, sampler, batch_size, seed)
+        predictor = task.predictor(DroppingForward(forward), first_replica, num_samples)
+        pred = task.run([model], predictor)
     pred.snapshots = snapshots_of(forward.sampler, forward.key, first_replica, num_samples)
     return pred
 
@@ -147,12 +148,14 @@ def ensemble(
     first_replica, num_samples = task.replicas(first_replica, num_samples, seed)
     check_one_of(op, "strategy", strategy, STRATEGIES)
     check_chunk(op, chunk)
-    key = draw_key(seed, device_of(models[0].modules()))
-    predictors = []
-    for place, model in enumerate(models):
-        forward = task.forward(model, sampler, batch_size, _wrapped(key + place))
-        predictors.append(task.predictor(forward, first_replica, num_samples, strategy, chunk))
-    return task.run(models, Members(predictors))
+    seed = 0 if sampler is None else seed  # nothing is drawn
+    with unmoved_by_errors(seed):
+        key = draw_key(seed, device_of(models[0].modules()))
+        predictors = []
+        for place, model in enumerate(models):
+            forward = task.forward(model, sampler, batch_size, _wrapped(key + place))
+            predictors.append(task.predictor(forward, first_replica, num_samples, strategy, chunk))
+        return task.run(models, Members(predictors))
 
 
 class PlainForward(Forward):

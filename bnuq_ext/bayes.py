@@ -54,6 +54,10 @@ class BayesLinear(Replicated, nn.Module):
     1.0 and 1.0, "exact" over "local"). So: for training where the layers are a small part of a step; predict with
     "exact".
 
+    The noise of replicas is that of `ops.philox_normal` with the seed `ops.new_seed(seed, first_replica)`, the stream
+    65,536 n for the n-th such layer of the model, from 0, in the order of `named_modules()`, and the tags "weight"
+    and "bias".
+
     Shapes: (N, *, in_features) -> (N, *, out_features); outside `predict`, `elbo_loss` and `replicas` a single
     row (in_features,) too. Under autocast x is rounded and the result of its dtype, as with `torch.nn.Linear`.
 
@@ -148,7 +152,7 @@ class BayesLinear(Replicated, nn.Module):
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """One sample of the weights in train(), their means in eval()."""
-        check_floating("BayesLinear", "x", x)  # of integers the weights would be rounded
+        self._check_kind(x)
         if not self.training:
             bias = None if self.bias_mu is None else self.bias_mu.to(x.dtype)
             return functional.linear(x, self.posterior()[0].to(x.dtype), bias)
@@ -159,6 +163,7 @@ class BayesLinear(Replicated, nn.Module):
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
+        self._check_kind(x)
         self._check_features(x)
         return self.sample(x, draw, stream, shared)
 
@@ -194,6 +199,12 @@ class BayesLinear(Replicated, nn.Module):
         if draw.divergences is None or draw.trial or id(self) in draw.divergences:
             return False
         return self.has_closed_divergence and is_eager()
+
+    def _check_kind(self, x: Tensor) -> None:
+        check_floating("BayesLinear", "x", x)  # of integers the weights would be rounded
+        if x.device != self.weight_mu.device:
+            requirement = f"be on {self.weight_mu.device} like the weights"
+            refuse("BayesLinear", "x", requirement, x.device)
 
     def _check_features(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[-1] != self.in_features:
@@ -307,5 +318,5 @@ def require_bayes_layers(op: str, model) -> dict[str, BayesLinear]:
     check_model(op, model)
     layers = bayes_layers(model)
     if not layers:
-        refuse(op, "model", "contain a BayesLinear", "none")
+        refuse(op, "model", "contain a BayesLinear", "none; run bnuq_ext.to_bayesian first")
     return layers

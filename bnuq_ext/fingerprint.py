@@ -8,6 +8,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .contents import CONTAINERS, SCALARS, Contents, is_record
 
@@ -120,13 +121,18 @@ def _equal(now: Tensor, before: Tensor) -> bool:
 def _content(value) -> list[Tensor]:
     if isinstance(value, torch.Generator):
         return [value.get_state()]
-    return [value] if isinstance(value, Tensor) else []
+    return [value] if _is_filled(value) else []
+
+
+def _is_filled(value) -> bool:
+    """Whether it is a tensor, and not that of a lazy layer which has never been called."""
+    return isinstance(value, Tensor) and not is_lazy(value)
 
 
 def _copy(value, depth: int = 0):
     """What `_put_back` needs; None for a container that is too deep inside others."""
     value = _held(value)
-    if isinstance(value, Tensor):
+    if _is_filled(value):
         return value.detach().clone()
     if isinstance(value, torch.Generator):
         return value.get_state()
@@ -141,7 +147,7 @@ def _copy(value, depth: int = 0):
 
 def _put_back(value, saved):
     """The same object with its old content."""
-    if isinstance(value, Tensor):
+    if _is_filled(value):
         if not _equal(value, saved):
             value.copy_(saved)
     elif isinstance(value, torch.Generator):

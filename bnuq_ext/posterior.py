@@ -20,6 +20,8 @@ RANKINGS = ("snr", "magnitude")
 # timm's differs from torch's in TorchScript only.
 _LINEAR = {"torch.nn.modules.linear.Linear", "timm.layers.linear.Linear"}
 
+_OF_MODULES = vars(nn.Module()).keys()
+
 
 def to_bayesian(
     model: nn.Module,
@@ -43,8 +45,8 @@ def to_bayesian(
 
     Raises:
         ValueError, TypeError: copy.deepcopy refuses the model, no linear layer is left to turn, or one has parameters
-            of 16 bits, or a weight that is made of others (spectral norm, the older weight norm, pruning by torch; one
-            with a parametrization is no nn.Linear and stays as it is).
+            of 16 bits, a weight that is made of others (spectral norm, the older weight norm, pruning by torch; one
+            with a parametrization is no nn.Linear and stays as it is), or a forward that is set on the object.
     """
     op = "to_bayesian"
     check_model(op, model)
@@ -63,6 +65,9 @@ def to_bayesian(
         if "weight" not in layer._parameters:
             requirement = "have its weight as a parameter (remove weight norm or pruning first)"
             refuse(op, f"layer {name!r}", requirement, f"it made of {list(layer._parameters)}")
+        if "forward" in vars(layer):
+            requirement = "have the forward of its class (take the other one off first)"
+            refuse(op, f"layer {name!r}", requirement, "one that is set on the object")
     memo: dict = {}
     model = copied(op, model, memo)
     for layer in chosen:
@@ -82,7 +87,8 @@ def _subclasses(model: nn.Module) -> str:
 
 
 def _turn(linear: nn.Linear, rho_init, prior) -> None:
-    """Makes a linear layer a Bayesian one around its weights, in place: its hooks stay, and whoever shares it."""
+    """Makes a linear layer a Bayesian one around its weights, in place: its hooks stay, what else it holds, and whoever
+    shares it."""
     made = BayesLinear(
         linear.in_features,
         linear.out_features,
@@ -95,8 +101,10 @@ def _turn(linear: nn.Linear, rho_init, prior) -> None:
     )
     made.mu_init = None
     made.weight_mu, made.bias_mu = linear.weight, linear.bias
-    linear._parameters, linear._buffers = made._parameters, made._buffers
-    vars(linear).update({k: v for k, v in vars(made).items() if k not in vars(linear)})
+    others = {k: p for k, p in linear._parameters.items() if k not in ("weight", "bias")}
+    linear._parameters = {**made._parameters, **others}
+    linear._buffers.update(made._buffers)
+    vars(linear).update({k: v for k, v in vars(made).items() if k not in _OF_MODULES})
     linear.__class__ = BayesLinear
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -145,7 +146,8 @@ def take_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
     model = unwrapped(model)
     modules = modules_of(model)
     if not any([isinstance(module, Replicated) for module in modules]):
-        stochastic_layers(op, model)  # raises
+        got = "none; run bnuq_ext.convert first, or bnuq_ext.to_bayesian for linear layers"
+        refuse(op, "model", "contain stochastic batch-norm layers", got)
     return model, modules
 
 
@@ -200,7 +202,7 @@ def _check_query(query, sampler: str, strategy: str) -> None:
 
 def check_x(op: str, x, device: torch.device, single: bool) -> None:
     """Checks an input, or else that it is an iterable of batches."""
-    if not single and not isinstance(x, Iterable):
+    if isinstance(x, np.ndarray) or not (single or isinstance(x, Iterable)):
         requirement = "be a tensor, a tuple, a dict or an iterable of batches"
         refuse(op, "x", requirement, type(x).__name__, TypeError)
     if single:

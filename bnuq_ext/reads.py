@@ -164,7 +164,7 @@ def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
 def _storage(tensor: Tensor) -> int | None:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a subclass without one
+    except (NotImplementedError, RuntimeError, ValueError):  # a subclass without one
         return None
 
 

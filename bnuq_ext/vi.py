@@ -15,7 +15,7 @@ from .bayes import BayesLinear, check_whole, require_bayes_layers
 from .chunks import keep_freed_pages
 from .fingerprint import HOOKS
 from .forward import Forward
-from .inputs import check_one_input, device_of, num_rows
+from .inputs import check_one_input, device_of, num_rows, tensors
 from .known import know, run_once
 from .ops import new_seed
 from .ops.checks import (
@@ -221,7 +221,9 @@ def elbo_loss(
         known = know(model, modules) if num_samples > 1 else run_once()
         sampler = WeightSampler(device)
         plain = _is_plain(modules)
-        copies = not plain or any([getattr(m, "inplace", False) for m in modules])
+        # Autograd takes no tensors of inference mode.
+        kept = any(t.is_inference() for t in tensors(x))
+        copies = not plain or kept or any([getattr(m, "inplace", False) for m in modules])
         forward = Forward(model, layers, sampler, key, None, known, op, plain=plain, copies=copies)
         draw = forward.draw(0, num_samples)
         if device.type == "cpu" and plain:

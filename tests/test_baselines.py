@@ -333,6 +333,7 @@ def test_bayesian_layers_are_their_means_or_drawn():
         ),
         ({"output_fn": 3}, TypeError, "output_fn must be callable, got int"),
         ({"x": 3}, TypeError, "x must be a tensor, a tuple, a dict or an iterable of batches"),
+        ({"x": X.numpy()}, TypeError, "x must be a tensor, a tuple, .* got ndarray"),
         ({"x": []}, ValueError, "x must yield at least 1 batch, got none"),
         ({"x": X.to("meta")}, ValueError, "x must be on the model's device cpu, got meta"),
         ({"output_fn": lambda o: o[:, 0]}, ValueError, r"the output must be logits"),
@@ -340,10 +341,11 @@ def test_bayesian_layers_are_their_means_or_drawn():
 )
 @pytest.mark.parametrize("name", ["plug_in", "mc_dropout", "ensemble"])
 def test_rejects(model, name, options, error, message):
-    options = dict(options)
+    options, state = dict(options), torch.get_rng_state()
     x = options.pop("x", X)
     with pytest.raises(error, match=f"{name}: {message}"):
         calls(model)[name](x, **{**OPTIONS, **options})
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -369,16 +371,29 @@ def test_rejects_replicas(model, options, error, message):
         bnuq.ensemble([model], X, **given)
 
 
+def test_where_nothing_is_drawn_the_generator_stays(model):
+    undropped, state = network(), torch.get_rng_state()
+    bnuq.plug_in(model, X, **OPTIONS)
+    bnuq.ensemble([model, model], X, **OPTIONS)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match="mc_dropout: model must call dropout .* got no call"):
+        bnuq.mc_dropout(undropped, X, **OPTIONS)
+    assert torch.equal(torch.get_rng_state(), state)
+    bnuq.ensemble([model], X, sampler="bank", num_samples=2, **OPTIONS)
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
 def test_rejects_models(model):
     for call in (bnuq.plug_in, bnuq.mc_dropout):
         with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
             call("model", X, **OPTIONS)
     with pytest.raises(TypeError, match="ensemble: model must be a torch.nn.Module, got str"):
         bnuq.ensemble(["model"], X, **OPTIONS)
-    with pytest.raises(ValueError, match="mc_dropout: model must call dropout .* got no call"):
-        bnuq.mc_dropout(network(), X, **OPTIONS)
     for options, message in (
-        ({"sampler": "bank"}, "model must contain stochastic batch-norm layers, got none"),
+        (
+            {"sampler": "bank"},
+            "model must contain stochastic batch-norm layers, got none; run bnuq_ext.conv",
+        ),
         ({"num_samples": 3}, "num_samples must be None without a sampler, got 3"),
         ({"strategy": "fast"}, "strategy must be one of auto, folded, loop, got 'fast'"),
         ({"chunk": 0}, "chunk must be at least 1, got 0"),

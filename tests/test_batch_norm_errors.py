@@ -123,7 +123,7 @@ BANK_ONLY = [
     ({"mean": [0.0]}, TypeError, "mean must be a tensor, got list"),
     ({"mean": torch.ones(3)}, ValueError, "mean must have shape (B, C), got [3]"),
     ({"mean": torch.ones(0, 3)}, ValueError, "mean must hold at least 1 snapshot, got [0, 3]"),
-    ({"mean": torch.ones(3, 4)}, ValueError, "mean must have shape [3, 3], got [3, 4]"),
+    ({"mean": torch.ones(3, 4)}, ValueError, "x must have the 4 channels of mean, got 3"),
     ({"mean": torch.ones(3, 3, device=META)}, ValueError, "mean must be on cpu, got meta"),
     (
         {"mean": torch.ones(3, 3, dtype=torch.int64)},
@@ -159,6 +159,7 @@ SNAPSHOT = [
 FITTED_ONLY = [
     ({"params": [0.0]}, TypeError, "params must be a tensor, got list"),
     ({"params": torch.ones(3, 3)}, ValueError, "params must have shape [4, 3], got [3, 3]"),
+    ({"params": torch.ones(4, 5)}, ValueError, "x must have the 5 channels of params, got 3"),
     ({"params": torch.ones(4, 3, device=META)}, ValueError, "params must be on cpu, got meta"),
     (
         {"params": torch.ones(4, 3).long()},

@@ -228,6 +228,15 @@ def test_the_default_mixture_is_blundell_s_narrow_one():
     assert torch.equal(ops.mixture_kl(mu, rho, seed, 0), expected)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_rejects_an_input_elsewhere(training):
+    layer = bnuq.BayesLinear(3, 2).train(training)
+    with pytest.raises(
+        ValueError, match="BayesLinear: x must be on cpu like the weights, got meta"
+    ):
+        layer(torch.ones(4, 3, device="meta"))
+
+
 @pytest.mark.parametrize(
     "make,message",
     [
@@ -375,7 +384,10 @@ def test_pruned_model_trains_and_keeps_its_zeros():
     [
         (lambda: bnuq.prune(spread_out(), 1.5), r"prune: fraction must lie in \[0, 1\], got 1.5"),
         (lambda: bnuq.prune(spread_out(), 0.5, "size"), "prune: by must be one of snr, magnitude"),
-        (lambda: bnuq.prune(nn.ReLU(), 0.5), "prune: model must contain a BayesLinear, got none"),
+        (
+            lambda: bnuq.prune(nn.ReLU(), 0.5),
+            "prune: model must contain a BayesLinear, got none; run bnuq_ext.to_bay",
+        ),
         (lambda: bnuq.posterior_summary(nn.ReLU()), "posterior_summary: model must contain a"),
     ],
 )

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import bnuq_ext as bnuq
 from bnuq_ext.fingerprint import State, fingerprint, modules_of
 
 
@@ -293,6 +294,18 @@ def test_a_sparse_buffer():
     assert state.written()
     state.restore()
     assert (layer.running_mean == 0).all()
+
+
+def test_layers_that_have_never_been_called():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    model[0].unused, model[0].norm = nn.LazyLinear(3), nn.LazyBatchNorm1d()
+    with pytest.warns(UserWarning, match="0.norm .*lazy"):
+        model = bnuq.convert(model, strict=False)
+    bnuq.collect(model, list(torch.randn(4, 8, 3)), 4, progress=False)
+    options = {"likelihood": "gaussian", "num_samples": 4, "seed": 0}
+    pred = bnuq.predict(model, torch.ones(2, 3), **options)
+    expected = bnuq.predict(model, torch.ones(2, 3), strategy="loop", **options)
+    torch.testing.assert_close(pred.mean, expected.mean)
 
 
 def test_training_flags_and_tensors_without_versions():

@@ -68,6 +68,7 @@ def flexible():
         ({"chunk": "big"}, TypeError, "chunk must be an integer, got 'big'"),
         ({"output_fn": 3}, TypeError, "output_fn must be callable, got int"),
         ({"x": 3}, TypeError, "x must be a tensor, a tuple, a dict or an iterable of batches, got int"),
+        ({"x": X.numpy()}, TypeError, "x must be a tensor, .* or an iterable of batches, got ndarray"),
         ({"seed": torch.tensor(3)}, TypeError, r"seed must be an integer, not a tensor, got 3"),
         ({"x": []}, ValueError, "x must yield at least 1 batch, got none"),
         ({"x": X.to("meta")}, ValueError, "x must be on the model's device cpu, got meta"),
@@ -172,7 +173,7 @@ def test_rejects_models(model, flexible):
     with pytest.raises(TypeError, match="predict: model must be a torch.nn.Module, got function"):
         predict(lambda x: x)
     with pytest.raises(
-        ValueError, match="predict: model must contain stochastic batch-norm layers, got none"
+        ValueError, match="got none; run bnuq_ext.convert first, or bnuq_ext.to_bayesian for linear"
     ):
         predict(nn.Linear(3, 3))
     with pytest.raises(

@@ -98,6 +98,29 @@ def test_weights_that_are_made_of_others_are_refused(change):
         bnuq.to_bayesian(model)
 
 
+def test_a_forward_on_the_object_is_refused():
+    """It would be kept, and call the weights of the model that was given."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    model[1].forward = model[1].forward
+    message = "to_bayesian: layer '1' must have the forward of its class .*, got one that is set on"
+    with pytest.raises(ValueError, match=message):
+        bnuq.to_bayesian(model)
+    assert type(bnuq.to_bayesian(model, lambda name, layer: name == "0")[0]) is bnuq.BayesLinear
+
+
+def test_what_else_a_layer_holds_stays():
+    linear = nn.Linear(5, 3).eval()
+    linear.register_buffer("scale", torch.full((3,), 2.0), persistent=False)
+    linear.register_parameter("gain", nn.Parameter(torch.ones(3)))
+    linear.inner, linear.note, linear.prior, linear.estimator = nn.ReLU(), "kept", "mine", 5
+    linear.register_forward_hook(lambda m, args, y: m.inner(y * m.scale * m.gain))
+    made = bnuq.to_bayesian(linear, prior=bnuq.GaussianPrior(0.5))
+    assert torch.equal(made(x()), linear(x())) and made.note == "kept"
+    assert made.prior == bnuq.GaussianPrior(0.5) and made.estimator == "exact"
+    names = {"weight_mu", "weight_rho", "bias_mu", "bias_rho", "gain"}
+    assert made.state_dict().keys() == names
+
+
 @pytest.mark.parametrize("depth", [None, 2])
 @pytest.mark.parametrize("masked", [False, True])
 def test_transformers_are_sampled(depth, masked):

@@ -65,6 +65,11 @@ def check_activations(op: str, x: Tensor) -> None:
         refuse(op, "x", "have at least 2 dimensions (N, C, *)", list(x.shape))
 
 
+def check_channels(op: str, x: Tensor, name: str, statistics: Tensor) -> None:
+    if x.shape[1] != statistics.shape[1]:
+        refuse(op, "x", f"have the {statistics.shape[1]} channels of {name}", x.shape[1])
+
+
 def check_parameter(op: str, name: str, value: Tensor, shape: tuple, device) -> None:
     if isinstance(value, Tensor) and value.shape == shape and value.device == device:
         if value.dtype in DTYPES:
@@ -99,7 +104,8 @@ def check_bank(op, x, mean, var, seed, snapshot, num_samples) -> int:
     num_snapshots = mean.shape[0]
     if num_snapshots < 1:
         refuse(op, "mean", "hold at least 1 snapshot", list(mean.shape))
-    check_parameter(op, "mean", mean, (num_snapshots, x.shape[1]), device)
+    check_channels(op, x, "mean", mean)
+    check_parameter(op, "mean", mean, mean.shape, device)
     check_parameter(op, "var", var, mean.shape, device)
     if (seed is None) == (snapshot is None):
         got = "neither" if seed is None else "both"
@@ -120,6 +126,8 @@ def check_bank(op, x, mean, var, seed, snapshot, num_samples) -> int:
 def check_fitted(op, x, params, seed, stream, num_samples, family) -> None:
     """Checks x and where its statistics come from."""
     check_activations(op, x)
+    if isinstance(params, Tensor) and params.dim() == 2 and len(params) == 4:
+        check_channels(op, x, "params", params)
     check_parameter(op, "params", params, (4, x.shape[1]), x.device)
     check_seed(op, seed, x.device)
     check_stream(op, stream)
