@@ -4,45 +4,30 @@ The budgets hold for nvcc 13.0: another compiler may spend a register or an inst
 """
 
 import re
-import subprocess
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sass
-from test_cuda_build import ARCHS, NVDISASM, PINNED, ROOT, compile_cubin, needs_nvcc, release
+from test_cuda_build import ROOT, check_spills, compile_all, compile_cubin, disassembled, needs_nvcc
 
 WEIGHTS = 8  # of a lane in one fragment
 
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """{arch: (path of the cubin, log of the compiler)}."""
-    folder = tmp_path_factory.mktemp("cuda_linear")
     source = ROOT / "tests" / "cuda_linear_instances.cu"
-    with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda arch: compile_cubin(source, arch, folder / f"{arch}.cubin"), ARCHS)
-        return dict(zip(ARCHS, made, strict=True))
+    return compile_all(source, tmp_path_factory.mktemp("cuda_linear"))
 
 
 @needs_nvcc
 def test_every_kernel_compiles_without_a_warning_or_a_spill(compiled):
-    for _, log in compiled.values():
-        resources = sass.read_ptxas(log)
-        assert len(resources) > 30
-        assert not {name: r for name, r in resources.items() if r.spills or r.stack}
+    check_spills(compiled, 30)
 
 
 @pytest.fixture(scope="session")
 def hopper(compiled):
     """{mangled name: kernel} on sm_90."""
-    if release() != PINNED:
-        pytest.skip(f"budgets are for nvcc {PINNED}, this is {release()}")
-    if NVDISASM is None:
-        pytest.skip("no nvdisasm, on PATH or in triton's package")
-    cubin, _ = compiled["90"]
-    text = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True).stdout
-    return sass.read_disassembly(text)
+    return disassembled(compiled["90"][0])
 
 
 @pytest.fixture(scope="session")
@@ -164,8 +149,7 @@ def test_noise_alone_is_what_the_fused_loop_is_measured_by(fused, tmp_path):
     source = ROOT / "benchmarks" / "noise_floor.cu"
     cubin, log = compile_cubin(source, "90", tmp_path / "noise.cubin")
     assert not any(r.spills or r.stack for r in sass.read_ptxas(log).values())
-    text = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True).stdout
-    (kernel,) = sass.read_disassembly(text).values()
+    (kernel,) = disassembled(cubin).values()
     alone, product = noise_loop(kernel), noise_loop(fused[1, 4, 1])
     assert alone["MUFU"] == product["MUFU"] == 2 * 4 * WEIGHTS
     assert sum(alone.values()) <= 12.5 * 4 * WEIGHTS and not alone["LDG"]
