@@ -16,6 +16,10 @@ from .inputs import tensors
 from .nn import Stochastic, uncompiled_name
 
 _SMALL = 16  # rows
+# Root mean square over the channels of a layer, in running standard deviations. Measured on eight small networks:
+# up to 0.22 for the bank of a network after one epoch of training and 0.09 after more, 0.26 to 0.83 after twenty
+# epochs more, 0.39 and above for the bank of another training.
+_FAR = 0.25
 
 
 class DropoutTrace(TorchFunctionMode):
@@ -83,3 +87,20 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
                 "noisy and predictions were found to be worse (Teye et al. 2018); good if the model was "
                 "trained with such batches"
             )
+    far = [uncompiled_name(name) for name, layer in norms.items() if _gap(layer) > _FAR]
+    if far:
+        yield (
+            f"bank far from the running statistics: {listed(far)}. It is of other data, of another training or of "
+            "an earlier state of this one (collect again), or weights still moved fast when training ended"
+        )
+
+
+def _gap(layer: nn.Module) -> float:
+    """How far the mean of the bank's means lies from a layer's running mean; 0 where that cannot be told."""
+    bank, name = getattr(layer, "bank", None), getattr(layer, "bank_name", None)
+    if bank is None or name not in bank.mean or f"{name}#1" in bank.mean:
+        return 0.0
+    if layer.running_mean is None or not getattr(layer, "num_batches_tracked", None):
+        return 0.0  # or they have never been updated
+    gap = bank.mean[name].mean(0).to(layer.running_mean) - layer.running_mean
+    return float((gap.square() / (layer.running_var + layer.eps)).mean().sqrt())

@@ -235,6 +235,46 @@ def test_a_bank_of_small_batches_is_warned_of(rows, small):
         assert found[0].startswith(f"small batches: the bank's have {rows} rows. With 16 or fewer")
 
 
+# A bank of another state.
+
+
+ABOVE = (DATA + 1).flatten(1)
+
+
+def trained(model, steps):
+    """Learns lengths of rows, and goes on from where it is."""
+    optimizer = torch.optim.Adam(model.train().parameters(), 0.01)
+    for rows in torch.randint(len(ABOVE), (steps, 32)):
+        optimizer.zero_grad()
+        F.mse_loss(model(ABOVE[rows]), ABOVE[rows].norm(dim=1, keepdim=True)).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def collected(model):
+    return bnuq.collect(model, TensorDataset(ABOVE), 8, batch_size=32, progress=False)
+
+
+def test_a_bank_of_another_state_is_warned_of():
+    torch.manual_seed(0)
+    layers = nn.Linear(72, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)
+    model = bnuq.convert(nn.Sequential(*layers))
+    other = copy.deepcopy(model)
+    early = collected(trained(model, 150))
+    assert warnings_of(model, ABOVE) == ()
+    trained(model, 1000)
+    other[0].reset_parameters()
+    for bank in (early, collected(trained(other, 150))):
+        bnuq.attach(model, bank)
+        (warning,) = warnings_of(model, ABOVE)
+        assert warning.startswith("bank far from the running statistics: 1. It is of other data")
+    collected(model)
+    assert warnings_of(model, ABOVE) == ()
+    bnuq.attach(model, early)
+    model[1].reset_running_stats()  # which have then seen no data
+    assert warnings_of(model, ABOVE) == ()
+
+
 # Recurrent networks, and several devices.
 
 
