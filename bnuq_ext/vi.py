@@ -158,7 +158,7 @@ def elbo_loss(
     likelihood: str = "categorical",
     batch_weight: float | None = None,
     dataset_size: int | None = None,
-    noise_std: float = 1.0,
+    noise_std: float | Tensor = 1.0,
     reduction: str = "mean",
     seed: int | None = None,
 ) -> Elbo:
@@ -187,7 +187,7 @@ def elbo_loss(
         likelihood: "categorical", or "gaussian" with means as outputs.
         batch_weight: of the divergence, see `kl_weight`; not negative; by default rows / `dataset_size`.
         dataset_size: rows of the training data; not looked at where `batch_weight` is given.
-        noise_std: standard deviation of gaussian noise; positive.
+        noise_std: standard deviation of gaussian noise; positive. A tensor of one element is learned along.
         reduction: "mean" or "sum" over the rows.
         seed: key of the weights' noise; None draws it from torch's generator.
 
@@ -290,7 +290,7 @@ def _is_plain(modules: list[nn.Module]) -> bool:
     )
 
 
-def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_std: float) -> Tensor:
+def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_std) -> Tensor:
     """-log p(y), summed over the rows and the T samples of outputs (T*N, ...)."""
     outputs = outputs.to(acc_dtype(outputs.dtype))  # a sum over rows soon is infinite in float16
     rows, categorical = len(outputs) // num_samples, likelihood == "categorical"
@@ -335,7 +335,7 @@ def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | Non
     return rows / dataset_size
 
 
-def _check_loss(likelihood: str, noise_std: float, reduction: str) -> None:
+def _check_loss(likelihood: str, noise_std, reduction: str) -> None:
     check_likelihood("elbo_loss", likelihood, None)
     check_one_of("elbo_loss", "reduction", reduction, REDUCTIONS)
     _check_factor("noise_std", noise_std)
