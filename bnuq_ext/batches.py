@@ -65,7 +65,7 @@ def find_source(op: str, data, batch_size: int | None) -> Source:
 
     Args:
         op: who asks, for the messages.
-        data: a DataLoader or an iterable of batches; with `batch_size` a map-style data set.
+        data: a DataLoader or an iterable of batches; with `batch_size` a map-style data set, or its tensors.
         batch_size: rows of a batch that is drawn from a data set, at least 2; else None.
     """
     if isinstance(data, torch_data.DataLoader):
@@ -73,7 +73,7 @@ def find_source(op: str, data, batch_size: int | None) -> Source:
             refuse(op, "batch_size", "be None for a loader, which has its own", batch_size)
         return _loader_source(data)
     if batch_size is not None:
-        return _dataset_source(op, data, batch_size)
+        return _dataset_source(op, as_dataset(op, "data", data), batch_size)
     if _is_map_style(data):
         refuse(op, "batch_size", "be given for a data set", None)
     if not _gives_batches(data):

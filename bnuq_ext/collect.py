@@ -42,10 +42,10 @@ def collect(
     Args:
         model: converted by `convert`.
         data: a DataLoader or any iterable of batches (a tensor, a tuple whose first entry is one, or a dict
-            with one under "input" or "x"); with `batch_size` a map-style data set. A loader that shuffles
-            is gone through again when it has too few batches; anything else that ends early gives
-            a smaller bank. A smaller last batch is a snapshot too (drop_last=True leaves it out). Random
-            draws follow torch's generator: the same state, the same bank.
+            with one under "input" or "x"); with `batch_size` a map-style data set, or its tensors in a
+            tuple. A loader that shuffles is gone through again when it has too few batches; anything else
+            that ends early gives a smaller bank. A smaller last batch is a snapshot too (drop_last=True
+            leaves it out). Random draws follow torch's generator: the same state, the same bank.
         num_batches: B, batches to go through; at least 1.
         batch_size: M, rows drawn for a batch from a data set, without replacement within a batch, one batch
             independent of the next; from 2 to the size of the data set.

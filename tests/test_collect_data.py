@@ -384,6 +384,14 @@ def test_a_tensor_dataset_with_rows_of_its_own_is_asked_for_them():
     assert torch.equal(bank.var["1"], expected.var["1"])
 
 
+def test_a_tuple_of_tensors_is_a_data_set_where_rows_are_drawn():
+    torch.manual_seed(1)
+    bank = bnuq.collect(make_model(), (ROWS, torch.arange(N)), 4, batch_size=8)
+    torch.manual_seed(1)
+    expected = bnuq.collect(make_model(), torch_data.TensorDataset(ROWS), 4, batch_size=8)
+    assert bank.equal(expected) and bank.dataset_size == N
+
+
 def test_a_loader_that_shuffles_and_gives_nothing_is_not_asked_for_ever():
     passes = iter([["first", "second"], [], ["third"]])
     source = Source(lambda: next(passes), reshuffles=True)

@@ -246,6 +246,11 @@ REFUSED = [
     ),
     (dict(data=Stream(), batch_size=8), TypeError, MAP_STYLE + "Stream"),
     (dict(data=iter(ROWS), batch_size=8), TypeError, MAP_STYLE),
+    (
+        dict(data=(ROWS, ROWS[:4]), batch_size=8),
+        ValueError,
+        "data must have as many rows in each tensor, got [[120, ",
+    ),
     (dict(data=ROWS, batch_size=1), ValueError, "batch_size must be at least 2, got 1"),
     (dict(data=ROWS, batch_size="8"), TypeError, "batch_size must be an integer, got '8'"),
     (
