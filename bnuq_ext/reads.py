@@ -17,18 +17,14 @@ from .passes import DoesNotFold
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
-_ARRAYS = {
-    Tensor.tolist,
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.__dlpack__,
-}  # these reach no dispatcher
-# Nor what asks how many rows there are, which is a value where values have chosen them.
+# These reach no dispatcher,
+_ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+# nor what asks how many rows there are, which is a value where values have chosen them.
 _SIZES = {
     *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.shape.__get__),
     *(Tensor.__iter__, Tensor.unbind, torch.unbind, torch.numel),
 }
-# Nor what these read of tensors in a list.
+# nor what these read of tensors in a list.
 _LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 # Whatever was there, or what a kernel that is started beside the dispatcher will write.
 _UNWRITTEN = {
