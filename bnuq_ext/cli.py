@@ -15,7 +15,9 @@ from .chunks import is_out_of_memory
 
 def demo(arguments) -> str:
     from .experiments import digits, digits_report
+    from .plots.canvas import check_matplotlib
 
+    check_matplotlib()
     settings = digits.QUICK if arguments.quick else digits.Settings()
     if arguments.seeds is not None:
         settings = digits.with_seeds(settings, arguments.seeds)
@@ -27,7 +29,9 @@ def demo(arguments) -> str:
 
 def bbb(arguments) -> str:
     from .experiments import bbb, bbb_report
+    from .plots.canvas import check_matplotlib
 
+    check_matplotlib()
     names = ("hidden", "epochs", "scheme", "scaling", "seed")
     chosen = {name: getattr(arguments, name) for name in names}
     settings = bbb.Settings(**chosen, num_samples=arguments.samples)
@@ -46,12 +50,14 @@ def _shown(arguments, folder, results: dict, text: str) -> str:
 
 def reproduce(arguments) -> str:
     from . import protocols
+    from .plots.canvas import check_matplotlib
     from .protocols import runner
 
     if arguments.list:
         titles = {name: protocols.protocol(name).TITLE for name in protocols.NAMES}
         text = "\n".join(f"{name:<12}  {title}" for name, title in titles.items())
         return json.dumps(titles) if arguments.json else text
+    check_matplotlib()
     size = "full" if arguments.full else "quick"
     folder = arguments.output or f"reproduce-output/{arguments.name}-{size}"
     options = {"data_root": arguments.data_root, "jobs": arguments.jobs}

@@ -153,6 +153,19 @@ def test_missing_extra_is_one_line(capsys, monkeypatch, tmp_path):
     assert "pip install 'bnuq_ext[demo]'" in printed and printed.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["demo", "bbb", "reproduce toy"])
+def test_matplotlib_is_asked_for_before_the_work(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for place in ("experiments.digits", "experiments.bbb", "protocols.runner"):
+        name = "reproduce" if place == "protocols.runner" else "run"
+        monkeypatch.setattr(f"bnuq_ext.{place}.{name}", lambda *_, **__: pytest.fail("worked"))
+    assert cli.main([*command.split(), "--output", str(tmp_path / "run")]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("bnuq: plots: matplotlib must be installed (pip install ")
+    assert printed.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert cli.main(["reproduce", "--list"]) == 0
+
+
 def test_memory_is_the_user_s_and_a_fault_is_not(capsys, monkeypatch):
     def fail(*_, **__):
         raise errors.pop(0)

@@ -14,14 +14,19 @@ COLORS = "#0072b2 #e69f00 #009e73 #cc79a7 #56b4e9 #d55e00 #f0e442 #8a8a8a".split
 CLASS_COLORS = [*COLORS, "#882255", "#332288", "#999933", "#44aa99"]
 
 
-def new_figure(width: float, height: float):
-    """A figure that pyplot does not know, so that it needs no closing and no display."""
+def check_matplotlib():
+    """Its class Figure; refused by name where it is not installed, also for runs that draw at their end."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         requirement = "be installed (pip install 'bnuq_ext[demo]')"
         refuse("plots", "matplotlib", requirement, error, ModuleNotFoundError)
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure
+
+
+def new_figure(width: float, height: float):
+    """A figure that pyplot does not know, so that it needs no closing and no display."""
+    return check_matplotlib()(figsize=(width, height), layout="constrained")
 
 
 def take_axes(ax, width: float = 5.4, height: float = 3.6):
