@@ -42,8 +42,8 @@ def test_a_crash_before_the_rename_keeps_the_old_file(tmp_path, monkeypatch):
 
 
 def test_other_settings_are_refused(tmp_path):
-    Store(tmp_path, {"epochs": 1, "widths": (2, 3)})
-    Store(tmp_path, {"epochs": 1, "widths": (2, 3)})
+    Store(tmp_path, {"epochs": 1, "widths": (2, 3)}).claim()
+    Store(tmp_path, {"epochs": 1, "widths": (2, 3)}).claim()
     for other, name in (
         ({"epochs": 1}, "widths"),
         ({"epochs": 1, "widths": (2, 3), "rate": 1}, "rate"),
@@ -53,9 +53,27 @@ def test_other_settings_are_refused(tmp_path):
     with pytest.raises(ValueError) as caught:
         Store(tmp_path, {"epochs": 2, "widths": (2, 3)})
     assert str(caught.value) == (
-        f"store: folder must be empty or hold a run of the same settings ({tmp_path}), "
-        "got another epochs"
+        f"store: folder must be empty or hold a run of the same settings ({tmp_path}; choose another, "
+        "or delete it), got another epochs"
     )
+
+
+def test_a_run_without_a_result_stands_in_no_other_s_way(tmp_path):
+    def fail():
+        raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="^no data$"):
+        Store(tmp_path, {"data": None}).unit("one", fail)
+    assert Store(tmp_path, {"data": "d"}).unit("one", lambda: 1) == 1
+    assert json.loads((tmp_path / "settings.json").read_text()) == {"data": "d"}
+
+
+def test_of_two_runs_in_one_folder_the_slower_is_refused(tmp_path):
+    slower, faster = (Store(tmp_path, {"data": name}) for name in "ab")
+    faster.unit("one", lambda: 1)
+    with pytest.raises(ValueError, match="got another data$"):
+        slower.unit("two", lambda: 2)
+    assert [path.name for path in (tmp_path / "units").iterdir()] == ["one.json"]
 
 
 def test_damaged_unit_is_named(tmp_path):

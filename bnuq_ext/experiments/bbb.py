@@ -286,7 +286,7 @@ def run(
     split = load_data(data_root, settings.scaling)
     fixed = {k: v for k, v in asdict(settings).items() if k != "epochs"}
     versions = {"bnuq_ext": __version__, "torch": torch.__version__}
-    Store(folder, {**fixed, **versions, "data": fingerprint(split)})
+    Store(folder, {**fixed, **versions, "data": fingerprint(split)}).claim()
     return split, {
         name: train(Path(folder) / name, name, split, settings, progress)
         for name in dict.fromkeys(priors)

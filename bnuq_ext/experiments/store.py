@@ -44,26 +44,42 @@ class Store:
 
     def __init__(self, folder, settings: dict):
         self.folder = Path(folder)
+        self.settings = json.loads(json.dumps(settings))
         try:
             (self.folder / "units").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             refuse("store", "folder", "be a folder to write to", error)
-        path = self.folder / "settings.json"
-        settings = json.loads(json.dumps(settings))
-        if path.exists():
-            self._compare(read_json(path), settings)
-        else:
-            write_json(path, settings)
+        self._is_claimed()
 
-    def _compare(self, found: dict, settings: dict) -> None:
+    def claim(self) -> None:
+        """Write the settings down, if they are not yet: from here on the folder is no other run's."""
+        if not self._is_claimed():
+            write_json(self.folder / "settings.json", self.settings)
+
+    def _is_claimed(self) -> bool:
+        """Whether the folder has settings; others than these are refused."""
+        path = self.folder / "settings.json"
+        if not path.exists():
+            return False
+        found, settings = read_json(path), self.settings
         other = [k for k in sorted({*found, *settings}) if found.get(k) != settings.get(k)]
         if other:
-            requirement = f"be empty or hold a run of the same settings ({self.folder})"
+            requirement = (
+                f"be empty or hold a run of the same settings ({self.folder}; choose another, or "
+                "delete it)"
+            )
             refuse("store", "folder", requirement, f"another {', '.join(other)}")
+        return True
 
     def unit(self, name: str, compute):
-        """The unit's result: read if it is finished, else `compute()`d and stored."""
+        """The unit's result: read if it is finished, else `compute()`d and stored.
+
+        The first result claims the folder: a run that failed before it stands in no other's way, and of two that
+        were started in one folder the slower is refused.
+        """
         path = self.folder / "units" / f"{name}.json"
         if not path.exists():
-            write_json(path, compute())
+            result = compute()
+            self.claim()
+            write_json(path, result)
         return read_json(path)
