@@ -335,13 +335,21 @@ def test_data_sets(tmp_path):
         np.savez(tmp_path / "uci" / f"{name}.npz", X=np.ones((rows, 2)), y=np.arange(rows))
     assert uci.by_size(tmp_path) == {"large": 40, "small": 30}
     assert uci.by_size(tmp_path / "uci" / "small.npz") == {"small": 30}
-    with pytest.raises(
-        ValueError, match="^uci: a data set must have at least 4 training rows, got 3$"
-    ):
-        uci_search.search(part(3), "MCBN", TINY, 8, 0)
     constant = data.Part(torch.zeros(5, 2).double(), torch.ones(5).double())
     with pytest.raises(ValueError, match="^uci: y must take more than one value, got 1.0$"):
         uci_search.scale(constant, constant)
+
+
+def test_a_table_of_too_few_rows_is_named(tmp_path):
+    for name, rows in (("few", 4), ("many", 5)):
+        np.savez(tmp_path / f"{name}.npz", X=np.ones((rows, 2)), y=np.arange(rows))
+    path = tmp_path / "few.npz"
+    with pytest.raises(ValueError) as caught:
+        uci.make_units(TINY, tmp_path)
+    requirement = "have at least 4 training rows, 80 % of all"
+    assert str(caught.value) == f"uci: {path} must {requirement}, got 3"
+    path.unlink()
+    assert len(uci.make_units(TINY, tmp_path)) == 4
 
 
 def test_a_table_smaller_than_every_batch_size(tmp_path):

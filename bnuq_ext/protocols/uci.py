@@ -18,6 +18,7 @@ from .uci_search import (
     Regression,
     Scaled,
     fit_split,
+    num_train,
     plain_mean,
     replicas,
 )
@@ -76,9 +77,14 @@ def by_size(data_root: str | None) -> dict[str, int]:
 
 
 def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
+    sizes, least = by_size(data_root), settings.num_folds
+    for name, num_rows in sizes.items():
+        if (rows := num_train(num_rows)) < least:
+            path = str(tables_at(data_root)[name])
+            refuse("uci", path, f"have at least {least} training rows, 80 % of all", rows)
     return [
         Unit(f"{name}-{method}-{split}", {"data": name, "method": method, "split": split})
-        for name in by_size(data_root)
+        for name in sizes
         for method in METHODS
         for split in range(1, settings.num_splits + 1)
     ]

@@ -61,8 +61,13 @@ class Regression:
 
     def fold_rows(self, num_rows: int) -> int:
         """Rows that a network of the cross-validation is trained on, of so many in the set."""
-        n = num_rows - round(0.2 * num_rows)
+        n = num_train(num_rows)
         return n - n // self.num_folds
+
+
+def num_train(num_rows: int) -> int:
+    """Training rows of a split, of so many in the set."""
+    return num_rows - round(0.2 * num_rows)
 
 
 class Scaled(NamedTuple):
@@ -97,7 +102,7 @@ def split_of(part: Part, split: int) -> tuple[Part, Part]:
     """(train, test) of the paper's split 1, 2, ...: 80 % and 20 % of the rows as its code shuffles them."""
     rows = np.arange(len(part.y))
     np.random.RandomState(split).shuffle(rows)
-    cut = round(0.2 * len(rows))
+    cut = len(rows) - num_train(len(rows))
     return take(part, rows[cut:]), take(part, rows[:cut])
 
 
@@ -105,8 +110,6 @@ def folds_of(train: Part, settings: Regression) -> list[Scaled]:
     """The first `folds_used` of the folds; all of one size, the rest of the rows is always trained on."""
     rows = np.random.RandomState(1).permutation(len(train.y))
     size = len(rows) // settings.num_folds
-    if size == 0:
-        refuse("uci", "a data set", f"have at least {settings.num_folds} training rows", len(rows))
     held_out = [slice(k * size, (k + 1) * size) for k in range(settings.folds_used)]
     return [scale(take(train, np.delete(rows, h)), take(train, rows[h])) for h in held_out]
 
