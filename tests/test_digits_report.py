@@ -100,6 +100,16 @@ def test_text_has_each_row():
         assert line.startswith(row) and " ".join(line[len(row) :].split()) == " ".join(cells)
 
 
+def test_one_seed_compares_nothing():
+    settings = replace(SETTINGS, num_seeds=1)
+    summary = digits_report.summarise(UNITS, settings)
+    assert summary["compared"][digits.PLUG_IN]["joint"]["nll"] == {"0.0": None, "0.35": None}
+    assert {*summary["unseen_compared"]["joint"].values()} == {None}
+    text = digits_report.text(summary, settings)
+    assert text.endswith("\n\nOne seed: nothing to compare.")
+    assert "Paired" not in text and "level" not in text and "does not win" not in text
+
+
 def test_curves():
     left, right = digits_report.curve_figure(UNITS["curve"], SETTINGS).axes
     for name, label in (("clean", "clean images"), ("noisy", "noise 0.35")):

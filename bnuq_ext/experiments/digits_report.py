@@ -31,11 +31,16 @@ def mean_and_error(values: list[float]) -> dict[str, float | None]:
     return {"mean": values.mean().item(), "error": error}
 
 
-def compare(ours: list[float], theirs: list[float], more_is_better: bool) -> str:
-    """Whether ours are "better", "worse" or "level": a mean paired difference within two standard errors."""
+def compare(ours: list[float], theirs: list[float], more_is_better: bool) -> str | None:
+    """Whether ours are "better", "worse" or "level": a mean paired difference within two standard errors.
+
+    None for one seed, which has no standard error.
+    """
     sign = 1 if more_is_better else -1
     difference = mean_and_error([sign * (a - b) for a, b in zip(ours, theirs, strict=True)])
-    if difference["error"] is None or not abs(difference["mean"]) > 2 * difference["error"]:
+    if difference["error"] is None:
+        return None
+    if not abs(difference["mean"]) > 2 * difference["error"]:
         return "level"
     return "better" if difference["mean"] > 0 else "worse"
 
@@ -146,11 +151,10 @@ def text(summary: dict, settings: Settings) -> str:
     for std, rows in summary["noisy"].items():
         cells = {row: [_cell(found[k]) for k in SCORES] for row, found in rows.items()}
         lines += ["", f"Pixel noise {std}", *_table(cells, list(TITLES.values()))]
-    lines += [
-        "",
-        f"Paired over {settings.num_seeds} seeds: + better, - worse, = within two standard errors",
-        *comparisons(summary),
-    ]
+    alone = settings.num_seeds == 1
+    if not alone:
+        said = "+ better, - worse, = within two standard errors"
+        lines += ["", f"Paired over {settings.num_seeds} seeds: {said}", *comparisons(summary)]
     cells = {row: [_cell(found[k]) for k in UNSEEN] for row, found in summary["unseen"].items()}
     known = settings.known_classes
     lines += [
@@ -159,9 +163,12 @@ def text(summary: dict, settings: Settings) -> str:
         "in nats; AUROC of telling them apart)",
         *_table(cells, list(UNSEEN.values())),
         "",
-        "Where sampling does not win:",
-        *(f"  {line}" for line in losses(summary) or ["nowhere in this table."]),
     ]
+    if alone:
+        lines.append("One seed: nothing to compare.")
+    else:
+        lines.append("Where sampling does not win:")
+        lines += [f"  {line}" for line in losses(summary) or ["nowhere in this table."]]
     return "\n".join(lines)
 
 
