@@ -220,7 +220,12 @@ REFUSED = [
     (
         lambda: metrics.categorical_pll(PROBS, [0, 1, 1]),
         TypeError,
-        "categorical_pll: y must be a tensor of integer labels, got <class 'list'>",
+        "categorical_pll: y must be a tensor of integer labels, got list",
+    ),
+    (
+        lambda: metrics.accuracy(PROBS, Y.numpy()),
+        TypeError,
+        "accuracy: y must be a tensor of integer labels, got ndarray",
     ),
     (lambda: metrics.ece(PROBS, Y + 1), ValueError, "ece: y must lie in [0, 2), got [1, 2]"),
     (lambda: metrics.ece(PROBS, Y, 0), ValueError, "ece: num_bins must be at least 1, got 0"),

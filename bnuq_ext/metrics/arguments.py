@@ -51,7 +51,8 @@ def take_numbers(op: str, name: str, values) -> Tensor:
 def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
     """The labels (N, *) of probabilities or logits (N, K, *), as int64 on their device."""
     if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool:
-        refuse(op, "y", "be a tensor of integer labels", getattr(y, "dtype", type(y)), TypeError)
+        got = y.dtype if isinstance(y, Tensor) else type(y).__name__
+        refuse(op, "y", "be a tensor of integer labels", got, TypeError)
     check_shape(op, "y", y, (probs.shape[0], *probs.shape[2:]))
     if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < probs.shape[1]:
         refuse(op, "y", f"lie in [0, {probs.shape[1]})", [int(y.min()), int(y.max())])
