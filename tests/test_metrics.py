@@ -228,6 +228,16 @@ REFUSED = [
         "accuracy: y must be a tensor of integer labels, got ndarray",
     ),
     (lambda: metrics.ece(PROBS, Y + 1), ValueError, "ece: y must lie in [0, 2), got [1, 2]"),
+    (
+        lambda: metrics.ece(PROBS, Y * 255),
+        ValueError,
+        "ece: y must lie in [0, 2) (mask ignored labels out first), got [0, 255]",
+    ),
+    (
+        lambda: metrics.nll(PROBS, Y * -100),
+        ValueError,
+        "nll: y must lie in [0, 2) (mask ignored labels out first), got [-100, 0]",
+    ),
     (lambda: metrics.ece(PROBS, Y, 0), ValueError, "ece: num_bins must be at least 1, got 0"),
     (
         lambda: metrics.nll(PROBS, Y, reduction="sum"),

@@ -55,7 +55,9 @@ def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
         refuse(op, "y", "be a tensor of integer labels", got, TypeError)
     check_shape(op, "y", y, (probs.shape[0], *probs.shape[2:]))
     if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < probs.shape[1]:
-        refuse(op, "y", f"lie in [0, {probs.shape[1]})", [int(y.min()), int(y.max())])
+        found = [int(y.min()), int(y.max())]
+        hint = " (mask ignored labels out first)" if {-100, 255} & {*found} else ""
+        refuse(op, "y", f"lie in [0, {probs.shape[1]}){hint}", found)
     return y.to(probs.device, torch.int64)
 
 
