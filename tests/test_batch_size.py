@@ -328,7 +328,7 @@ CASES = {
     "noises": (
         {"likelihood": "gaussian", "noise_var": torch.ones(2)},
         ValueError,
-        r"noise_var must be a positive number .* got tensor\(\[1., 1.\]\)",
+        r"noise_var must be a positive number .* got a tensor of shape \[2\]",
     ),
     "no noise": ({"likelihood": "gaussian"}, ValueError, "noise_var must be a positive number .* got None"),
     "prior": ({"prior": 1.0}, TypeError, "prior must be a StatisticsGaussian"),

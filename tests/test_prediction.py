@@ -126,6 +126,14 @@ def test_noise_of_another_shape_is_refused(shape):
         bnuq.Prediction.from_samples(torch.randn(4, 2, 3), "gaussian", torch.ones(shape))
 
 
+def test_refused_noise_of_many_values_is_shown_by_its_shape():
+    requirement = "noise_var must be finite and not negative, got"
+    for noise, got in ((torch.full((340, 1), -1.0), "a tensor of shape [340, 1]"), (-1.0, "-1.0")):
+        with pytest.raises(ValueError) as caught:
+            bnuq.Prediction.from_samples(torch.randn(4, 340, 1), "gaussian", noise)
+        assert str(caught.value) == f"Prediction.from_samples: {requirement} {got}"
+
+
 def test_noise_may_be_a_number_of_numpy():
     pred = bnuq.Prediction.from_samples(torch.zeros(4, 2, 3), "gaussian", np.float32(0.5))
     torch.testing.assert_close(pred.total_variance, torch.full((2, 3), 0.5), rtol=0, atol=0)

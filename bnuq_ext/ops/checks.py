@@ -17,7 +17,9 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def refuse(op: str, name: str, requirement: str, got, error=ValueError) -> NoReturn:
-    """Raises `error` with the message that every refused argument has."""
+    """Raises `error` with the message that every refused argument has; of many values it shows the shape."""
+    if isinstance(got, Tensor) and got.numel() > 1:
+        got = f"a tensor of shape {list(got.shape)}"
     raise error(f"{op}: {name} must {requirement}, got {got}")
 
 
@@ -59,7 +61,7 @@ def check_integer(op: str, name: str, value, least: int) -> int:
     except TypeError:
         number = None
     if number is None:
-        refuse(op, name, "be an integer", repr(value), TypeError)
+        refuse(op, name, "be an integer", _readable(value), TypeError)
     if number < least:
         refuse(op, name, f"be at least {least}", number)
     return number
@@ -81,7 +83,12 @@ def check_one_of(op: str, name: str, value, choices) -> None:
 def check_number(op: str, name: str, value) -> None:
     """TypeError for what is no real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        refuse(op, name, "be a number", repr(value), TypeError)
+        refuse(op, name, "be a number", _readable(value), TypeError)
+
+
+def _readable(value):
+    """A string in quotes, and the like; a tensor is left to `refuse`."""
+    return value if isinstance(value, Tensor) else repr(value)
 
 
 def check_scalar(op: str, name: str, value) -> None:
