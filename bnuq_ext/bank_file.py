@@ -22,6 +22,7 @@ from torch import Tensor
 from .ops.checks import refuse
 
 FORMAT, VERSION = "bnuq_bank", 1
+OPENING = f'{{"__metadata__":{{"format":"{FORMAT}"'.encode()
 # Room for 5,000 calls of layers; parsing an untrusted file's header takes up to 50 times as much.
 LARGEST_HEADER = 2 << 20
 _DTYPES = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I64": np.dtype("<i8")}
@@ -131,8 +132,11 @@ def _read_header(stream, size: int, name: str) -> bytes:
     if len(prefix) < 8:
         _bad(name, "hold at least 8 bytes", size)
     length = int.from_bytes(prefix, "little")
-    if not 0 < length <= min(size - 8, LARGEST_HEADER):
-        limit = min(size - 8, LARGEST_HEADER)
+    limit = min(size - 8, LARGEST_HEADER)
+    if not 0 < length <= limit:
+        # A bank that was damaged or cut short goes on as banks begin; anything else is no bank.
+        if not OPENING.startswith(stream.read(len(OPENING))):
+            _bad(name, "be a bank that Bank.save wrote", "another kind of file")
         _bad(name, f"have a header of 1 to {limit} bytes", length)
     raw = stream.read(length)
     if len(raw) < length:

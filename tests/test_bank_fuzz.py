@@ -246,8 +246,16 @@ RAW = {
     "empty": (b"", "hold at least 8 bytes, got 0"),
     "seven bytes": (b"1234567", "hold at least 8 bytes, got 7"),
     "no header": (bytes(8), "have a header of 1 to 0 bytes, got 0"),
-    "huge header": (b"\xff" * 8 + b"{}", "have a header of 1 to 2 bytes, got 18446744073709551615"),
-    "large header": (forged(b" " * (9 << 20)), "have a header of 1 to 2097152 bytes, got 9437184"),
+    "huge header": (
+        b"\xff" * 8 + b'{"__metadata__":{"format":"bnuq_bank"}}',
+        "have a header of 1 to 39 bytes, got 18446744073709551615",
+    ),
+    "large header": (
+        forged(bank_file.OPENING + b" " * (9 << 20)),
+        "have a header of 1 to 2097152 bytes, got 9437221",
+    ),
+    "blanks": (forged(b" " * (9 << 20)), "be a bank that Bank.save wrote, got another kind of"),
+    "text": (b"mean, variance\n" * 9, "be a bank that Bank.save wrote, got another kind of file"),
     "no JSON": (forged(b"{'a': 1}"), "have a JSON header, got Expecting property name"),
     "no UTF-8": (forged(b'{"\xff": 1}'), "have a JSON header, got 'utf-8' codec can't decode"),
     "nested": (forged(b"[" * 100_000), "have a JSON header, got maximum recursion depth"),
@@ -285,6 +293,19 @@ def test_states_the_digest_that_it_finds(sample):
     header, body = split(sample)
     message = refused(forged(header, bytes(len(body))))
     assert f"have the SHA-256 that it states, '{header['__metadata__']['sha256']}', got " in message
+
+
+def test_a_checkpoint_is_no_bank(tmp_path):
+    torch.save({"weight": torch.ones(3)}, tmp_path / "network.pt")
+    message = refused((tmp_path / "network.pt").read_bytes())
+    assert message.endswith("must be a bank that Bank.save wrote, got another kind of file")
+
+
+def test_a_damaged_length_and_a_cut_header_are_those_of_a_bank(sample):
+    assert "have a header of 1 to " in refused(sample[:7] + b"\x80" + sample[8:])
+    for size in (8, 9, 40, 200):
+        length = int.from_bytes(sample[:8], "little")
+        assert f"have a header of 1 to {size - 8} bytes, got {length}" in refused(sample[:size])
 
 
 class Payload:
