@@ -12,7 +12,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from bnuq_ext import plots
+from bnuq_ext import Prediction, plots
 
 
 def texts(legend):
@@ -322,6 +322,18 @@ def test_rejects_other_types():
         )
     with pytest.raises(TypeError, match="^against_batch_size: curves must be a dict of label"):
         plots.against_batch_size([2], [1.0], ylabel="")
+    some = Prediction.from_samples(torch.zeros(2, 3, 4), "categorical")
+    for call, name in (
+        (lambda values: plots.entropy_cdf({"a": values}), "entropy_cdf: a"),
+        (lambda values: plots.reliability_diagram(values, [0]), "reliability_diagram: probs"),
+        (lambda values: plots.verdict([[0]], values, [[1.0]]), "verdict: plug_in"),
+        (lambda values: plots.verdict([[0]], [1.0], values), "verdict: replicas"),
+        (lambda p: plots.stacked_probabilities(p, shown=[0]), "stacked_probabilities: probs"),
+    ):
+        for values, got in ((some, "Prediction"), ("high", "str"), ([1.0, [2.0]], "list")):
+            with pytest.raises(TypeError) as caught:
+                call(values)
+            assert str(caught.value) == f"{name} must be numbers, got {got}"
     with pytest.raises(TypeError) as caught:
         plots.entropy_cdf({"a": [1.0]}, ax=np.array([1]))
     assert str(caught.value) == "plots: ax must be one matplotlib Axes, got ndarray"

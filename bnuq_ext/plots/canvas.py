@@ -85,6 +85,14 @@ def take_array(values, dtype=None):
     return np.asarray(values, dtype=dtype)
 
 
+def take_numbers(op: str, name: str, values):
+    """`take_array` in float64; what does not hold numbers is refused."""
+    try:
+        return take_array(values, float)
+    except (TypeError, ValueError):
+        refuse(op, name, "be numbers", type(values).__name__, TypeError)
+
+
 def take_entries(op: str, name: str, entries):
     """A dict of label -> values, with an entry."""
     if not isinstance(entries, Mapping):
@@ -104,7 +112,7 @@ def take_finite(op: str, name: str, values):
 
 def take_values(op: str, name: str, values):
     """Numbers (N,), or (N, 1) as of a network with one output."""
-    values = take_array(values, float)
+    values = take_numbers(op, name, values)
     values = values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
     if values.ndim != 1 or len(values) == 0:
         refuse(op, name, "have shape (N,) with N > 0", list(values.shape))

@@ -16,6 +16,7 @@ from .canvas import (
     take_array,
     take_axes,
     take_entries,
+    take_numbers,
     take_values,
 )
 
@@ -94,7 +95,7 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
 
 
 def _take_labelled(op: str, probs, y) -> tuple:
-    probs, y = take_array(probs, float), take_array(y)
+    probs, y = take_numbers(op, "probs", probs), take_array(y)
     if probs.ndim != 2 or len(probs) == 0:
         refuse(op, "probs", "have shape (N, K) with N > 0", list(probs.shape))
     outside = (probs < -SLACK) | (probs > 1 + SLACK)
@@ -119,7 +120,7 @@ def stacked_probabilities(probs, *, shown, ax=None):
         Axes.
     """
     ax = take_axes(ax)
-    probs = take_array(probs, float)
+    probs = take_numbers("stacked_probabilities", "probs", probs)
     if probs.ndim != 2:
         refuse("stacked_probabilities", "probs", "have shape (T, K)", list(probs.shape))
     K, shown = probs.shape[1], list(shown)
@@ -159,7 +160,8 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
         Axes of the replicas; before it in the figure are those labelled "clean" (where given),
         "image" and "plug-in".
     """
-    plug_in, replicas = take_array(plug_in, float), take_array(replicas, float)
+    plug_in = take_numbers("verdict", "plug_in", plug_in)
+    replicas = take_numbers("verdict", "replicas", replicas)
     if plug_in.ndim != 1:
         refuse("verdict", "plug_in", "have shape (K,)", list(plug_in.shape))
     if replicas.ndim != 2 or len(replicas) == 0 or replicas.shape[1] != len(plug_in):
