@@ -153,6 +153,9 @@ def fit_batch_size(
     key = draw_key(seed, torch.device("cpu"))
     judge = _Judge(model, device, likelihood, noise_var, key, rows_at_a_time)
     with preserved_rng(), without_gradients(), _bank_put_back(layers):
+        _check_targets("data", data)
+        if validation is not None:
+            _check_targets("validation", validation)
         torch.manual_seed(key)
         rows = torch.randperm(len(data), device="cpu")[:num_rows].sort().values
         with progress_bar(desc=OP, total=2 * len(sizes), shown=progress) as bar:
@@ -196,6 +199,13 @@ def _size(name: str, dataset) -> int:
     if len(dataset) == 0:
         refuse(OP, name, "have rows", 0)
     return len(dataset)
+
+
+def _check_targets(name: str, dataset) -> None:
+    """Whether the first row has a target, asked before the banks are collected."""
+    _, y = split_batch(OP, fetcher(dataset)([0]))
+    if y is None:
+        refuse(OP, name, "be (x, y) or a data set with targets", "inputs alone")
 
 
 def _checked_rows(data, num_rows) -> int:
