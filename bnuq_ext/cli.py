@@ -6,11 +6,15 @@ Exit status: 0, 2 for anything that the user can mend (one line on stderr), 130 
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 from ._version import __version__
 from .chunks import is_out_of_memory
+
+# What the experiments call an argument whose option has another name.
+OPTIONS = {"num_samples": "samples", "root": "data_root", "folder": "output"}
 
 
 def demo(arguments) -> str:
@@ -158,6 +162,15 @@ def add_reproduce(commands) -> None:
     command.set_defaults(run=reproduce)
 
 
+def _as_typed(message: str, arguments) -> str:
+    """The message of a refused argument, which is named by its option where it has one."""
+    refused = re.match(r"(\w+): (\w+) must ", message)
+    option = refused and OPTIONS.get(refused[2], refused[2])
+    if option in (None, "name") or option not in vars(arguments):  # a name is given without dashes
+        return message
+    return f"{refused[1]}: --{option.replace('_', '-')} must {message[refused.end() :]}"
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
@@ -166,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         mendable = isinstance(error, (ValueError, ImportError, OSError)) or is_out_of_memory(error)
         if not mendable:
             raise
-        print(f"bnuq: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"bnuq: {_as_typed(' '.join(str(error).split()), arguments)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bnuq: interrupted; the same command goes on where it stopped", file=sys.stderr)

@@ -131,19 +131,39 @@ def test_bbb_and_reproduce_hand_on_their_arguments(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["demo", "--seeds", "0"], "bnuq: demo: seeds must be positive, got 0\n"),
-        (["demo", "--output", "/dev/null"], "bnuq: store: folder must be a folder to write to, "),
-        (["bbb", "--prior", "flat"], "bnuq: bbb: prior must be one of gaussian, "),
+        (["demo", "--seeds", "0"], "bnuq: demo: --seeds must be positive, got 0\n"),
+        (["demo", "--output", "/dev/null"], "bnuq: store: --output must be a folder to write to, "),
+        (["bbb", "--prior", "flat"], "bnuq: bbb: --prior must be one of gaussian, "),
+        (["bbb", "--samples", "0"], "bnuq: bbb: --samples must be positive, got 0\n"),
         (
             ["bbb", "--data-root", "/none"],
-            "bnuq: mnist: root must hold train-images-idx3-ubyte or ",
+            "bnuq: mnist: --data-root must hold train-images-idx3-ubyte or ",
         ),
+        (
+            ["reproduce", "toy", "--data-root", "/none"],
+            "bnuq: reproduce: --data-root must be a folder of data sets, got /none\n",
+        ),
+        (["reproduce", "cifar"], "bnuq: cifar: --data-root must hold the folder cifar10 "),
+        (["reproduce", "none"], "bnuq: reproduce: name must be one of batch-size, "),
     ],
 )
 def test_errors_are_one_line(capsys, arguments, message):
     assert cli.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(message) and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_what_is_no_option_keeps_its_name(capsys, monkeypatch):
+    messages = ["predict: num_samples must be positive, got 0", "table: /x.csv must be text, got 1"]
+    for message in messages:
+        error = ValueError(message)
+        monkeypatch.setattr("bnuq_ext.experiments.digits.run", lambda *_, e=error, **__: raised(e))
+        assert cli.main(["demo"]) == 2
+        assert capsys.readouterr().err == f"bnuq: {message}\n"
+
+
+def raised(error):
+    raise error
 
 
 def test_missing_extra_is_one_line(capsys, monkeypatch, tmp_path):
