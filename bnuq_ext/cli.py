@@ -53,14 +53,11 @@ def _shown(arguments, folder, results: dict, text: str) -> str:
 
 
 def reproduce(arguments) -> str:
-    from . import protocols
     from .plots.canvas import check_matplotlib
     from .protocols import runner
 
     if arguments.list:
-        titles = {name: protocols.protocol(name).TITLE for name in protocols.NAMES}
-        text = "\n".join(f"{name:<12}  {title}" for name, title in titles.items())
-        return json.dumps(titles) if arguments.json else text
+        return _listed(arguments)
     check_matplotlib()
     size = "full" if arguments.full else "quick"
     folder = arguments.output or f"reproduce-output/{arguments.name}-{size}"
@@ -71,6 +68,17 @@ def reproduce(arguments) -> str:
         return json.dumps(results)
     path = Path(folder) / "report.md"
     return f"{path.read_text()}\nThis report: {path}; its tables and figures lie beside it."
+
+
+def _listed(arguments) -> str:
+    from . import protocols
+
+    modules = {name: protocols.protocol(name) for name in protocols.NAMES}
+    if arguments.json:
+        return json.dumps({name: module.TITLE for name, module in modules.items()})
+    rows = [("protocol", "without --data-root", "title")]
+    rows += [(name, m.WITHOUT_DATA or "(needs it)", m.TITLE) for name, m in modules.items()]
+    return "\n".join(f"{name:<12}  {without:<19}  {title}" for name, without, title in rows)
 
 
 def doctor(arguments) -> str:
@@ -150,7 +158,7 @@ def add_reproduce(commands) -> None:
     add = command.add_argument
     add("name", nargs="?", help="of the protocol, see --list")
     add("--list", action="store_true", help="print the protocols")
-    add("--data-root", help="folder of the data sets")
+    add("--data-root", help="folder of the data sets; --list says what is run without it")
     size = command.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="the reduced form (this is the default)")
     size.add_argument("--full", action="store_true", help="the paper's own protocol")

@@ -11,6 +11,7 @@ import torch
 from bnuq_ext.protocols.results import Report, Table, Unit
 
 TITLE = "Squares"
+WITHOUT_DATA = None
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,17 @@ def test_an_unknown_name_is_refused():
         protocols.protocol("none")
 
 
+@pytest.mark.parametrize("name", protocols.NAMES)
+def test_what_runs_without_data(name):
+    module = protocols.protocol(name)
+    if module.WITHOUT_DATA is None:
+        with pytest.raises(ValueError, match=f"^{name}: data_root must hold the folder "):
+            module.make_units(module.QUICK, None)
+        return
+    units = module.make_units(module.QUICK, None)
+    assert units and ("diabetes" in str(units)) == (module.WITHOUT_DATA == "diabetes")
+
+
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setattr(protocols, "NAMES", ("of-squares",))
@@ -197,7 +208,11 @@ def registered(monkeypatch):
 def test_command(registered, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["reproduce", "--list"]) == 0
-    assert capsys.readouterr().out == "of-squares    Squares\n"
+    lines = [
+        "protocol      without --data-root  title",
+        "of-squares    (needs it)           Squares",
+    ]
+    assert capsys.readouterr().out.splitlines() == lines
     assert cli.main(["reproduce", "--list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"of-squares": "Squares"}
     assert cli.main(["reproduce", "of-squares", "--jobs", "1"]) == 0

@@ -19,6 +19,9 @@ NAMES = (
 
 
 def protocol(name: str) -> ModuleType:
-    """The module of a protocol: TITLE, Settings, QUICK, FULL, make_units, compute, report."""
+    """The module of a protocol: TITLE, Settings, QUICK, FULL, make_units, compute, report.
+
+    WITHOUT_DATA names what it runs on without a data root, in the quick form; None: it needs one.
+    """
     check_one_of("reproduce", "name", name, NAMES)
     return import_module(f".{name.replace('-', '_')}", __name__)

@@ -22,6 +22,7 @@ from .batch_size_report import report as report
 from .results import Unit
 
 TITLE = "Epistemic uncertainty against the batch size (Mukhoti et al., Figure 1 and Table 1)"
+WITHOUT_DATA = "digits"
 
 
 @dataclass(frozen=True)

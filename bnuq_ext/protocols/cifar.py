@@ -14,6 +14,7 @@ from ..restore import preserved_rng
 from .results import Report, Table, Unit, agrees, mean_and_error, read_table, required_folder, shown
 
 TITLE = "CIFAR-10: log-likelihood against the number of replicas (Teye et al. 2018, Table 2)"
+WITHOUT_DATA = None
 REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 

@@ -15,6 +15,7 @@ from ..restore import preserved_rng
 from .results import Report, Table, Unit, mean_and_error, shown
 
 TITLE = "Ninety fully connected layers with and without batch norm (Atanov et al. 2018, FC90)"
+WITHOUT_DATA = "digits"
 NORMS = {"bn": "with BN", "plain": "without BN"}
 INITS = {"torch": "torch's initialisation", "kept": "variance kept"}
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}

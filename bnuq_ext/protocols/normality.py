@@ -20,6 +20,7 @@ from ..restore import preserved_rng
 from .results import Report, Table, Unit
 
 TITLE = "Normality of the batch statistics (Teye et al. 2018, Figures 3, 7 and 8)"
+WITHOUT_DATA = "diabetes"
 LEVEL = 0.05
 COLUMNS = [
     "data", "M", "epoch", "layer", "variance of mu, analytic / observed", "of sigma, analytic / observed",

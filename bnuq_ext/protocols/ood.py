@@ -23,6 +23,7 @@ from .ood_report import report as report
 from .results import Unit
 
 TITLE = "Unseen classes and corrupted images (Atanov et al. 2019, Table 1)"
+WITHOUT_DATA = "digits"
 # "mnist-all": all ten classes are known, as in the paper, and Fashion-MNIST is unseen (there notMNIST).
 FOLDERS = {
     "mnist": ("mnist",),

@@ -14,6 +14,7 @@ from ..restore import preserved_rng
 from .results import Report, Table, Unit, mean_and_error, required_folder, shown
 
 TITLE = "Segmentation of CamVid with partial MCBN (Teye et al. 2018, section 4.4 and figure 2)"
+WITHOUT_DATA = None
 CLASSES = "sky building pole road pavement tree sign fence car pedestrian bicyclist".split()
 UNLABELLED = len(CLASSES)
 ROWS = {  # how many batch-norm layers are stochastic

@@ -13,6 +13,7 @@ from .results import Report, Table, Unit, mean_and_error, read_table, shown
 from .uci_search import Regression, fit_split
 
 TITLE = "UCI regression: MCBN against batch size and number of replicas (Teye et al. 2018, Tables 8 to 11)"
+WITHOUT_DATA = "diabetes"
 SCORES = ("crps", "pll")
 PAPER = {"crps": ("08_batchsize_crps", "10_T_crps"), "pll": ("09_batchsize_pll", "11_T_pll")}
 

@@ -17,6 +17,7 @@ from .results import Report, Table, Unit, mean_and_error, shown
 from .uci import run_scores
 
 TITLE = "Toy regression (Teye et al. 2018, Figure 1)"
+WITHOUT_DATA = "its own data"
 METHODS = ("MCBN", "MCDO")
 EDGE, GRID = 5.0, 7.0  # inputs of the data, and of the figure
 COLUMNS = {

@@ -24,6 +24,7 @@ from .uci_search import (
 )
 
 TITLE = "UCI regression: normalised CRPS and PLL (Teye et al. 2018, Tables 1 and 4 to 7)"
+WITHOUT_DATA = "diabetes"
 
 
 @dataclass(frozen=True)
