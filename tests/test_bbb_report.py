@@ -91,6 +91,17 @@ def test_error_figure(states):
         np.testing.assert_allclose(dot.get_data(), [[2], [15 * scale]])
 
 
+def test_a_prior_has_its_colour_in_every_run(states, tmp_path, monkeypatch):
+    draw, colors = plots.weight_histograms, []
+    noted = lambda *a, **o: colors.append(o["colors"]["prior mixture"]) or draw(*a, **o)  # noqa: E731
+    monkeypatch.setattr(plots, "weight_histograms", noted)
+    for shown in (states, {"mixture": states["mixture"]}):
+        bbb_report.figures(tmp_path, split_of(), shown, TINY)
+        curves = bbb_report.error_figure(shown, split_of(), TINY).axes[0].lines
+        colors.append(curves[-1].get_color())
+    assert len(colors) == 4 and len({*colors}) == 1
+
+
 def test_labels_and_versions_make_another_run(tmp_path, monkeypatch):
     split = split_of()
     other = split._replace(test=data.Part(split.test.x, split.test.y.flip(0)))

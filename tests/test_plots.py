@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from bnuq_ext import Prediction, plots
@@ -160,6 +161,8 @@ def test_error_over_epochs():
     assert best.get_zorder() > max(line.get_zorder() for line in (a, b, level))
     assert ax.get_ylabel() == "test error [%]" and ax.get_ylim()[0] == 0
     ax.figure.savefig(io.BytesIO())
+    ax = plots.error_over_epochs({"a": [2.0], "b": [1.0]}, best={"b": 1}, colors={"b": "red"})
+    assert [line.get_color() for line in ax.lines] == [plots.BLUE, "red", "red"]
 
 
 def test_weight_histograms():
@@ -179,6 +182,9 @@ def test_weight_histograms():
     assert list(inside.texts) == []
     assert texts(lower.get_legend()) == ["two", "before training"]
     assert lower.get_xlabel() == "mean of a weight"
+    lower = plots.weight_histograms(weights, colors={"two": "red"})
+    faces = [to_rgb(ax.patches[0].get_facecolor()) for ax in (lower.figure.axes[1], lower)]
+    assert faces == [to_rgb(plots.BLUE), to_rgb("red")]
 
 
 def test_signal_to_noise():

@@ -7,6 +7,7 @@ import torch
 
 from .. import data, plots, posterior_summary, prune
 from ..environment import environment
+from ..plots.canvas import COLORS
 from .bbb import PRIORS, Settings, State, error, make_network
 from .store import write_json
 
@@ -20,6 +21,8 @@ REPORTED = {
 REPORTED_SECONDS = {400: 23, 1200: 47}
 REPORTED_ERROR = 1.69
 REPORTED_IMAGES = 50_000
+# By prior, so that one has the same in the figures of every run.
+PRIOR_COLORS = dict(zip(PRIORS, COLORS, strict=False))
 
 
 def pruned_errors(
@@ -128,6 +131,7 @@ def figures(folder, split: data.Split, states: dict[str, State], settings: Setti
         "weights.png": plots.weight_histograms(
             {f"prior {name}": means(network) for name, network in networks.items()},
             initial=means(initial),
+            colors={f"prior {name}": PRIOR_COLORS[name] for name in networks},
         ).figure,
     }
     for name, network in networks.items():
@@ -144,6 +148,7 @@ def error_figure(states: dict[str, State], split: data.Split, settings: Settings
         {name: [100 * e["test_error"] for e in state.log] for name, state in states.items()},
         best={name: state.best_epoch for name, state in states.items()},
         levels={label: REPORTED_ERROR} if reported else None,
+        colors=PRIOR_COLORS,
     )
     ax.set_xlabel("epoch (dots: least validation error)")
     return ax.figure

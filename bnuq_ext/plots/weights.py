@@ -17,13 +17,16 @@ from .canvas import (
 )
 
 
-def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]", ax=None):
+def error_over_epochs(
+    errors, *, levels=None, best=None, colors=None, ylabel="test error [%]", ax=None
+):
     """Curves of an error against the epoch, counted from 1.
 
     Args:
         errors: dict of label -> (E,) errors in percent, one per epoch.
         levels: dict of label -> an error to compare with, drawn dashed.
         best: dict of label of a curve -> the epoch that is marked on it.
+        colors: dict of label of a curve -> its colour; by default those of `COLORS` in turn.
         ylabel: what the error is, and its unit.
         ax: where to draw.
 
@@ -36,6 +39,7 @@ def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]"
     take_entries("error_over_epochs", "errors", errors)
     for (label, values), color in zip(errors.items(), cycle(COLORS), strict=False):
         values = take_values("error_over_epochs", label, values)
+        color = (colors or {}).get(label, color)
         ax.plot(np.arange(1, len(values) + 1), values, color=color, label=label, linewidth=1.4)
         if label in (best or {}):
             epoch = best[label]
@@ -50,7 +54,7 @@ def error_over_epochs(errors, *, levels=None, best=None, ylabel="test error [%]"
     return ax
 
 
-def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, ax=None):
+def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, colors=None, ax=None):
     """One histogram of weights per entry, one under the other, over the same bins.
 
     Args:
@@ -59,6 +63,7 @@ def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, ax=None
             0.05 % on.
         num_bins: their number.
         initial: (W,) weights before training, drawn as a grey line in each.
+        colors: dict of label of an entry -> its colour; by default those of `COLORS` in turn.
         ax: where to draw.
 
     Returns:
@@ -70,6 +75,7 @@ def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, ax=None
     panels = share_axes(ax, [*weights], len(weights) - 1, rows=True, sharex=ax)
     for panel, (label, values), color in zip(panels, weights.items(), cycle(COLORS), strict=False):
         values = take_values("weight_histograms", label, values)
+        color = (colors or {}).get(label, color)
         _histogram(panel, values, edges, color, label, initial)
         panel.tick_params(labelbottom=panel is ax)
     ax.set_xlabel("mean of a weight")
