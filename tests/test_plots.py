@@ -123,7 +123,7 @@ def test_verdict():
     heights = [[bar.get_height() for bar in bars] for bars in plug_in.containers]
     np.testing.assert_allclose(heights, [[0.98], [0.01], [0.01]])
     assert plug_in.get_xlabel() == "“1”, 98%" and plug_in.get_ylabel() == "probability"
-    assert right.get_xlabel() == "together: “1”, 56%"
+    assert right.get_xlabel() == "replicas, sorted by verdict; together: “1”, 56%"
     unknown = plots.verdict(np.eye(8), [0.01, 0.98, 0.01], replicas, clean=np.ones((8, 8)))
     titles = {ax.get_label(): ax.get_title() for ax in unknown.figure.axes}
     assert (titles["clean"], titles["image"]) == ("without noise", "the input")

@@ -193,5 +193,6 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
     stacked_probabilities(replicas[order], shown=shown, ax=ax)
     ax.set(yticks=[], ylabel="")
     ax.set_title(f"{len(replicas)} replicas, one column each", fontsize="medium")
-    ax.set_xlabel(f"together: “{mean.argmax()}”, {mean.max():.0%}")
+    together = f"together: “{mean.argmax()}”, {mean.max():.0%}"
+    ax.set_xlabel(f"replicas, sorted by verdict; {together}")
     return ax
