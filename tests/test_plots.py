@@ -212,6 +212,17 @@ def test_signal_to_noise():
     np.testing.assert_allclose(zeros.get_data().values[[0, -1]], 50)
 
 
+def test_signal_to_noise_says_what_lies_below_the_first_bin():
+    snr = np.concatenate([[0.0] * 4, np.linspace(2, 9, 4996)])
+    for values, words in (
+        (snr, ["first bin: also the 0.1% below 2"]),
+        ([0.0, 1.0], ["first bin: also the 50.0% below 0.001"]),
+        (np.ones(9), []),
+    ):
+        upper = plots.signal_to_noise(values).figure.axes[1]
+        assert [text.get_text() for text in upper.texts] == words
+
+
 @pytest.mark.parametrize("low, high", [(2, 70), (1.1e4, 9e5), (1, 1.0001), (1e-6, 300)])
 def test_labels_of_signal_to_noise_do_not_overlap(low, high):
     ax = plots.signal_to_noise(np.geomspace(low, high, 500))

@@ -93,18 +93,23 @@ def _histogram(ax, values, edges, color, label, initial):
         ax.stairs(100 * before, edges, color=GREY, label="before training")
     outside = np.mean(np.abs(values) > edges[-1])
     if outside >= 5e-4:
-        words = {"xycoords": "axes fraction", "va": "top", "fontsize": "small", "color": GREY}
-        ax.annotate(f"{outside:.1%} outside", (0.015, 0.93), **words)
+        _note(ax, f"{outside:.1%} outside")
     top = 1.4 * ax.dataLim.y1 or 1  # room for the legend
     ax.set(xlim=edges[[0, -1]], ylim=(0, top), ylabel="% a bin")
     ax.legend(frameon=False, fontsize="small", loc="upper right", ncols=2)
+
+
+def _note(ax, text: str) -> None:
+    words = {"xycoords": "axes fraction", "va": "top", "fontsize": "small", "color": GREY}
+    ax.annotate(text, (0.015, 0.93), **words)
 
 
 def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None):
     """Histogram of the weights' signal-to-noise ratios over their distribution function.
 
     Args:
-        snr: (W,) |mu| / sigma, finite; those that are 0 fall into the first bin.
+        snr: (W,) |mu| / sigma, finite; the least thousandth may lie below the first bin and is counted in it,
+            as the plot then says.
         cuts: fractions of the weights; the ratio below which each lies is marked in both.
         num_bins: of equal width in the logarithm of the ratio.
         ax: where to draw.
@@ -124,6 +129,8 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     upper, _ = share_axes(ax, ["histogram", "distribution"], 1, rows=True, sharex=ax)
     counts = np.histogram(np.maximum(snr, low), edges)[0]
     upper.stairs(100 * counts / len(snr), edges, fill=True, color=BLUE)
+    if snr[0] < low:
+        _note(upper, f"first bin: also the {np.mean(snr < low):.1%} below {low:.2g}")
     ax.step(snr, np.arange(1, len(snr) + 1) / len(snr), where="post", color=BLUE)
     for cut, color in zip(cuts, cycle(COLORS[1:]), strict=False):
         value = snr[min(int(cut * len(snr)), len(snr) - 1)]
