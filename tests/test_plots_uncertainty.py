@@ -69,8 +69,20 @@ def test_uncertainty_error_of_few_and_of_many_points():
     few = plots.uncertainty_error([0.0], [1.0], [2.0])
     assert few.lines[0].get_ydata() == [2] and few.lines[1].get_ydata() == [2]
     many = plots.uncertainty_error(np.zeros(9000), np.ones(9000), np.ones(9000))
-    assert many.lines[0].get_markersize() < few.lines[0].get_markersize() / 3
+    assert 1 < many.lines[0].get_markersize() < few.lines[0].get_markersize() / 2
+    assert many.lines[0].get_alpha() < few.lines[0].get_alpha() == 1
     assert len(many.lines) == 2 and texts(many.get_legend())[-1] == "their running mean over 900"
+
+
+def test_one_wide_band_does_not_press_the_errors_into_the_foot():
+    std, zeros = np.append(np.ones(999), 50.0), np.zeros(1000)
+    for error, highest in ((4.0, 4.0), (1.0, stats.halfnorm.ppf(0.95))):
+        ax = plots.uncertainty_error(zeros, std, np.full(1000, error))
+        assert ax.get_ylim() == pytest.approx((0, 1.05 * highest), rel=1e-6)
+    assert plots.uncertainty_error([0.0], [0.0], [0.0]).get_ylim() == (0, 1)
+    assert plots.uncertainty_error([0, 1], [1, np.nan], [2, np.nan]).get_ylim() == (0, 2.1)
+    above = plots.uncertainty_error([0.0], [1.0], [1.0], constant_std=9).get_ylim()[1]
+    assert above == pytest.approx(1.05 * stats.halfnorm.ppf(0.95, scale=9))
 
 
 def test_columns_of_one_output_are_drawn():

@@ -171,13 +171,17 @@ def test_figures_show_the_first_split_of_each_method(made):
     assert report.figures == ["uncertainty-boston.png", "uncertainty-mine.png"]
     for name, figure in zip(("boston", "mine"), figures, strict=True):
         for method, ax in zip(("MCBN", "MCDO"), figure.axes, strict=True):
-            assert ax.get_title() == f"{name}, {method} and CU{method[2:]}"
+            assert (
+                ax.get_title()
+                == f"{name}, {method} (dashed: CU{method[2:]}, its constant variance)"
+            )
             unit = results[f"{name}-{method}-1"]
             mean, std, y = (np.array(unit["points"][k]) for k in ("mean", "std", "y"))
             error = np.abs(y - mean)[np.argsort(std)]
             np.testing.assert_allclose(ax.lines[0].get_ydata(), error)
             level = scipy.stats.halfnorm.ppf(0.95, scale=unit["constant_var"] ** 0.5)
             np.testing.assert_allclose(ax.lines[-1].get_ydata(), level, rtol=1e-5)
+            assert ax.get_ylim()[1] > max(error.max(), level)
 
 
 def test_report_tells_where_the_bound_held():

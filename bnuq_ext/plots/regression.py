@@ -59,17 +59,21 @@ def uncertainty_error(
     for level, width in HALF_WIDTHS.items():
         style = {"color": color, "alpha": ALPHAS[level], "linewidth": 0}
         ax.fill_between(rank, 0, width * std, label=f"{level} of the errors, as estimated", **style)
-    size = 3 * min((500 / len(y)) ** 0.5, 1)  # so that thousands do not bury the bands
-    ax.plot(rank, error, "o", color=GREY, ms=size, mew=0, label="absolute errors")
+    # Smaller and paler where there are thousands, so that they do not bury the bands.
+    size, alpha = np.clip([3 * (500 / len(y)) ** 0.5, (2000 / len(y)) ** 0.5], [1.1, 0.4], [3, 1])
+    ax.plot(rank, error, "o", color=GREY, ms=size, mew=0, alpha=alpha, label="absolute errors")
     running = np.convolve(error, np.full(window, 1 / window), "valid")
     label = f"their running mean over {window}"
     ax.plot(np.arange(len(running)) + (window + 1) / 2, running, color="#404040", label=label)
+    # A few widest bands may leave the figure: they would press the errors into its foot.
+    heights = [*error, HALF_WIDTHS["95 %"] * np.quantile(std, 0.99)]
     if constant_std is not None:
         label = "95 %, constant uncertainty"
-        width = HALF_WIDTHS["95 %"] * float(take_array(constant_std))
-        ax.axhline(width, color="black", ls="--", lw=1, label=label)
+        heights.append(HALF_WIDTHS["95 %"] * float(take_array(constant_std)))
+        ax.axhline(heights[-1], color="black", ls="--", lw=1, label=label)
+    top = 1.05 * max((height for height in heights if np.isfinite(height)), default=0)
     ax.set(xlabel="test points, sorted by estimated uncertainty", ylabel=ylabel)
-    ax.set(xlim=(1, max(len(y), 2)), ylim=(0, None))
+    ax.set(xlim=(1, max(len(y), 2)), ylim=(0, top or 1))
     ax.legend(frameon=False, fontsize="small", loc="upper left", markerscale=3 / size)
     return ax
 

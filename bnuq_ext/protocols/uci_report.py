@@ -189,12 +189,18 @@ def draw(name: str, groups: dict, folder: Path) -> str:
     figure = new_figure(9.2, 3.9)
     methods = [method for (data, method) in groups if data == name]
     axes = figure.subplots(1, len(methods), squeeze=False, sharey=True)[0]
+    tops = []
     for ax, method in zip(axes, methods, strict=True):
         split = groups[name, method][0]
         uncertainty_error(**split["points"], constant_std=split["constant_var"] ** 0.5, ax=ax)
-        ax.set_title(f"{name}, {method} and {CONSTANT[method]}", fontsize="medium")
+        tops.append(ax.get_ylim()[1])
+        title = f"{name}, {method} (dashed: {CONSTANT[method]}, its constant variance)"
+        ax.set_title(title, fontsize="medium")
         ax.set_ylabel("absolute error [unit of the target]" if ax is axes[0] else "")
-    legend_outside(axes, "lower", ncols=3, fontsize="small")  # inside it would hide errors
+    axes[0].set_ylim(0, max(tops))  # the axis is shared, so each has set it for all
+    # Inside it would hide errors.
+    scale = axes[0].get_legend().markerscale
+    legend_outside(axes, "lower", ncols=3, fontsize="small", markerscale=scale)
     file = f"uncertainty-{name}.png"
     figure.savefig(folder / file, dpi=110)
     return file
