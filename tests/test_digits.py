@@ -128,7 +128,7 @@ def test_compare():
     assert digits_report.compare(high, low, False) == "worse"
     assert digits_report.compare([0.0, 1.0, 0.0], [0.5, 0.5, 0.0], True) == "level"
     assert digits_report.compare(high, high, True) == "level"
-    assert digits_report.compare([1.0], [0.0], True) == "level"
+    assert digits_report.compare([1.0], [0.0], True) is None
 
 
 def test_comparisons_and_losses_come_from_the_numbers():

@@ -29,6 +29,13 @@ def test_tables_and_remarks_are_those_of_the_run(name):
         assert remark in TEXT
 
 
+def test_how_much_of_uci_agrees():
+    tables = [RECORDED["uci"]["tables"][name]["rows"] for name in ("normalised", "raw", "rmse")]
+    for name, found in (("boston", "11 of 12"), ("wine", "9 of 12")):
+        cells = [row[-1] for rows in tables for row in rows if row[0] == name]
+        assert f"{cells.count('yes')} of {len(cells)}" == found and f"{name} ({found})" in TEXT
+
+
 def test_figures_exist():
     shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)
     assert shown and all((DOCS / path).is_file() for path in shown)
