@@ -34,7 +34,7 @@ from .probe import ROWS, check_equal, expand, tolerance_of
 from .reads import Reads, uncompiled
 from .restore import preserved_rng
 from .samplers import Draw
-from .signature import identity, signature
+from .signature import key_of, signature
 from .trial import Proof, Trial
 
 WAYS = ("folded", "expanded")  # before the loop
@@ -125,7 +125,7 @@ class Folding:
     def _place(self, from_dim: int) -> tuple:
         return (
             signature(self.inputs, from_dim),
-            identity(self.forward.output_fn, self.modules),
+            key_of(self.forward.output_fn, self.modules),
             tuple(self.forward.layers),
             self.flags,
             torch.is_autocast_enabled("cpu"),

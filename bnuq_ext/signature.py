@@ -32,7 +32,7 @@ class _Values:
         return hash(len(self.values))
 
 
-def identity(function: Callable | None, modules: list[nn.Module]):
+def key_of(function: Callable | None, modules: list[nn.Module]):
     """What stands for a function in a key, without keeping what it holds alive.
 
     A function written anew at each call (a lambda) is the same if its code is, and what it holds and which globals
