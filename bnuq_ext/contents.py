@@ -6,7 +6,8 @@ from argparse import Namespace
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, partial
+from dis import get_instructions
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from types import (
     CodeType,
@@ -27,7 +28,8 @@ CONTAINERS = (list, dict, set, deque)
 _VIEWS = (tuple, frozenset, MappingProxyType, ChainMap)
 _RECORDS = (SimpleNamespace, Namespace, UserDict, UserList)
 _FOREIGN = ("torch.", "bnuq_ext.")  # packages whose objects are not looked into
-_CLOSED = {"builtins", "torch", "bnuq_ext"}
+_CLOSED = {"builtins", "functools", "torch", "bnuq_ext"}
+_LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
 _CONFIGURED_BY = {"omegaconf", "ml_collections"}  # others whose objects are
 _DEEPEST = 8  # of objects in objects
 _LONGEST = 64  # items of a container
@@ -94,9 +96,11 @@ class Contents:
 
     def _append_callable(self, value) -> None:
         self.packages |= {_package(type(value))} - _CLOSED
-        self.append(value)
         if len(identity(value)) == 1:  # an operator.itemgetter: a later one may lie at its address
             self.seen.append(repr(value))
+            self._look_into(value, 0)
+        else:
+            self.append(value)
 
     @cached_property
     def _registered(self) -> set[int]:
@@ -197,11 +201,14 @@ def _cells(function: FunctionType) -> list:
 
 def _globals(function: FunctionType) -> list:
     """The globals that a function and those written in it name, but not what they call name in turn."""
-    names, codes = set(), [function.__code__]
-    for code in codes:
-        names.update(code.co_names)
-        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-    return [(name, function.__globals__.get(name)) for name in sorted(names)]
+    return [(n, function.__globals__.get(n)) for n in _names_of_globals(function.__code__)]
+
+
+@lru_cache(maxsize=256)
+def _names_of_globals(code: CodeType) -> tuple[str, ...]:
+    names = {i.argval for i in get_instructions(code) if i.opname in _LOADS}
+    inner = [_names_of_globals(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return tuple(sorted(names.union(*inner)))
 
 
 def _slots(value) -> list:

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from .chunks import is_out_of_memory
 from .fingerprint import State, fingerprint
 from .forward import Forward
-from .inputs import num_rows
+from .inputs import num_rows, tensors
 from .passes import DoesNotFold, ReplicaPass, Undecided
 from .probe import ROWS, check_equal, expand, tolerance_of
-from .reads import Reads, uncompiled
+from .reads import READS, Reads, uncompiled
 from .restore import preserved_rng
 from .samplers import Draw
 from .signature import key_of, signature
@@ -125,6 +125,7 @@ class Folding:
     def _place(self, from_dim: int) -> tuple:
         return (
             signature(self.inputs, from_dim),
+            len({id(t) for t in tensors(self.inputs)}),  # a model may ask whether two are one
             key_of(self.forward.output_fn, self.modules),
             tuple(self.forward.layers),
             self.flags,
@@ -172,7 +173,7 @@ class Folding:
             with reads:
                 return *self.forward.run(self.inputs, draw), reads
         except Exception:  # of torch.cond, for one, which cannot be watched; or the model's own
-            reads.found = True
+            reads.found = READS
         return *self.forward.run(self.inputs, draw), reads
 
     def _reads(self) -> Reads:

@@ -99,15 +99,28 @@ def num_rows(op: str, inputs) -> int:
 
 
 def map_tensors(inputs, fn: Callable[[Tensor], Tensor]):
-    """The input with fn of each of its tensors, in the order of `tensors`."""
+    """The input with fn of each of its tensors, in the order of `tensors`; one in several places stays one."""
+    if isinstance(inputs, Tensor):
+        return fn(inputs)
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def once(t: Tensor) -> Tensor:
+        if id(t) not in made:
+            made[id(t)] = t, fn(t)  # kept, so that its address stays its own
+        return made[id(t)][1]
+
+    return _map(inputs, once)
+
+
+def _map(inputs, fn: Callable[[Tensor], Tensor]):
     if isinstance(inputs, Tensor):
         return fn(inputs)
     if isinstance(inputs, Mapping):
-        return _like(inputs, {key: map_tensors(value, fn) for key, value in inputs.items()})
+        return _like(inputs, {key: _map(value, fn) for key, value in inputs.items()})
     if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
-        return type(inputs)(*(map_tensors(value, fn) for value in inputs))
+        return type(inputs)(*(_map(value, fn) for value in inputs))
     if isinstance(inputs, (tuple, list)):
-        return type(inputs)(map_tensors(value, fn) for value in inputs)
+        return type(inputs)(_map(value, fn) for value in inputs)
     return inputs
 
 

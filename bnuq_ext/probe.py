@@ -19,8 +19,8 @@ _APART = 3  # tolerances between what is to be told apart
 
 
 def leading(inputs, rows: int) -> list[Tensor]:
-    """The tensors of an input whose first dimension is that of the rows."""
-    return [t for t in tensors(inputs) if t.dim() > 0 and t.shape[0] == rows]
+    """The tensors of an input whose first dimension is that of the rows, each once."""
+    return list({id(t): t for t in tensors(inputs) if t.dim() > 0 and t.shape[0] == rows}.values())
 
 
 def expand(inputs, num_samples: int):

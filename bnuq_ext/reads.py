@@ -17,14 +17,19 @@ from .passes import DoesNotFold
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
-# These reach no dispatcher,
+# These reach no dispatcher.
 _ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
-# nor what asks how many rows there are, which is a value where values have chosen them.
+# What asks how many rows there are, which is a value where values have chosen them.
 _SIZES = {
     *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.shape.__get__),
     *(Tensor.__iter__, Tensor.unbind, torch.unbind, torch.numel),
 }
-# nor what these read of tensors in a list.
+# Their results are as long as they are told to be.
+_TOLD = {
+    *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
+    *(nn.functional.embedding_bag, torch.segment_reduce, torch.sparse_coo_tensor),
+}
+# These read tensors in a list past the dispatcher.
 _LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 # Whatever was there, or what a kernel that is started beside the dispatcher will write.
 _UNWRITTEN = {
@@ -54,6 +59,10 @@ def _eager_stance():
         return nullcontext()
 
 
+READS = "its forward reads values of its rows, to branch or to compute apart"
+COUNTS = "its forward asks how many rows values have chosen, as by len or shape of h[mask]"
+
+
 class Reads:
     """Around forwards, any number of times: notes whether they read values of tensors, in Python or TorchScript.
 
@@ -70,6 +79,7 @@ class Reads:
         num_rows: in the first dimension of inputs that have rows.
 
     Attributes:
+        found: what of values is read, in words; empty where nothing is.
         rounds: whether floating-point values of rows became integers, which may be indices.
     """
 
@@ -79,7 +89,7 @@ class Reads:
         self.constants = {_storage(t) for t in constants} - {None}
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
-        self.found = self.rounds = False
+        self.found, self.rounds = "", False
         self.selections = 0  # how often values of rows have chosen rows
 
     def __enter__(self) -> None:
@@ -102,7 +112,8 @@ class Reads:
             yield
 
     def look(self, args) -> None:
-        self.found |= not self._constant(args)
+        if not self._constant(args):
+            self.found = READS
 
     def look_at_operation(self, func, args: tuple, kwargs: dict, result) -> None:
         """Notes what an operation on rows makes of their values."""
@@ -145,7 +156,7 @@ class Reads:
     def check(self, calls: dict[str, int]) -> None:
         """Raises DoesNotFold if values decide about more than themselves; `calls`: rows of stochastic calls."""
         if self.found:
-            raise DoesNotFold("its forward reads values of its rows, to branch or to compute apart")
+            raise DoesNotFold(self.found)
         if self.selections and any(rows % self.num_rows for rows in calls.values()):
             raise DoesNotFold("a stochastic layer gets rows that are chosen by their values")
 
@@ -190,13 +201,13 @@ class _Arrays(TorchFunctionMode):
         picked = any(t in self.picked for t in tensors((args, kwargs)))
         if func in _ARRAYS:
             self.reads.look(args)
-        elif picked and func in _SIZES:
-            self.reads.found = True
+        elif picked and _asks(func, args, kwargs):
+            self.reads.found = COUNTS
         before = self.reads.selections
         result = func(*args, **kwargs)
         if func in _LISTS:
             self.reads.keep((args, kwargs), result)
-        if picked or self.reads.selections > before:
+        if func not in _TOLD and (picked or self.reads.selections > before):
             self._follow(args, result)
         return result
 
@@ -205,3 +216,11 @@ class _Arrays(TorchFunctionMode):
         into = args[0] if args and isinstance(args[0], Tensor) else None
         whole = None if into is None or into in self.picked else into.shape
         self.picked.update({t: True for t in tensors(result) if t.shape != whole})
+
+
+def _asks(func, args: tuple, kwargs: dict) -> bool:
+    """Whether a function asks how many rows there are, which are the first dimension of what is chosen."""
+    if func is Tensor.size and len(args) + len(kwargs) > 1:
+        dim = args[1] if len(args) > 1 else kwargs["dim"]
+        return dim in (0, -args[0].dim())
+    return func in _SIZES

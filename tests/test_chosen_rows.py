@@ -9,6 +9,7 @@ import torch
 from coupled import D, K, Norms
 from test_folding import prepared, samples, way
 from test_reads import N
+from torch import nn
 
 from bnuq_ext.passes import DoesNotFold
 from bnuq_ext.reads import Reads
@@ -82,6 +83,22 @@ def test_sizes_that_values_do_not_choose_may_be_asked():
         assert len(out) == 3 and out.relu().numel() == 6
         out = torch.index_add(h, 0, picked.nonzero()[:, 0], h[picked])
         assert out.shape == (3, 2) and len(h[where]) == 2 and len(out.unbind()) == 3
+        assert h[picked].size(1) == h[picked].size(dim=-1) == 2
+    reads.check({})
+
+
+@pytest.mark.parametrize("name", ["new_zeros", "embedding_bag"])
+def test_what_is_told_how_long_to_be_may_be_asked_for_it(name):
+    h = torch.randn(4, 2)
+    reads = Reads([], h, 4)
+    with reads:
+        chosen = h[h[:, 0] > -9]
+        if name == "new_zeros":
+            made = chosen.new_zeros(3, 2).add(1)
+        else:
+            table, offsets = torch.ones(5, 2), torch.tensor([0, 1, 2])
+            made = nn.functional.embedding_bag(chosen[:, 0].long().clamp(0, 4), table, offsets)
+        assert len(made.relu()) == 3
     reads.check({})
 
 

@@ -143,6 +143,35 @@ def test_a_batch_that_is_changed_by_the_forward(kind, change, strategy):
         torch.testing.assert_close(pred.samples, expected, rtol=1e-4, atol=1e-5)
 
 
+class Attending(nn.Module):
+    """Does something else where it attends to itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, query, context):
+        return self.norm(self.linear(query if query is context else query - context))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+@pytest.mark.parametrize("same", [True, False])
+def test_one_tensor_that_is_given_twice_stays_one(same, strategy):
+    torch.manual_seed(0)
+    model, x = bnuq.convert(Attending()).eval(), torch.randn(5, 4)
+    pairs = [(rows, rows) for rows in torch.randn(6, 16, 4)]
+    bnuq.collect(model, pairs, 6, progress=False, input_fn=lambda pair: pair)
+    options = {"likelihood": "gaussian", "num_samples": 4, "seed": 3, "strategy": strategy}
+    given = (x, x) if same else (x, torch.randn(5, 4))
+    pred = bnuq.predict(model, given, keep_samples=True, **options)
+    with torch.no_grad():
+        plain = bnuq.plug_in(model, given, likelihood="gaussian").mean
+        torch.testing.assert_close(plain, model(*given))
+        with bnuq.replicas(model, 4, 3):
+            expected = model(*given).unflatten(0, (4, -1))
+    torch.testing.assert_close(pred.samples, expected, rtol=1e-5, atol=1e-5)
+
+
 class OfOthers(dict):
     """Made of arguments of its own."""
 

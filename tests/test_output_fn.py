@@ -113,12 +113,20 @@ def test_one_that_has_changed_is_proved_again(by):
     torch.testing.assert_close(coupled, expected, rtol=1e-5, atol=1e-5)
 
 
+def by_attribute_name(number):
+    globals()["mT"] = torch.zeros(2)  # another one each time, which the function does not mean
+    return lambda outputs: outputs[number].mT.mT
+
+
 class Two(Counting):
     def forward(self, x):
         return (super().forward(x),)
 
 
-@pytest.mark.parametrize("by", KEPT)
+STORED = [partial(take, 0), operator.itemgetter(0)]
+
+
+@pytest.mark.parametrize("by", [*KEPT, by_attribute_name, *(lambda n, f=f: f for f in STORED)])
 def test_one_that_stays_is_known(by):
     model = prepared(Two, ROWS)
     for _ in range(2):
