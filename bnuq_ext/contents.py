@@ -27,8 +27,12 @@ SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dt
 CONTAINERS = (list, dict, set, deque)
 _VIEWS = (tuple, frozenset, MappingProxyType, ChainMap)
 _RECORDS = (SimpleNamespace, Namespace, UserDict, UserList)
-_FOREIGN = ("torch.", "bnuq_ext.")  # packages whose objects are not looked into
-_CLOSED = {"builtins", "functools", "torch", "bnuq_ext"}
+_FOREIGN = {
+    "builtins",
+    "functools",
+    "torch",
+    "bnuq_ext",
+}  # packages whose objects are not looked into
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
 _CONFIGURED_BY = {"omegaconf", "ml_collections"}  # others whose objects are
 _DEEPEST = 8  # of objects in objects
@@ -95,7 +99,7 @@ class Contents:
             self._append_callable(function)
 
     def _append_callable(self, value) -> None:
-        self.packages |= {_package(type(value))} - _CLOSED
+        self.packages |= {_package(type(value))} - _FOREIGN
         if len(identity(value)) == 1:  # an operator.itemgetter: a later one may lie at its address
             self.seen.append(repr(value))
             self._look_into(value, 0)
@@ -162,7 +166,7 @@ def is_record(value) -> bool:
 def _code_of(modules: list[nn.Module]) -> tuple[set[str], list[type]]:
     """The packages that modules come from, and their classes and bases of those."""
     classes = set(map(type, modules))
-    own = [cls for cls in classes if not str(cls.__module__).startswith(_FOREIGN)]
+    own = [cls for cls in classes if _package(cls) not in _FOREIGN]
     packages = set(map(_package, own))
     bases = dict.fromkeys(base for cls in own for base in cls.__mro__)
     return packages, [base for base in bases if _package(base) in packages]

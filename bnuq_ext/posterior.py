@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .adapters import qualified_name
 from .batch_norm_like import describe
 from .bayes import BayesLinear, check_initial, check_whole, require_bayes_layers, sigma_of
-from .convert import copied
+from .convert import copy_model
 from .nn import check_model
 from .ops.checks import check_callable, check_number, check_one_of, refuse
 from .priors import GaussianPrior, check_prior
@@ -69,7 +69,7 @@ def to_bayesian(
             requirement = "have the forward of its class (take the other one off first)"
             refuse(op, f"layer {name!r}", requirement, "one that is set on the object")
     memo: dict = {}
-    model = copied(op, model, memo)
+    model = copy_model(op, model, memo)
     for layer in chosen:
         _turn(memo[id(layer)], rho_init, prior)
     for module in model.modules():
