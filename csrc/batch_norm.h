@@ -15,10 +15,11 @@ BNUQ_HD acc_t activate(acc_t z, acc_t slope) {
 }
 
 // The derivative by the sign of the output, which is the sign of z for every slope > 0; at 0 it is
-// the slope, as in torch's relu and leaky_relu.
+// the slope, as in torch's relu and leaky_relu. Slope 0 selects, as relu does: an infinite gradient
+// stops there, and NaN lets its gradient through.
 template <typename acc_t>
 BNUQ_HD acc_t activate_grad(acc_t grad, acc_t y, acc_t slope) {
-  return y > acc_t(0) ? grad : slope * grad;
+  return y <= acc_t(0) ? (slope == acc_t(0) ? acc_t(0) : slope * grad) : grad;
 }
 
 template <typename acc_t>
@@ -101,7 +102,7 @@ struct FittedSource {
     } else {
       // A Gaussian spread can fall below zero: hold it above an eighth of its mean.
       const acc_t low = centre * acc_t(0.125), drawn = centre + std * z_spread;
-      spread = drawn > low ? drawn : low;
+      spread = drawn <= low ? low : drawn;  // NaN stays
     }
     return {mean, spread * spread};
   }

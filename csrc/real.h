@@ -25,7 +25,8 @@ __device__ __forceinline__ float log1p_unit(float x) {
   return log1pf(x);
 }
 #else
-// exp(x) for x <= 0, relative error below 2e-7; 0 below the smallest normal number's logarithm.
+// exp(x) for x <= 0, relative error below 2e-7; 0 below the smallest normal number's logarithm. 2^n
+// is multiplied in: added to the exponent's bits it would carry out of a NaN.
 BNUQ_HD float exp_nonpositive(float x) {
   constexpr float kLowest = -87.3365f, kToInteger = 12582912.0f;  // 1.5 * 2^23
   const float held = x < kLowest ? kLowest : x;
@@ -37,8 +38,8 @@ BNUQ_HD float exp_nonpositive(float x) {
       r * (1.0f +
            r * (0.5f + r * (1.66666667e-1f +
                             r * (4.16666400e-2f + r * (8.33336800e-3f + r * 1.39350800e-3f)))));
-  const uint32_t keep = x < kLowest ? 0u : 0xffffffffu;
-  return as_float((as_bits(p) + (as_bits(shifted) << 23)) & keep);
+  const float power = as_float(0x3f800000u + (as_bits(shifted) << 23));
+  return x < kLowest ? 0.0f : p * power;
 }
 
 // log(x) for normal x > 0, absolute error below 1e-7 * (1 + |log x|).

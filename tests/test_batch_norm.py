@@ -1,10 +1,14 @@
 """Values of batch_norm_bank and batch_norm_fitted against the float64 reference."""
 
+import math
+
 import pytest
 import torch
 from batch_norm_cases import FIRST, KEY, OPS, call, expect, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from bnuq_ext import ops, reference
 
@@ -154,6 +158,37 @@ def test_nan_of_any_payload_stays_nan(shape, device, dtype):
     for bias in nan:
         y = ops.batch_norm_bank(x, zero, one, snapshot=snapshot, bias=bias.expand(C))
         assert y.isnan().all()
+
+
+@pytest.mark.parametrize("family", ["normal", "lognormal"])
+def test_nan_of_a_fitted_distribution_stays_visible(family, device, dtype):
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    x, seed = torch.ones(2, 3, device=device, dtype=dtype), ops.new_seed(0, device=device)
+    for row in range(4):
+        params = torch.ones(4, 3, device=device, dtype=acc)
+        params[row, 1] = math.nan
+        params.requires_grad_()
+        y = ops.batch_norm_fitted(x, params, seed, 0, 5, family, shared=True)
+        assert y[:, 1].isnan().all() and y[:, [0, 2]].isfinite().all()
+        (grad,) = torch.autograd.grad(y.sum(), params)
+        assert grad[2:, 1].isnan().all() and grad[:, [0, 2]].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_traces_with_fake_tensors():
+    """Which have neither values nor an address to check."""
+    x, mean, var, snapshot = torch.randn(6, 3), torch.randn(5, 3), torch.rand(5, 3), torch.arange(2)
+
+    def function(x, snapshot):
+        return ops.batch_norm_bank(x, mean, var, snapshot=snapshot, shared=True)
+
+    for mode in ("real", "fake", "symbolic"):
+        graph = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(x, snapshot)
+        assert torch.equal(graph(x, snapshot), function(x, snapshot))
+    with FakeTensorMode() as fake:
+        x, mean, var, snapshot = map(fake.from_tensor, (x, mean, var, snapshot))
+        out = torch.empty(12, 3)
+        assert ops.batch_norm_bank(x, mean, var, snapshot=snapshot, shared=True, out=out) is out
 
 
 # whole rows; rows that end in the middle of a vector, planes that do; planes shorter than one; replicas that are

@@ -67,6 +67,11 @@ COMMON = [
         """activation must be "none", "relu" or "leaky_relu", got 'gelu'""",
     ),
     ({"activation": "leaky_relu", "slope": 0}, ValueError, "slope must be positive, got 0"),
+    (
+        {"activation": "leaky_relu", "slope": float("inf")},
+        ValueError,
+        "slope must be finite, got inf",
+    ),
     ({"activation": "leaky_relu", "slope": "1"}, TypeError, "slope must be a number, got str"),
     ({"activation": "leaky_relu", "slope": -1.0}, ValueError, "slope must be positive, got -1.0"),
     (

@@ -1,5 +1,7 @@
 """Gradients of batch_norm_bank and batch_norm_fitted."""
 
+import math
+
 import pytest
 import torch
 from batch_norm_cases import OPS, call, expect, make
@@ -127,6 +129,38 @@ def test_expanded_gradient(device):
     for name in t:
         torch.testing.assert_close(t[name].grad, exact[name].grad)
     assert t["x"].grad.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+def test_special_values_go_as_through_torchs_activation(activation, device, dtype):
+    """Torch's relu selects: an infinite gradient stops at it, and NaN lets its gradient through."""
+    values = [-math.inf, -1.0, 0.0, 1.0, math.inf, math.nan]
+    x, grad = torch.meshgrid(*[torch.tensor(values, device=device, dtype=dtype)] * 2, indexing="ij")
+    zero, one = torch.zeros(1, 6, device=device), torch.ones(1, 6, device=device)
+    snapshot = torch.zeros(1, dtype=torch.int64, device=device)
+    options = {"snapshot": snapshot, "eps": 0.0, "activation": activation}
+    slope = {"negative_slope": 0.01} if activation == "leaky_relu" else {}
+    with_nan = slice(None) if activation == "relu" else slice(5)
+    mine, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ops.batch_norm_bank(mine, zero, one, **options).backward(grad)
+    getattr(torch.nn.functional, activation)(plain, **slope).backward(grad)
+    torch.testing.assert_close(mine.grad[with_nan], plain.grad[with_nan], equal_nan=True)
+
+
+def test_out_that_autograd_has_kept_is_not_written_unnoticed(device):
+    """As with the `out` of torch's own operations."""
+    zero, one = torch.zeros(1, 3, device=device), torch.ones(1, 3, device=device)
+    params, seed = torch.ones(4, 3, device=device), ops.new_seed(0, device=device)
+    bank = {"seed": seed, "num_samples": 1}
+    for write in (
+        lambda h: ops.batch_norm_bank(h, zero, one, out=h, **bank),
+        lambda h: ops.batch_norm_fitted(h, params, seed, 0, 1, "normal", out=h),
+    ):
+        leaf = torch.randn(4, 3, device=device, requires_grad=True)
+        h = leaf.exp()  # kept for its gradient
+        write(h.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            h.sum().backward()
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -160,6 +160,23 @@ def test_nan_stays_in_its_row():
     ):
         assert values.isnan().tolist() == [True, False]
     assert metrics.ece(probs, y).isnan()
+    other = torch.tensor([[math.nan, 0.2, 0.8], [0.2, 0.3, 0.5]]), torch.tensor([2, 2])
+    assert metrics.nll(*other, reduction="none").isnan().tolist() == [True, False]
+    assert metrics.categorical_pll(*other, reduction="none").isnan().tolist() == [True, False]
+
+
+def test_what_rounding_made_negative_is_zero():
+    probs = torch.tensor([[[1 + 1e-7, -1e-7]], [[0.9, 0.1]]])
+    assert metrics.predictive_entropy(probs[:1]).item() == pytest.approx(0.0, abs=1e-6)
+    expected = metrics.mutual_information(probs.clamp(0, 1)).item()
+    assert metrics.mutual_information(probs).item() == pytest.approx(expected, abs=1e-6)
+    assert metrics.nll(probs[0], torch.tensor([1])).item() == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint64, torch.int16])
+def test_labels_of_every_integer_type(dtype):
+    probs, y = torch.tensor([[0.2, 0.8], [0.5, 0.5]]), torch.tensor([1, 0])
+    assert metrics.nll(probs, y.to(dtype)) == metrics.nll(probs, y)
 
 
 def test_temperature_matches_scipy():
@@ -201,6 +218,11 @@ REFUSED = [
         lambda: metrics.nll(PROBS, Y.float()),
         TypeError,
         "nll: y must be a tensor of integer labels, got torch.float32",
+    ),
+    (
+        lambda: metrics.nll(PROBS, Y.cfloat()),
+        TypeError,
+        "nll: y must be a tensor of integer labels, got torch.complex64",
     ),
     (
         lambda: metrics.accuracy(PROBS, Y[:2]),

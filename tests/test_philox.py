@@ -298,6 +298,11 @@ SEED = torch.tensor([1, 0])
             "new_seed: first_replica must lie in [0, 2^63), got -1",
         ),
         (
+            lambda: ops.new_seed(0, torch.tensor(3)),
+            TypeError,
+            "new_seed: first_replica must be an integer, got 3",
+        ),
+        (
             lambda: ops.new_seed(torch.tensor(3)),
             ValueError,
             "new_seed: seed must be an integer or have shape [1] and dtype int64, got [] torch.int64",

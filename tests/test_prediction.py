@@ -35,6 +35,17 @@ def test_information_is_exactly_zero_where_the_batch_is_the_data_set():
         assert (pred.mutual_information == 0).all()
 
 
+@pytest.mark.parametrize("classes", [1000, 10_000, 100_000])
+def test_information_of_equal_samples_is_zero_for_many_classes(classes):
+    row = 3 * torch.randn(1, 16, classes, generator=torch.Generator().manual_seed(0))
+    moments = make_moments("predict", "categorical")
+    for _ in range(8):
+        moments.add(row)
+    whole = bnuq.Prediction.from_samples(row.expand(8, -1, -1), "categorical")
+    for information in (moments.summary()["mutual_information"], whole.mutual_information):
+        assert (information == 0).all()
+
+
 def test_information_of_equal_samples_is_zero_and_of_others_never_negative():
     g = torch.Generator().manual_seed(0)
     row = torch.randn(1, 500, 7, generator=g) * 4

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from bnuq_ext import ops, reference
 
 SHAPES = [(1, 1, 2), (5, 3, 10), (20, 33, 7), (4, 2, 5, 6), (3, 2, 3, 4, 9), (2, 1, 1000)]
+# What a GPU's arithmetic makes; sums of its bits carry.
+FULL_NAN = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
 FIELDS = ("mean", "variance", "entropy", "expected_entropy")
 
 
@@ -96,6 +98,26 @@ def test_equal_replicas_have_no_spread(device, dtype):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("shape", [(4, 32, 1000), (4, 32, 3001), (4, 16, 100_000), (4, 3, 900, 7)])
+def test_of_many_classes(shape, device):
+    """Sums of 100,000 numbers one after another in float32 would be off by 1e-4."""
+    logits = make(shape, device, torch.float32)
+    statistics, expected = ops.predictive_statistics(logits), expect(logits)
+    for actual, exact in zip(statistics[2:], expected[2:], strict=True):
+        torch.testing.assert_close(actual.double().cpu(), exact, rtol=0, atol=3e-6)
+    torch.testing.assert_close(statistics.mean.double().cpu(), expected[0], rtol=1e-6, atol=1e-9)
+
+
+def test_gradient_of_many_classes(device):
+    logits = make((2, 1, 100_000), device, torch.float32).requires_grad_()
+    exact = logits.detach().double().cpu().requires_grad_()
+    grads = []
+    for statistics, leaf in ((ops.predictive_statistics(logits), logits), (expect(exact), exact)):
+        grads += torch.autograd.grad(statistics[2].sum() + 2 * statistics[3].sum(), leaf)
+    off = (grads[0].double().cpu() - grads[1]).abs().max() / grads[1].abs().max()
+    assert off < 1e-5
+
+
 def test_known_values(device, dtype):
     """Two replicas, each certain, of different classes: mean 1/2, MI log 2."""
     logits = torch.tensor([[[0.0, -1e4, -math.inf]], [[-1e4, 0.0, -math.inf]]])
@@ -107,10 +129,10 @@ def test_known_values(device, dtype):
     assert s.expected_entropy.item() == 0
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, FULL_NAN, -FULL_NAN], ids=str)
 def test_non_finite_logits_stay_visible(bad, device, dtype):
     logits = make((3, 20, 4), device, dtype)
-    logits[1, 5, 2] = bad
+    logits[1, 5, 2] = torch.as_tensor(bad).to(device)
     statistics = ops.predictive_statistics(logits)
     for value in statistics:
         assert torch.isnan(value[5]).all()
@@ -222,6 +244,17 @@ def test_second_derivatives_are_refused(device):
     with pytest.raises(NotImplementedError) as caught:
         grad.square().sum().backward()
     assert str(caught.value) == "predictive_statistics: second derivatives are not available"
+
+
+def test_state_that_autograd_has_kept_is_not_written_unnoticed(device):
+    """As with torch's own operations in place."""
+    state = [value.to(device) for value in (torch.zeros(3, 5), torch.zeros(3, 5), torch.zeros(3))]
+    for i, kept in enumerate(state):
+        factor = torch.ones_like(kept, requires_grad=True)
+        loss = (factor * kept).sum()
+        ops.predictive_accumulate_(*state, make((2, 3, 5), device, torch.float32), 2 * i)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 # ---- torch.library -----------------------------------------------------------------------------
@@ -340,6 +373,11 @@ def test_rejects_logits(logits, error, message):
             {"mean": torch.zeros(4, 3).T},
             ValueError,
             "mean must be contiguous, got strides (1, 3)",
+        ),
+        (
+            {"m2": torch.zeros(3, 4, requires_grad=True)},
+            ValueError,
+            "m2 must need no gradient, got requires_grad=True",
         ),
         ({"count": -1}, ValueError, "count must lie in [0, 2^63), got -1"),
         ({"count": None}, TypeError, "count must be an integer, got None"),

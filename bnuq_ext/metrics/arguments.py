@@ -20,12 +20,12 @@ def take_logits(op: str, name: str, logits: Tensor, form: str) -> Tensor:
 
 
 def take_probs(op: str, probs: Tensor, form: str) -> Tensor:
-    """`take_logits` of probabilities, which lie in [0, 1] or are nan."""
+    """`take_logits` of probabilities, which lie in [0, 1] or are nan; what rounding made negative is 0."""
     probs = take_logits(op, "probs", probs, form)
     outside = (probs < -SLACK) | (probs > 1 + SLACK)
     if outside.any():
         refuse(op, "probs", "lie in [0, 1]", probs[outside][0].item())
-    return probs
+    return probs.clamp_min(0)
 
 
 def take_replicas(op: str, probs: Tensor) -> Tensor:
@@ -50,15 +50,17 @@ def take_numbers(op: str, name: str, values) -> Tensor:
 
 def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
     """The labels (N, *) of probabilities or logits (N, K, *), as int64 on their device."""
-    if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool:
+    integer = isinstance(y, Tensor) and torch.can_cast(y.dtype, torch.int64)
+    if not integer or y.dtype == torch.bool:
         got = y.dtype if isinstance(y, Tensor) else type(y).__name__
         refuse(op, "y", "be a tensor of integer labels", got, TypeError)
     check_shape(op, "y", y, (probs.shape[0], *probs.shape[2:]))
+    y = y.to(probs.device, torch.int64)
     if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < probs.shape[1]:
         found = [int(y.min()), int(y.max())]
         hint = " (mask ignored labels out first)" if {-100, 255} & {*found} else ""
         refuse(op, "y", f"lie in [0, {probs.shape[1]}){hint}", found)
-    return y.to(probs.device, torch.int64)
+    return y
 
 
 def take_means(op: str, mean: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

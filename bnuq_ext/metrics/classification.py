@@ -26,8 +26,7 @@ def nll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
         () or (N, *) in nats, float64; a probability of zero gives inf.
     """
     probs = take_probs("nll", probs, "(N, K)")
-    y = take_labels("nll", y, probs)
-    return reduce("nll", -probs.gather(1, y.unsqueeze(1)).squeeze(1).log(), reduction)
+    return reduce("nll", -_log_likelihood("nll", probs, y), reduction)
 
 
 def categorical_pll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -50,8 +49,13 @@ def categorical_pll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Ten
     if probs.dim() == getattr(y, "ndim", 0) + 2:
         check_replicas("categorical_pll", probs)
         mean = probs.mean(0)
-    y = take_labels("categorical_pll", y, mean)
-    return reduce("categorical_pll", mean.gather(1, y.unsqueeze(1)).squeeze(1).log(), reduction)
+    return reduce("categorical_pll", _log_likelihood("categorical_pll", mean, y), reduction)
+
+
+def _log_likelihood(op: str, probs: Tensor, y: Tensor) -> Tensor:
+    """log p[n, y_n]; nan where another class is."""
+    y = take_labels(op, y, probs)
+    return probs.gather(1, y.unsqueeze(1)).squeeze(1).log() + 0 * probs.sum(1)
 
 
 def brier(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:

@@ -15,7 +15,7 @@ from .batch_norm_checks import (
     slope_of,
     wants_grad,
 )
-from .checks import acc_dtype, past_autograd, refuse_forward_mode
+from .checks import acc_dtype, mark_written, past_autograd, refuse_forward_mode
 
 
 def _call(op, *args) -> Tensor:
@@ -50,7 +50,8 @@ def batch_norm_bank(
         mean: (B, C), the snapshots' means.
         var: (B, C), the snapshots' biased variances.
         seed: (2,) int64, key and first replica: s_t is as in `snapshot_indices`. Or give `snapshot`.
-        snapshot: (T,) int64 in [0, B); checked on the CPU, on CUDA another value yields NaN.
+        snapshot: (T,) int64 in [0, B); checked on the CPU. On CUDA, and where torch traces or transforms the call,
+            another value yields NaN.
         num_samples: T; at least 1. Needed with `seed`; with `snapshot` it is its length.
         weight, bias: (C,), or None for 1 and 0.
         eps: added to the variance.
@@ -85,6 +86,7 @@ def batch_norm_bank(
     needs_grad = wants_grad(x, mean, var, weight, bias, residual)
     check_out(op, out, x, num_samples, residual, shared, needs_grad)
     torch.ops.bnuq.batch_norm_bank_out.default(out, *args)
+    mark_written(out)
     return out
 
 
@@ -158,4 +160,5 @@ def batch_norm_fitted(
     needs_grad = wants_grad(x, params, weight, bias, residual)
     check_out(op, out, x, num_samples, residual, shared, needs_grad)
     torch.ops.bnuq.batch_norm_fitted_out.default(out, *args)
+    mark_written(out)
     return out

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from .checks import (
+    DTYPES,
     check_device,
+    check_dtype,
     check_floating,
     check_num_samples,
     check_one_of,
@@ -15,10 +17,10 @@ from .checks import (
     check_shape,
     check_stream,
     check_tensor,
+    has_values,
     refuse,
 )
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FAMILIES = {"normal": 0, "lognormal": 1}
 
 
@@ -54,13 +56,13 @@ def slope_of(op: str, activation: str, slope: float) -> float:
     check_scalar(op, "slope", slope)
     if not slope > 0:
         refuse(op, "slope", "be positive", slope)
+    if slope == math.inf:
+        refuse(op, "slope", "be finite", slope)
     return float(slope)
 
 
 def check_activations(op: str, x: Tensor) -> None:
-    check_tensor(op, "x", x)
-    if x.dtype not in DTYPES:
-        refuse(op, "x", "be float32, float16, bfloat16 or float64", x.dtype, TypeError)
+    check_dtype(op, "x", x)
     if x.dim() < 2:
         refuse(op, "x", "have at least 2 dimensions (N, C, *)", list(x.shape))
 
@@ -86,7 +88,7 @@ def check_snapshot(op: str, snapshot: Tensor, num_snapshots: int, device) -> Non
     if snapshot.dim() != 1:
         refuse(op, "snapshot", "have 1 dimension", list(snapshot.shape))
     check_device(op, "snapshot", snapshot, device)
-    if torch.compiler.is_compiling() or device.type != "cpu":
+    if device.type != "cpu" or not has_values(snapshot):
         return
     values = snapshot.tolist()
     if values and not (0 <= min(values) and max(values) < num_snapshots):
@@ -180,7 +182,7 @@ def _same(out: Tensor, source: Tensor, shared: bool) -> bool:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    if torch.compiler.is_compiling() or a.numel() == 0 or b.numel() == 0:
+    if not (has_values(a) and has_values(b)) or a.numel() == 0 or b.numel() == 0:
         return False
     (first, past), (begin, end) = _extent(a), _extent(b)
     return first < end and begin < past

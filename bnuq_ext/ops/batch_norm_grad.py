@@ -143,7 +143,7 @@ def _params_grad(sums, params, seed, stream, family, num_samples, weight, eps):
         spread = drawn.exp()
         d_centre, d_std = spread, spread * z_spread
     else:
-        free = drawn > params[2] / 8
+        free = ~(drawn <= params[2] / 8)
         spread = torch.where(free, drawn, params[2] / 8)
         d_centre, d_std = torch.where(free, 1.0, 0.125), torch.where(free, z_spread, 0.0)
     grad_mean, grad_var = _moment_grads(sums, weight, spread.square(), eps)

@@ -8,7 +8,10 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -26,6 +29,13 @@ def refuse(op: str, name: str, requirement: str, got, error=ValueError) -> NoRet
 def check_tensor(op: str, name: str, value) -> None:
     if not isinstance(value, Tensor):
         refuse(op, name, "be a tensor", type(value).__name__, TypeError)
+
+
+def check_dtype(op: str, name: str, value) -> None:
+    """Of activations: one of the dtypes that the kernels take."""
+    check_tensor(op, name, value)
+    if value.dtype not in DTYPES:
+        refuse(op, name, "be float32, float16, bfloat16 or float64", value.dtype, TypeError)
 
 
 def check_floating(op: str, name: str, value) -> None:
@@ -127,8 +137,8 @@ def check_stream(op: str, stream: int) -> None:
 
 def check_within(op: str, name: str, value, low: int, end: int, interval: str) -> None:
     """Of an integer in [low, end), which `interval` writes out; torch.compile can follow it."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        refuse(op, name, "be an integer", repr(value), TypeError)
+    if isinstance(value, bool | Tensor) or not hasattr(value, "__index__"):
+        refuse(op, name, "be an integer", _readable(value), TypeError)
     if not low <= value < end:
         refuse(op, name, f"lie in {interval}", value)
 
@@ -152,6 +162,17 @@ def is_eager() -> bool:
     """Whether ops run as they are called: neither compiled nor under a transform of torch.func."""
     transformed = torch._C._are_functorch_transforms_active()
     return not (transformed or torch.compiler.is_compiling())
+
+
+def mark_written(*tensors: Tensor) -> None:
+    """Tells autograd that an op has written into tensors: a backward that kept one then says so, as torch's do."""
+    if is_eager():
+        torch.autograd.graph.increment_version(tensors)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor's values and address can be asked for."""
+    return is_eager() and not isinstance(tensor, FakeTensor)
 
 
 def past_autograd():

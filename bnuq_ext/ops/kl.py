@@ -151,6 +151,8 @@ def _check_std(op: str, name: str, std) -> None:
     check_scalar(op, name, std)
     if not std > 0:
         refuse(op, name, "be positive", std)
+    if std == math.inf:
+        refuse(op, name, "be finite", std)
 
 
 @torch.library.register_fake("bnuq::gaussian_kl")

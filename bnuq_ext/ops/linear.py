@@ -6,6 +6,7 @@ from torch import Tensor
 from .checks import (
     acc_dtype,
     check_device,
+    check_dtype,
     check_floating,
     check_num_samples,
     check_seed,
@@ -88,7 +89,7 @@ def bayes_linear_kl(
 
 def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
     op = "bayes_linear"
-    check_floating(op, "x", x)
+    check_dtype(op, "x", x)
     if x.dim() not in (2, 3):
         refuse(op, "x", "have shape (N, I) or (T, N, I)", list(x.shape))
     check_num_samples(op, num_samples)

@@ -5,13 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .batch_norm_checks import DTYPES
 from .checks import (
     acc_dtype,
     check_device,
+    check_dtype,
     check_shape,
     check_tensor,
     check_within,
+    mark_written,
     past_autograd,
     refuse,
     refuse_forward_mode,
@@ -86,13 +87,14 @@ def predictive_accumulate_(
         check_device(op, name, value, logits.device)
         if not value.is_contiguous():
             refuse(op, name, "be contiguous", f"strides {value.stride()}")
+        if value.requires_grad and torch.is_grad_enabled():
+            refuse(op, name, "need no gradient", "requires_grad=True")
     torch.ops.bnuq.predictive_accumulate_.default(mean, m2, expected_entropy, logits, count)
+    mark_written(mean, m2, expected_entropy)
 
 
 def _check_logits(op: str, logits: Tensor) -> None:
-    check_tensor(op, "logits", logits)
-    if logits.dtype not in DTYPES:
-        refuse(op, "logits", "be float32, float16, bfloat16 or float64", logits.dtype, TypeError)
+    check_dtype(op, "logits", logits)
     if logits.dim() < 3:
         refuse(op, "logits", "have at least 3 dimensions (T, N, K, *)", list(logits.shape))
     if logits.shape[0] < 1:

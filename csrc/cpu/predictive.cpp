@@ -13,10 +13,11 @@ namespace {
 
 namespace st = torch::stable;
 
-// p = softmax(logits) and log p of one replica and position; p's entropy.
+// p = softmax(logits) and log p of one replica and position.
 template <typename scalar_t, typename acc_t>
-acc_t softmax(acc_t* p, acc_t* log_p, const scalar_t* logits, int64_t K, int64_t stride) {
-  acc_t largest = -INFINITY, sum = 0, entropy = 0;
+void softmax(acc_t* p, acc_t* log_p, const scalar_t* logits, int64_t K, int64_t stride) {
+  acc_t largest = -INFINITY;
+  double sum = 0;
   for (int64_t k = 0; k < K; ++k) {
     const acc_t v = load(logits[k * stride]);
     largest = v > largest || v != v ? v : largest;
@@ -25,18 +26,17 @@ acc_t softmax(acc_t* p, acc_t* log_p, const scalar_t* logits, int64_t K, int64_t
     log_p[k] = load(logits[k * stride]) - largest;
     sum += std::exp(log_p[k]);
   }
-  const acc_t log_sum = std::log(sum);
+  const acc_t inverse = acc_t(1 / sum), log_sum = acc_t(std::log(sum));
   for (int64_t k = 0; k < K; ++k) {
-    p[k] = std::exp(log_p[k]) / sum;
+    p[k] = std::exp(log_p[k]) * inverse;
     log_p[k] -= log_sum;
-    entropy += entropy_term(p[k], log_p[k]);
   }
-  return entropy;
 }
 
 // kLanes (n, s) positions side by side: value k of lane l is at k * kLanes + l. Sums over k are
-// taken one after another in every lane, so a result does not depend on its neighbours.
-constexpr int64_t kLanes = 16;
+// taken one after another in every lane, so a result does not depend on its neighbours; those of
+// kSummed classes are added in double, for a float that takes in 10^5 of them is off by 10^-4.
+constexpr int64_t kLanes = 16, kSummed = 64;
 
 struct Tile {
   int64_t first, lanes, K, S;
@@ -71,7 +71,8 @@ template <typename acc_t>
 BNUQ_CLONES void add_replica(
     acc_t* __restrict__ p, acc_t* __restrict__ mean, acc_t* __restrict__ m2,
     acc_t* __restrict__ expected_entropy, int64_t K, acc_t weight) {
-  acc_t largest[kLanes], sum[kLanes] = {}, dot[kLanes] = {};
+  acc_t largest[kLanes], inverse[kLanes];
+  double sum[kLanes] = {}, dot[kLanes] = {};
   for (int64_t l = 0; l < kLanes; ++l) largest[l] = -INFINITY;
   for (int64_t k = 0; k < K; ++k)
 #pragma omp simd
@@ -79,25 +80,32 @@ BNUQ_CLONES void add_replica(
       const acc_t v = p[k * kLanes + l];
       largest[l] = v > largest[l] ? v : largest[l];
     }
-  for (int64_t k = 0; k < K; ++k)
+  for (int64_t first = 0; first < K; first += kSummed) {
+    acc_t some[kLanes] = {}, some_dot[kLanes] = {};
+    for (int64_t k = first; k < std::min(first + kSummed, K); ++k)
+#pragma omp simd
+      for (int64_t l = 0; l < kLanes; ++l) {
+        const acc_t x = p[k * kLanes + l] - largest[l], e = exp_nonpositive(x);
+        p[k * kLanes + l] = e;
+        some[l] += e;
+        some_dot[l] += e * (x < acc_t(-1000) ? acc_t(0) : x);
+      }
 #pragma omp simd
     for (int64_t l = 0; l < kLanes; ++l) {
-      const acc_t x = p[k * kLanes + l] - largest[l], e = exp_nonpositive(x);
-      p[k * kLanes + l] = e;
-      sum[l] += e;
-      dot[l] += e * (x < acc_t(-1000) ? acc_t(0) : x);
+      sum[l] += some[l];
+      dot[l] += some_dot[l];
     }
+  }
 #pragma omp simd
   for (int64_t l = 0; l < kLanes; ++l) {
     // H[p] = log sum_k e_k - sum_k e_k x_k / sum_k e_k
-    const acc_t inverse = acc_t(1) / sum[l];
-    const acc_t entropy = log_positive(sum[l]) - dot[l] * inverse;
+    inverse[l] = acc_t(1) / acc_t(sum[l]);
+    const acc_t entropy = log_positive(acc_t(sum[l])) - acc_t(dot[l]) * inverse[l];
     expected_entropy[l] += (entropy - expected_entropy[l]) * weight;
-    sum[l] = inverse;
   }
   for (int64_t k = 0; k < K; ++k)
 #pragma omp simd
-    for (int64_t l = 0; l < kLanes; ++l) p[k * kLanes + l] *= sum[l];
+    for (int64_t l = 0; l < kLanes; ++l) p[k * kLanes + l] *= inverse[l];
 #pragma omp simd
   for (int64_t i = 0; i < K * kLanes; ++i) welford(p[i], weight, mean[i], m2[i]);
 }
@@ -144,14 +152,16 @@ template <typename acc_t>
 void finish(acc_t* variance, acc_t* entropy, const acc_t* mean, Classes d) {
   st::parallel_for(0, d.N, 1 + 16384 / (d.K * d.S), [&](int64_t begin, int64_t end) {
     std::vector<acc_t> terms(d.K * d.S);
+    std::vector<double> sum(d.S);
     for (int64_t n = begin; n < end; ++n) {
       const int64_t first = n * d.K * d.S;
       mean_entropy<acc_t>(terms.data(), mean + first, d.K * d.S);
-      std::fill_n(entropy + n * d.S, d.S, acc_t(0));
+      std::fill(sum.begin(), sum.end(), 0.0);
       for (int64_t i = 0; i < d.K * d.S; ++i) {
-        entropy[n * d.S + i % d.S] += terms[i];
+        sum[i % d.S] += terms[i];
         variance[first + i] /= acc_t(d.T);
       }
+      std::copy(sum.begin(), sum.end(), entropy + n * d.S);
     }
   });
 }
@@ -223,7 +233,7 @@ void backward(
       for (int64_t t = 0; t < d.T; ++t) {
         const int64_t offset = t * d.N * d.K * d.S + first;
         softmax<scalar_t, acc_t>(p.data(), log_p.data(), logits + offset, d.K, d.S);
-        acc_t expected = 0;
+        double expected = 0;
         for (int64_t k = 0; k < d.K; ++k) {
           const int64_t at = first + k * d.S;
           const acc_t m = mean[at];
@@ -234,7 +244,7 @@ void backward(
           expected += p[k] * grad[k];
         }
         for (int64_t k = 0; k < d.K; ++k)
-          grad_logits[offset + k * d.S] = store<scalar_t>(logit_grad(p[k], grad[k], expected));
+          grad_logits[offset + k * d.S] = store<scalar_t>(logit_grad(p[k], grad[k], acc_t(expected)));
       }
     }
   });
