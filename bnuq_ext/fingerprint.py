@@ -83,11 +83,11 @@ def _held(value):
 
 
 class State:
-    """A model's buffers and plain attributes, to put back what a forward has changed."""
+    """A model's buffers, frozen parameters and plain attributes, to put back what a forward has changed."""
 
     def __init__(self, modules: list[nn.Module]):
         self.saved = [
-            (module, _copies(vars(module)), _copies(module._buffers)) for module in modules
+            (m, _copies(vars(m)), _copies(m._buffers), _copies(_frozen(m))) for m in modules
         ]
 
     def written(self) -> bool:
@@ -98,13 +98,21 @@ class State:
 
     def restore(self) -> None:
         with torch.no_grad():
-            for module, attributes, buffers in self.saved:
+            for module, attributes, buffers, frozen in self.saved:
                 for name in [n for n in vars(module) if n not in _BASE and n not in attributes]:
                     del vars(module)[name]
                 for name, saved in attributes.items():
                     vars(module)[name] = _put_back(*saved)
                 for name, saved in buffers.items():
                     module._buffers[name] = _put_back(*saved)
+                for name, saved in frozen.items():
+                    module._parameters[name] = _put_back(*saved)
+
+
+def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Its parameters that gradients do not move, where a forward in train() may: a moving average of a network."""
+    owned = module._parameters.items() if module.training else ()
+    return {name: p for name, p in owned if p is not None and not p.requires_grad}
 
 
 def _copies(values: dict) -> dict:

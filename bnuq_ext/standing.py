@@ -75,8 +75,11 @@ class StandingFolding(Folding):
                 return None
         return plan
 
-    def hold_without_dropout(self, plan: Plan) -> None:
+    def hold_without_dropout(self, plan: Plan, state: State | None = None) -> None:
         """Takes a plan as proven in this state if T replicas with nothing dropped are those run alone.
+
+        Args:
+            state: put back between the two, for a model that changes itself.
 
         Raises:
             DoesNotFold: they are not.
@@ -87,6 +90,8 @@ class StandingFolding(Folding):
             before = random_states()
             with Undropped() as of_all:
                 outputs = self.together(plan, draws[-1])
+            if state is not None:
+                self.undo(state)
             with Undropped() as of_one:
                 alone, _ = self.forward.run(self.inputs, draws[self.chosen()])
             drawn = random_states() != before
@@ -96,10 +101,10 @@ class StandingFolding(Folding):
             raise DrawsNumbers("its forward draws random numbers, and not for dropout")
         self.hold(plan, outputs, alone)
 
-    def failure_without_dropout(self, plan: Plan) -> Exception | None:
+    def failure_without_dropout(self, plan: Plan, state: State | None = None) -> Exception | None:
         """What `hold_without_dropout` raises, or a forward of the model in it."""
         try:
-            self.hold_without_dropout(plan)
+            self.hold_without_dropout(plan, state)
         except Exception as error:
             return error
         return None
@@ -143,9 +148,8 @@ class StandingFolding(Folding):
         return plan
 
     def prove_in_train(self) -> Plan:
-        """`prove`, held once to the training flags as they are. What changes itself, needs gradients or draws random
-        numbers besides those of dropout of its rows cannot be; of the last each replica has rows of its own from the
-        start."""
+        """`prove`, held once to the training flags as they are. What needs gradients or draws random numbers besides
+        those of dropout of its rows cannot be; of the last each replica has rows of its own from the start."""
         plan, held = self.prove(), self.known.held
         while plan.way != "loop" and any(self.training):
             place = (plan.way, self.place, self.num_samples, self.training)
@@ -153,9 +157,9 @@ class StandingFolding(Folding):
                 break
             state = State(self.modules)
             with torch.no_grad(), preserved_rng():
-                failure = self.failure_without_dropout(plan)
-                changed = self.undo(state)
-            if not _refutes(failure, plan, changed):
+                failure = self.failure_without_dropout(plan, state)
+                self.undo(state)
+            if not _refutes(failure, plan):
                 self.remember(held, place, True)
                 break
             plan = self.next_way(plan, failure)
@@ -189,10 +193,9 @@ class StandingFolding(Folding):
         return self.forward.run(self.inputs, draw)[0]
 
 
-def _refutes(failure: Exception | None, plan: Plan, changed: bool) -> bool:
-    """Whether a comparison with the flags as they are, in which the model may have changed, speaks against a plan."""
+def _refutes(failure: Exception | None, plan: Plan) -> bool:
+    """Whether a comparison with the flags as they are speaks against a plan."""
     if isinstance(failure, (DrawsNumbers, SharesDropout)):
         return plan.way == "folded"
     # Not what cannot tell, nor the model's own, of gradients that are not taken for one.
-    told = isinstance(failure, DoesNotFold) and not isinstance(failure, Undecided)
-    return told and not changed
+    return isinstance(failure, DoesNotFold) and not isinstance(failure, Undecided)

@@ -79,7 +79,9 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
         finally:
             changed = folding.undo(state)
     if changed and not folding.changes_again():
-        folding.known.standing.pop(folding.place, None)
+        # Both: no version tells of a change by way of `.data`, and the plan would count as proven.
+        for plans in (folding.known.standing, folding.known.plans):
+            plans.pop(folding.place, None)
         return LOOP, None
     if changed or isinstance(failure, DrawsNumbers):
         folding.refute(plan, CHANGES if changed else str(failure))

@@ -185,7 +185,7 @@ def elbo_loss(
             outputs' shape for "gaussian".
         num_samples: T; at least 1.
         likelihood: "categorical", or "gaussian" with means as outputs.
-        batch_weight: of the divergence, see `kl_weight`; not negative; by default rows / `dataset_size`.
+        batch_weight: of the divergence, see `kl_weight`; not negative; by default rows of y / `dataset_size`.
         dataset_size: rows of the training data; not looked at where `batch_weight` is given.
         noise_std: standard deviation of gaussian noise; positive. A tensor of one element is learned along.
         reduction: "mean" or "sum" over the rows.
@@ -203,11 +203,14 @@ def elbo_loss(
     op = "elbo_loss"
     layers = require_bayes_layers(op, model)
     check_one_input(op, x)
-    rows = num_rows(op, x)
+    num_rows(op, x)
     num_samples = check_integer(op, "num_samples", num_samples, 1)
-    weight = _batch_weight(rows, batch_weight, dataset_size)
     _check_loss(likelihood, noise_std, reduction)
     _check_targets(y, likelihood)
+    rows = (
+        len(y) if y.dim() else 1
+    )  # the first dimension of x may be that of a sequence, or of a mask
+    weight = _batch_weight(rows, batch_weight, dataset_size)
     check_key(op, seed)
     modules = list(model.modules())
     device = device_of(modules)

@@ -1,8 +1,10 @@
-"""kl_weight: the share of the divergence that a batch carries."""
+"""The share of the divergence that a batch carries: kl_weight, and rows over dataset_size."""
 
 import math
 
 import pytest
+import torch
+from torch import nn
 
 import bnuq_ext as bnuq
 
@@ -36,3 +38,24 @@ def test_kl_weight_is_the_papers():
 def test_kl_weight_rejects(args, error, message):
     with pytest.raises(error, match=f"kl_weight: {message}"):
         bnuq.kl_weight(*args)
+
+
+class OfSequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = bnuq.BayesLinear(5, 3)
+
+    def forward(self, mask, x):
+        return self.layer(x.mean(0)) + mask.mean()
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_rows_are_those_of_the_targets(num_samples):
+    """The first dimension of an input may be that of a sequence, or of a mask."""
+    model, options = OfSequences(), dict(num_samples=num_samples, seed=0)
+    x, y = torch.randn(4, 8, 5), torch.arange(8) % 3
+    for inputs in ((torch.ones(2, 2), x), {"mask": torch.ones(2, 2), "x": x}):
+        mean = bnuq.elbo_loss(model, inputs, y, dataset_size=80, **options)
+        total = bnuq.elbo_loss(model, inputs, y, batch_weight=0.1, reduction="sum", **options)
+        torch.testing.assert_close(mean.loss, total.loss / 8)
+        torch.testing.assert_close(mean.nll, total.nll / 8)
