@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import bank_file
 from .nn import check_model, named_stochastic_layers
 from .ops.checks import acc_dtype, check_floating, check_integer, check_tensor, refuse
+from .passes import split_key
 from .restore import without_gradients
 
 
@@ -106,7 +107,7 @@ class Bank:
         _check_range(f"count[{key!r}]", count, 2)
 
     def _start_cache(self) -> None:
-        self._cache: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = {}
+        self._cache: dict[torch.device, tuple[tuple, dict[str, tuple[Tensor, Tensor]]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -139,13 +140,20 @@ class Bank:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         with self._lock:
-            if device not in self._cache:
+            stamp, tables = self._cache.get(device, (None, {}))
+            if stamp != self.stamp():
                 with without_gradients():
-                    self._cache[device] = {
+                    tables = {
                         key: (mean.to(device), self.var[key].to(device))
                         for key, mean in self.mean.items()
                     }
-            return self._cache[device]
+                self._cache[device] = self.stamp(), tables
+            return tables
+
+    def stamp(self) -> tuple:
+        """Another one after a change of the statistics, in place or of an entry; as a rule there is none."""
+        groups = (self.mean, self.var)
+        return tuple([(id(tensor), tensor._version) for g in groups for tensor in g.values()])
 
     def __getstate__(self):
         return {key: value for key, value in vars(self).items() if key not in ("_cache", "_lock")}
@@ -347,12 +355,8 @@ def stochastic_layers(op: str, model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def _layer_name(key: str, layers: dict[str, nn.Module]) -> str:
-    return key if key in layers or "#" not in key else key.rpartition("#")[0]
-
-
 def _check_layers(layers: dict[str, nn.Module], bank: Bank) -> None:
-    names = {key: _layer_name(key, layers) for key in bank.names}
+    names = {key: key if key in layers else split_key(key)[0] for key in bank.names}
     extra = sorted({*names.values(), *bank.unused} - layers.keys())
     missing = sorted(layers.keys() - {*names.values(), *bank.unused})
     if extra or missing:

@@ -266,8 +266,7 @@ class _Task:
         check_x(op, self.x, device, self.single)
         if sampler is not None:
             take_model(op, model)
-            source = sampler, batch_size, seed
-            return forward_by_bank(op, model, modules, *source, self.output_fn)
+            return forward_by_bank(op, model, modules, sampler, batch_size, seed, self.output_fn)
         if batch_size is not None:
             refuse(op, "batch_size", "be None without a sampler", batch_size)
         known, key = know(model, modules), draw_key(seed, device)

@@ -139,7 +139,7 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
         rows = None if batch_sampler is None else _size(loader.dataset)
         return Source(lambda: loader, dataset_size=rows, generators=_given(generators))
     sampler = getattr(batch_sampler, "sampler", None)
-    generators.append(getattr(sampler, "generator", None))
+    generators += [getattr(it, "generator", None) for it in (batch_sampler, sampler)]
     subset = isinstance(sampler, torch_data.SubsetRandomSampler)
     rows = len(sampler) if subset else _size(loader.dataset)
     batch_size = getattr(batch_sampler, "batch_size", None)

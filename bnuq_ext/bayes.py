@@ -226,10 +226,8 @@ class BayesLinear(Replicated, nn.Module):
         own = type(self).kl_divergence is BayesLinear.kl_divergence
         return own and type(self.prior) is GaussianPrior
 
-    def gaussian_divergence(self) -> list[tuple[Tensor, Tensor, float]] | None:
-        """(mu, rho, std of the prior) of weights and biases for `gaussian_kl_sum`; None without a closed form."""
-        if not self.has_closed_divergence:
-            return None
+    def gaussian_divergence(self) -> list[tuple[Tensor, Tensor, float]]:
+        """(mu, rho, std of the prior) of weights and biases for `gaussian_kl_sum`, where the form is closed."""
         weight = (*self.posterior(), self.prior.std)
         bias = (self.bias_mu, self.bias_rho, self.prior.std)
         return [weight] if self.bias_mu is None else [weight, bias]

@@ -27,14 +27,10 @@ SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dt
 CONTAINERS = (list, dict, set, deque)
 _VIEWS = (tuple, frozenset, MappingProxyType, ChainMap)
 _RECORDS = (SimpleNamespace, Namespace, UserDict, UserList)
-_FOREIGN = {
-    "builtins",
-    "functools",
-    "torch",
-    "bnuq_ext",
-}  # packages whose objects are not looked into
+# Packages whose objects are not looked into, and others than the model's own whose objects are.
+_FOREIGN = {"builtins", "functools", "torch", "bnuq_ext"}
+_CONFIGURED_BY = {"omegaconf", "ml_collections"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
-_CONFIGURED_BY = {"omegaconf", "ml_collections"}  # others whose objects are
 _DEEPEST = 8  # of objects in objects
 _LONGEST = 64  # items of a container
 _LARGEST = 4096  # bytes of an array

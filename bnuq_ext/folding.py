@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .chunks import is_out_of_memory
-from .fingerprint import State, fingerprint
+from .fingerprint import fingerprint
 from .forward import Forward
 from .inputs import num_rows, tensors
 from .passes import DoesNotFold, ReplicaPass, Undecided
@@ -35,6 +35,7 @@ from .reads import READS, Reads, uncompiled
 from .restore import preserved_rng
 from .samplers import Draw
 from .signature import key_of, signature
+from .state import State
 from .trial import Proof, Trial
 
 WAYS = ("folded", "expanded")  # before the loop

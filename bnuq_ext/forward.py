@@ -33,7 +33,7 @@ class Forward(NamedTuple):
 
     def run(self, inputs, draw: Draw, rows=None, shared=None) -> tuple[Tensor, ReplicaPass]:
         """One forward: its output, and what the stochastic calls saw."""
-        active = ReplicaPass(self.layers, draw, rows, shared, self.op)
+        active = ReplicaPass(self.layers, draw, rows, shared, op=self.op)
         with running(active), self.known.examining(self.op, self.model, self.layers):
             output = self.call(self.model, copied(inputs) if self.copies else inputs)
         active.check_calls()

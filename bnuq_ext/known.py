@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .bank import find_bank
+from .bank import Bank, find_bank
 from .doctor import count_uncovered
 from .fingerprint import Fingerprint, fingerprint
 from .nn import named_stochastic_layers
@@ -35,6 +35,8 @@ class Known:
         changes: how often a trial has found that a forward changes the model.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
+        banks: its bank, or None without stochastic batch norm, once it has been looked for.
+        stamp: of the bank, when the samplers were made.
         samplers: of its bank, as they have been asked for.
     """
 
@@ -49,25 +51,36 @@ class Known:
         self.changes = 0
         self.planning = threading.RLock()
         self.examined = False
+        self.banks: list[Bank | None] = []
+        self.stamp: tuple = ()
         self.samplers: dict[tuple, Sampler] = {}
 
     def sampler(
         self, op: str, model: nn.Module, name: str, batch_size: int | None, device: torch.device
     ) -> Sampler:
         """The sampler of the model's bank; see `make_sampler`."""
+        bank = self._bank(op, model)
+        if bank is None and name != "bank":
+            refuse(op, "model", f'contain stochastic batch norm for sampler "{name}"', "none")
+        if bank is not None and self.stamp != (stamp := bank.stamp()):
+            self.stamp, self.samplers = stamp, {}
         place = (name, batch_size, device, _stream(device))
         if place not in self.samplers:
-            if named_stochastic_layers(model):
-                bank = find_bank(model, op)
-                with without_gradients():
-                    self.samplers[place] = make_sampler(op, name, bank, batch_size, device)
-            elif name != "bank":
-                refuse(op, "model", f'contain stochastic batch norm for sampler "{name}"', "none")
-            else:
-                self.samplers[place] = WeightSampler(device)
+            with without_gradients():
+                self.samplers[place] = (
+                    WeightSampler(device)
+                    if bank is None
+                    else make_sampler(op, name, bank, batch_size, device)
+                )
         if batch_size is not None:
-            warn_of_rescaling(op, find_bank(model, op), batch_size)
+            warn_of_rescaling(op, bank, batch_size)
         return self.samplers[place]
+
+    def _bank(self, op: str, model: nn.Module) -> Bank | None:
+        """The bank of the model; None where it has no stochastic batch norm."""
+        if not self.banks:
+            self.banks = [find_bank(model, op) if named_stochastic_layers(model) else None]
+        return self.banks[0]
 
     def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
         """Around a forward; around the first one that draws statistics for `layers`, it warns of batch norm that

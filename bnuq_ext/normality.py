@@ -244,7 +244,7 @@ def lilliefors(values: Tensor) -> tuple[Tensor, Tensor]:
         refuse("lilliefors", "values", "have shape (n, C) with n at least 4", list(values.shape))
     distance = _distance(values.detach().double().cpu())
     null = _null_distances(len(values))
-    at_least = len(null) - torch.searchsorted(null, distance.contiguous(), side="left")
+    at_least = len(null) - torch.searchsorted(null, distance, side="left")
     p = (1 + at_least) / (1 + len(null))
     return distance, torch.where(distance.isnan(), math.nan, p)
 

@@ -149,7 +149,8 @@ class ReplicaPass(Pass):
         draw: Draw,
         rows: dict[str, int] | None = None,
         shared: dict[str, bool] | None = None,
-        op: str = "predict",
+        *,
+        op: str,
     ):
         super().__init__(layers)
         self.draw, self.op = draw, op
@@ -204,7 +205,7 @@ class ReplicaPass(Pass):
         if not self.calls:
             refuse(self.op, "model", "call a stochastic layer in its forward", "no call")
         for key in self.draw.tables:
-            name, call = _split(key)
+            name, call = split_key(key)
             # A part of a model may be run with the bank of the whole.
             made = self.calls.get(name, 0)
             if name in self.streams and made <= call:
@@ -237,14 +238,14 @@ class Replay(Pass):
         if calls > 1 and not layer.one_draw:
             requirement = "be called once in a forward that is computed again"
             refuse(done.op, f"layer {name!r}", requirement, f"{calls} calls")
-        shared = done.draw.num_samples > 1 and x.shape[0] == done.rows[name]
+        shared = x.shape[0] == done.rows[name]
         y = layer.replicate(x, done.draw, name, self.streams[name], shared)
         if y.requires_grad:
             y.register_hook(self.enter)  # a reentrant checkpoint runs a backward of its own
         return y
 
 
-def _split(key: str) -> tuple[str, int]:
+def split_key(key: str) -> tuple[str, int]:
     """Layer and number of the call of `name` or `name#1`."""
     name, mark, call = key.rpartition("#")
     return (name, int(call)) if mark and call.isdigit() else (key, 0)

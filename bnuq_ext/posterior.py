@@ -207,4 +207,4 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     for layer, part in zip(layers.values(), parts, strict=True):
         mask = part.view_as(layer.weight_mu).to(layer.weight_mu.device)
         layer.weight_mask = mask if count else None
-    return count / len(scores) if len(scores) else 0.0
+    return count / len(scores)

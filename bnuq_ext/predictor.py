@@ -61,8 +61,6 @@ class Predictor:
 
     def run(self, inputs) -> dict[str, Tensor]:
         """What `Prediction` holds for one input."""
-        if not self.request.progress:
-            return self._run(inputs, None)
         with self._bar(self.request.count) as bar:
             return self._run(inputs, bar)
 
@@ -78,10 +76,9 @@ class Predictor:
         if not results:
             refuse(self.forward.op, "x", "yield at least 1 batch", "none")
         joined = {
-            name: None
-            if value is None
-            else torch.cat([r[name] for r in results], 1 if name == "samples" else 0)
+            name: torch.cat([r[name] for r in results], 1 if name == "samples" else 0)
             for name, value in results[0].items()
+            if value is not None
         }
         return joined | {"targets": _join(targets)}
 

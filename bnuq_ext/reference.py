@@ -12,9 +12,6 @@ from torch.distributions import Normal, kl_divergence
 TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "permutation": 4, "joint": 5, "local": 6}
 
 
-# ---- batch norm and predictive statistics ------------------------------------------------------
-
-
 def batch_norm(
     x,
     mean_t,
@@ -76,9 +73,6 @@ def _entropy(p, dim):
     return -torch.xlogy(p, p).sum(dim)
 
 
-# ---- Bayesian layers --------------------------------------------------------------------------
-
-
 def softplus(rho):
     return torch.logaddexp(rho, torch.zeros_like(rho))
 
@@ -117,9 +111,6 @@ def mixture_kl(mu, rho, eps, pi, std1, std2):
     ]
     log_p = torch.logsumexp(torch.stack(terms), 0)
     return (log_q - log_p).sum() / len(eps)
-
-
-# ---- random numbers ----------------------------------------------------------------------------
 
 
 def philox(key, counter):

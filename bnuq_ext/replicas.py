@@ -37,8 +37,8 @@ def replicas(
     The replicas are those of `predict` with the same seed. Training flags are the user's and gradients
     flow. The model must be one that `predict` can fold, which is found out in eval at the first call with a
     shape, once with the training flags as they are and nothing dropped, and again in eval, by T replicas and one
-    alone, when parameters have changed; dropout in train() draws for each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in the
-    forward. The state is this thread's (or task's): other threads may use the model with other replicas, or
+    alone, when parameters have changed; dropout in train() draws for each of the T*N rows. What a backward
+    computes again (`torch.utils.checkpoint`) is the same as in the forward. The state is this thread's (or task's): other threads may use the model with other replicas, or
     none, at the same time. Bodies for several models may lie in each other; for one model the innermost counts.
 
     Args:
@@ -74,7 +74,7 @@ def replicas(
 
 
 class _Session(Pass):
-    """The pass of a body: each call of the model is a ReplicaPass of its own; other models are left to the outer one."""
+    """The pass of a body: each call of the model is a ReplicaPass of its own, other models are the outer one's."""
 
     def __init__(
         self, forward: Forward, first_replica: int, num_samples: int, outer: _Session | None
@@ -99,16 +99,16 @@ class _Session(Pass):
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             refuse("replicas", "model", "be exported outside the body", "a call that is traced")
         if num_rows("replicas", inputs) == 0 or self.num_samples == 1:
-            self.active = ReplicaPass(self.forward.layers, self.forward.draw(self.first, 1))
+            draw = self.forward.draw(self.first, 1)
+            self.active = ReplicaPass(self.forward.layers, draw, op="replicas")
             return inputs
         for name, module in self.forward.model.named_modules():
             if module.training and averages_rows(module) and not isinstance(module, Stochastic):
                 got = f"{name} in train()"
                 refuse("replicas", "batch norm that is not stochastic", "be in eval()", got)
         plan = self._plan(inputs)
-        self.active = ReplicaPass(
-            self.forward.layers, self.draw, plan.rows, plan.shared, "replicas"
-        )
+        seen = plan.rows, plan.shared
+        self.active = ReplicaPass(self.forward.layers, self.draw, *seen, op="replicas")
         return inputs if plan.way == "folded" else expand(inputs, self.num_samples)
 
     def _plan(self, inputs: dict) -> Plan:

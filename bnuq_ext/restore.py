@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from .state import State
 from .warn import warn
 
 _EVAL_LOCK = threading.Lock()
-_EVAL_USERS: dict[int, tuple[int, bool]] = {}  # by module: bodies inside, flag before the first
+# By module: bodies inside; before the first its flag, and its state where it has a train() of its own.
+_EVAL_USERS: dict[int, tuple[int, bool, State | None]] = {}
 _WARNED_OF: WeakSet[type[nn.Module]] = WeakSet()
 
 
@@ -20,8 +22,9 @@ def evaluating(modules: list[nn.Module], *, warns: bool = True):
     """All modules of a model in eval for the body; each one's own flag is put back, however it ends.
 
     The flags are set directly: a module's own train() or eval() may do more than that (merge weights,
-    freeze layers), which nothing could undo, so a class with one is warned of, once, if `warns`. Where
-    threads share modules, the last one to leave puts the flags back.
+    freeze layers), which nothing could undo, so a class with one is warned of, once, if `warns`; what such a
+    module keeps in eval (a cache that its train() would empty) is put back with its flag. Where threads share
+    modules, the last one to leave does so.
     """
     with _EVAL_LOCK:
         if not _EVAL_USERS and not any([module.training for module in modules]):
@@ -50,19 +53,26 @@ def _held_in_eval(modules: list[nn.Module]):
         for module in modules:
             with _EVAL_LOCK:
                 entered.append(module)  # first: an interrupt may come after any line
-                users, training = _EVAL_USERS.get(id(module), (0, module.training))
-                _EVAL_USERS[id(module)] = users + 1, training
+                users, *before = _EVAL_USERS.get(id(module)) or (0, *_before(module))
+                _EVAL_USERS[id(module)] = users + 1, *before
                 module.training = False
         yield
     finally:
         # torch.compile's wrapper has no flag of its own: it sets that of the next.
         for module in reversed(entered):
             with _EVAL_LOCK:
-                users, training = _EVAL_USERS.pop(id(module), (1, module.training))
+                users, training, state = _EVAL_USERS.pop(id(module), (1, module.training, None))
                 if users > 1:
-                    _EVAL_USERS[id(module)] = users - 1, training
-                else:
-                    module.training = training
+                    _EVAL_USERS[id(module)] = users - 1, training, state
+                    continue
+                if state is not None:
+                    state.restore()
+                module.training = training
+
+
+def _before(module: nn.Module) -> tuple[bool, State | None]:
+    kept = module.training and _has_own_modes(type(module))
+    return module.training, State([module]) if kept else None
 
 
 @contextmanager

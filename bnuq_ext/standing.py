@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from .dropout import Undropped
-from .fingerprint import State
 from .folding import Folding, Plan
 from .forward import Forward
 from .passes import DoesNotFold, Undecided
 from .probe import check_replica, probe_draws, tolerance_of
 from .reads import uncompiled
 from .restore import evaluating, preserved_rng, random_states
+from .state import State
 
 
 class DrawsNumbers(DoesNotFold):

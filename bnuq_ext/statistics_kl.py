@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf
 from numbers import Real
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .bank import Bank
 from .ops.checks import acc_dtype, broadcasts, check_floating, check_integer, refuse
-
-if TYPE_CHECKING:
-    from .bank import Bank
 
 
 class StatisticsGaussian(NamedTuple):
@@ -61,7 +59,6 @@ def statistics_kl(
     """
     if isinstance(q, StatisticsGaussian):
         q = {"": q}
-        prior = {"": prior} if isinstance(prior, StatisticsGaussian) else prior
     priors = _priors(q, prior)
     return torch.stack([channel_kl(q[name], priors[name]).sum() for name in q]).sum()
 
@@ -217,12 +214,9 @@ def observed_statistics(bank: Bank) -> dict[str, StatisticsGaussian]:
 
     A single snapshot has variances of 0.
     """
-    found = {}
+    found, correction = {}, min(len(bank) - 1, 1)
     for name, mean in bank.mean.items():
-        mean, std = mean.double(), bank.var[name].double().sqrt()
-        if len(bank) == 1:
-            none = torch.zeros_like(mean[0])
-            found[name] = StatisticsGaussian(mean[0], none, std[0], none)
-        else:
-            found[name] = StatisticsGaussian(mean.mean(0), mean.var(0), std.mean(0), std.var(0))
+        both = mean.double(), bank.var[name].double().sqrt()
+        moments = (m for v in both for m in (v.mean(0), v.var(0, correction=correction)))
+        found[name] = StatisticsGaussian(*moments)
     return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .fingerprint import State
 from .folding import CHANGES, LOOP, Plan
 from .forward import Forward
 from .passes import DoesNotFold, Undecided
 from .restore import preserved_rng, random_states
 from .samplers import Draw
 from .standing import DrawsNumbers, StandingFolding
+from .state import State
 
 
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:

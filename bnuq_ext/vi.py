@@ -119,11 +119,10 @@ def _divergence(
     check_whole("kl_divergence", layers)
     for name, layer in layers.items():
         _check_dtype(name, layer)
-        parameters = layer.gaussian_divergence()
-        if parameters is None:
-            terms.append(layer.kl_divergence(draw.seed, streams[name], draw.num_samples))
+        if layer.has_closed_divergence:
+            (noted if id(layer) in known else closed).extend(layer.gaussian_divergence())
         else:
-            (noted if id(layer) in known else closed).extend(parameters)
+            terms.append(layer.kl_divergence(draw.seed, streams[name], draw.num_samples))
     if closed:
         terms.append(gaussian_kl_sum(closed))
     if not noted:

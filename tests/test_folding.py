@@ -23,7 +23,7 @@ from coupled import (
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import known
+from bnuq_ext import folding, known
 from bnuq_ext.folding import Folding
 from bnuq_ext.forward import Forward
 from bnuq_ext.passes import DoesNotFold, ReplicaPass, running
@@ -289,7 +289,7 @@ def test_a_pass_holds_each_call_to_what_the_trial_saw():
     layers, draw = {"norm_a": model.norm_a}, draw_of(model, 3)
 
     def call(rows, shared, seen):
-        active = ReplicaPass(layers, draw, {"norm_a": rows}, dict(shared))
+        active = ReplicaPass(layers, draw, {"norm_a": rows}, dict(shared), op="test")
         with running(active):
             out = model.norm_a(ROWS[:seen])
         return out.shape[0], active.shared
@@ -301,7 +301,7 @@ def test_a_pass_holds_each_call_to_what_the_trial_saw():
             call(rows, shared, seen)
     with (
         pytest.raises(DoesNotFold, match="norm_a saw 4 rows instead of None"),
-        running(ReplicaPass(layers, draw, {})),
+        running(ReplicaPass(layers, draw, {}, op="test")),
     ):
         model.norm_a(ROWS[:4])
 
@@ -356,3 +356,43 @@ def test_another_output_than_the_plans_does_not_fold():
     for shape in ((6, K + 1), (3, K)):
         with pytest.raises(DoesNotFold, match="6 replicas have outputs"):
             folder.run(plan._replace(shape=shape), 0, 6)
+
+
+class Plain(Norms):
+    def forward(self, x):
+        return self.head(self.second(self.first(x)))
+
+
+def test_plans_are_bounded(monkeypatch):
+    monkeypatch.setattr(folding, "_MOST", 3)
+    model = prepared(Plain, ROWS)
+    for rows in range(3, 9):
+        samples(model, ROWS[:rows])
+    assert len(known._KNOWN[model].plans) <= 3
+
+
+def test_a_proof_moves_no_generator():
+    class Draws(Plain):
+        def forward(self, x):
+            torch.rand(1)
+            return super().forward(x)
+
+    model, states = prepared(Draws, ROWS), []
+    for _ in range(2):  # the first time with the trial and the comparison
+        samples(model, ROWS[:6])
+        states.append(torch.get_rng_state())
+    assert way(model) == "folded" and torch.equal(*states)
+
+
+def test_a_trial_without_memory_says_nothing_of_the_next():
+    model, left = prepared(Plain, ROWS), [1]
+
+    def full(module, args):
+        if len(args[0]) == 6 and left:  # two replicas of the trial's three rows
+            left.pop()
+            raise torch.OutOfMemoryError("full")
+
+    model.b.register_forward_pre_hook(full)
+    for rows in (4, 5):
+        samples(model, ROWS[:rows])
+    assert way(model) == "folded"

@@ -187,3 +187,25 @@ def test_containers_keep_their_class_where_it_takes_a_dict():
         assert torch.equal(made["x"], -x) and made["n"] == 3
     made = map_tensors(OfOthers(x), torch.neg)
     assert type(made) is dict and torch.equal(made["x"], -x)
+
+
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x, other):
+        h = self.norm(self.linear(x))
+        return h if other is x else h - h.mean(0)
+
+
+def test_one_tensor_twice_is_not_two_tensors():
+    torch.manual_seed(0)
+    model, x = bnuq.convert(Twins()).eval(), torch.randn(5, 4)
+    batches = [(b, b) for b in torch.randn(8, 6, 4)]
+    bnuq.collect(model, batches, 8, progress=False, input_fn=lambda pair: pair)
+    options = {"likelihood": "gaussian", "num_samples": 6, "seed": 0}
+    bnuq.predict(model, (x, x), **options)
+    actual = bnuq.predict(model, (x, x.clone()), **options)
+    expected = bnuq.predict(model, (x, x.clone()), strategy="loop", **options)
+    torch.testing.assert_close(actual.mean, expected.mean)

@@ -59,3 +59,9 @@ def test_rows_are_those_of_the_targets(num_samples):
         total = bnuq.elbo_loss(model, inputs, y, batch_weight=0.1, reduction="sum", **options)
         torch.testing.assert_close(mean.loss, total.loss / 8)
         torch.testing.assert_close(mean.nll, total.nll / 8)
+
+
+def test_no_rows():
+    model = nn.Sequential(bnuq.BayesLinear(6, 4))
+    elbo = bnuq.elbo_loss(model, torch.zeros(0, 6), torch.zeros(0).long(), batch_weight=0.1)
+    assert elbo.nll == 0 and elbo.loss == 0.1 * elbo.kl

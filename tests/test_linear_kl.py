@@ -317,3 +317,12 @@ def test_a_weight_of_the_divergence_may_have_a_gradient():
     (grad,) = torch.autograd.grad(out.loss, weight)
     torch.testing.assert_close(grad, out.kl.detach())
     torch.testing.assert_close(out.loss, out.nll + 0.3 * out.kl)
+
+
+def test_the_divergence_may_be_written_into():
+    model, x = nn.Sequential(bnuq.BayesLinear(6, 4)), torch.randn(8, 6)
+    elbo = bnuq.elbo_loss(model, x, torch.zeros(8).long(), batch_weight=0.1, seed=0)
+    kl = elbo.kl.item()
+    elbo.kl.mul_(0.5)
+    (elbo.nll + elbo.kl).backward()
+    assert elbo.kl.item() == kl / 2 and model[0].weight_mu.grad.isfinite().all()

@@ -339,3 +339,13 @@ def test_rejects(call, error, message):
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message
+
+
+def test_confidence_beyond_1_by_rounding():
+    probs = torch.tensor([[1 + 1e-6, -1e-6], [1.005, -0.005]])
+    assert metrics.ece(probs, torch.tensor([0, 0])) < 0.01
+
+
+def test_equal_replicas_have_no_information_whatever_their_number():
+    probs = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64).expand(3, 2, 3)
+    assert (metrics.mutual_information(probs, reduction="none") == 0).all()

@@ -339,3 +339,8 @@ def test_rejects(call, message):
     with pytest.raises(ValueError) as caught:
         call()
     assert str(caught.value) == message
+
+
+def test_t_test_of_far_less_than_a_standard_error():
+    t, p = metrics.t_test([1.001, -1.0])
+    assert p == pytest.approx(1 - 2 / math.pi * math.atan(t), rel=1e-9)  # one degree of freedom

@@ -313,3 +313,9 @@ def test_progress_shows_a_bar(model, x, capsys, monkeypatch):
     assert "predict" in capsys.readouterr().err
     predict(model, x)
     assert capsys.readouterr().err == ""
+
+
+def test_the_last_replica_of_all(model):
+    predict(model, first_replica=2**63 - 2, num_samples=2)
+    with pytest.raises(ValueError, match=r"first_replica must be at most 2\^63 - 3"):
+        predict(model, first_replica=2**63 - 2, num_samples=3)

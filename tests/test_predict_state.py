@@ -7,10 +7,11 @@ import threading
 
 import pytest
 import torch
-from predicting import SAMPLERS, X, equal, make_model, predict
+from predicting import DATA, SAMPLERS, X, equal, make_model, predict
 
 import bnuq_ext as bnuq
-from bnuq_ext import chunks, folding, ops, prediction
+from bnuq_ext import chunks, folding, known, ops, prediction
+from bnuq_ext.fingerprint import modules_of
 
 
 @pytest.fixture
@@ -297,3 +298,37 @@ def test_chunks_of_activations_stay_below_the_budget(model, monkeypatch):
     seen.clear()
     predict(model, num_samples=3)
     assert seen == [1, 1, 1]
+
+
+def test_a_part_of_a_model_by_the_names_of_the_whole_and_by_its_own(model):
+    """Its layers have other names where the statistics are fresh ones."""
+    whole = torch.nn.Sequential(model)
+    bnuq.collect(whole, list(DATA[:48].split(8)), 6, progress=False)
+    predict(whole[0], strategy="folded")
+    predict(whole[0], strategy="folded", sampler="batch", loader=list(DATA.split(8)))
+
+
+def test_all_states_of_a_model_share_one_lock(model):
+    before = known.know(model, modules_of(model))
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    after = known.know(model, modules_of(model))
+    assert after is not before and after.planning is before.planning
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("edit", ["in place", "an entry", "all entries"])
+def test_a_bank_that_has_been_changed_is_drawn_from_as_it_is(model, sampler, edit):
+    bank, before = model[1].bank, predict(model, sampler=sampler)
+    if edit == "in place":
+        bank.var["1"].mul_(4)
+    elif edit == "an entry":
+        bank.var["1"] = bank.var["1"] * 4
+    else:
+        bank.var = {**bank.var, "1": bank.var["1"] * 4}
+    actual = predict(model, sampler=sampler)
+    sizes = {"batch_size": bank.batch_size, "dataset_size": bank.dataset_size}
+    fresh = copy.deepcopy(model)
+    bnuq.attach(fresh, bnuq.Bank(bank.mean, bank.var, bank.count, **sizes))
+    assert torch.equal(actual.mean, predict(fresh, sampler=sampler).mean)
+    assert not torch.equal(actual.mean, before.mean)

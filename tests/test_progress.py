@@ -51,3 +51,12 @@ def test_a_stderr_that_is_no_file(monkeypatch, capsys):
 def test_no_stderr_at_all(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert list(progress.progress_bar(range(5), "none", shown=True)) == list(range(5))
+
+
+def test_bars_in_bars_are_lines(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_SECONDS", 0)
+    with progress.progress_bar(range(2), "outer", shown=True) as outer:
+        for _ in outer:
+            list(progress.progress_bar(range(2), "inner", shown=True))
+    printed = capsys.readouterr().err
+    assert "inner" in printed and "\x1b" not in printed

@@ -9,6 +9,7 @@ from predicting import DATA, X, equal, make_model, network, predict
 from torch import nn
 
 import bnuq_ext as bnuq
+from bnuq_ext.query import JoiningForward
 
 BATCHES = list(DATA[200:].split(8))
 OPTIONS = {"sampler": "batch", "query": "in", "loader": BATCHES, "num_samples": 3}
@@ -201,3 +202,12 @@ def test_rejects_models_without_stochastic_calls():
     bayes = nn.Sequential(nn.Flatten(), bnuq.BayesLinear(72, 3))
     with pytest.raises(ValueError, match="predict: model must contain stochastic batch-norm lay"):
         predict(bayes, **OPTIONS)
+
+
+def test_a_query_keeps_its_own_row_alone(model, monkeypatch):
+    kept, joined = [], JoiningForward._joined
+    monkeypatch.setattr(
+        JoiningForward, "_joined", lambda *args: kept.append(joined(*args)) or kept[-1]
+    )
+    predict(model, **OPTIONS)
+    assert {output.untyped_storage().nbytes() for output in kept} == {4 * 5}

@@ -1,12 +1,14 @@
-"""Modules with a train() of their own, which nothing here calls."""
+"""Modules with a train() of their own, which nothing here calls, and generators."""
 
+import numpy as np
 import pytest
 import torch
-from rows import ROWS
+from rows import ROWS, WIDTH, N
 from torch import nn
+from torch.utils import data as torch_data
 
 import bnuq_ext as bnuq
-from bnuq_ext.restore import evaluating
+from bnuq_ext.restore import evaluating, preserved_rng, random_states
 
 
 def merging():
@@ -80,3 +82,66 @@ def test_a_trial_in_training_is_not_warned_of():
     bnuq.elbo_loss(model, ROWS[:10], y, num_samples=3, batch_weight=0.1, seed=0).loss.backward()
     with bnuq.replicas(model, 3, seed=0):
         assert model(ROWS[:10]).shape == (30, 2)
+
+
+def caching():
+    class Caching(nn.Linear):
+        """Its cache is filled in eval and emptied by train(), as in timm's LeViT."""
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.cache = {}
+
+        def train(self, mode=True):
+            self.cache = {} if mode else self.cache
+            return super().train(mode)
+
+        def forward(self, x):
+            if self.training:
+                return super().forward(x) * 2
+            if "weight" not in self.cache:
+                self.cache["weight"], self.last = self.weight * 2, len(x)
+            return nn.functional.linear(x, self.cache["weight"], self.bias * 2)
+
+    return Caching
+
+
+def test_what_eval_keeps_does_not_outlive_a_prediction_in_training():
+    model = bnuq.convert(nn.Sequential(caching()(4, 3), nn.BatchNorm1d(3))).train()
+    options = {"likelihood": "gaussian", "num_samples": 4, "seed": 0}
+    with pytest.warns(UserWarning, match="Caching has a train"):
+        bank = bnuq.collect(model, list(ROWS.split(20)), 6, progress=False)
+    for _ in range(2):
+        actual = bnuq.predict(model, ROWS[:5], **options)
+        assert model[0].cache == {} and not hasattr(model[0], "last") and model[0].training
+        fresh = bnuq.convert(nn.Sequential(caching()(4, 3), nn.BatchNorm1d(3))).eval()
+        fresh.load_state_dict(model.state_dict())
+        bnuq.attach(fresh, bank)
+        torch.testing.assert_close(actual.mean, bnuq.predict(fresh, ROWS[:5], **options).mean)
+        with torch.no_grad():
+            model[0].weight.mul_(3)
+
+
+def test_numbers_drawn_from_numpy_show():
+    """Its state is 624 words and a place among them."""
+    with preserved_rng():
+        np.random.rand()
+        before = random_states()
+        np.random.rand()
+        assert random_states() != before
+
+
+def test_the_generator_of_a_batch_sampler_is_left_as_found():
+    class Batches(torch_data.Sampler):
+        def __init__(self):
+            self.generator = torch.Generator().manual_seed(1)
+
+        def __iter__(self):
+            for _ in range(20):
+                yield torch.randperm(N, generator=self.generator)[:10].tolist()
+
+    batches, model = Batches(), bnuq.convert(nn.BatchNorm1d(WIDTH))
+    before = batches.generator.get_state()
+    loader = torch_data.DataLoader(torch_data.TensorDataset(ROWS), batch_sampler=batches)
+    bnuq.collect(model, loader, 6, progress=False)
+    assert torch.equal(batches.generator.get_state(), before)

@@ -234,3 +234,18 @@ def test_threads_share_what_has_been_proven():
 
 
 # ---- Moved and check_replica --------------------------------------------------------------------
+
+
+def test_memory_that_ended_once_says_nothing_of_the_next_step():
+    model, left = Net(middle=Residual()), [1]
+
+    def full(module, args):
+        if len(args[0]) == T * N and left:
+            left.pop()
+            raise torch.OutOfMemoryError("full")
+
+    model.middle.register_forward_pre_hook(full)
+    for seed in range(2):
+        gradients(model, seed)
+        step(model)
+    assert ways(model) == {"folded"}

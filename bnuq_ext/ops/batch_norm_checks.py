@@ -159,10 +159,10 @@ def check_input(op, x, num_samples, weight, bias, eps, residual, shared) -> None
         check_device(op, "residual", residual, device)
 
 
-def check_out(op, out, x, num_samples, residual, shared, wants_grad) -> None:
+def check_out(op, out, x, num_samples, residual, shared, needs_grad) -> None:
     """Checks a tensor that is to receive the result."""
     check_tensor(op, "out", out)
-    if wants_grad or out.requires_grad:
+    if needs_grad or out.requires_grad:
         refuse(op, "out", "be None where gradients are needed", "a tensor")
     if out.dtype != x.dtype:
         refuse(op, "out", f"have the dtype of x {x.dtype}", out.dtype, TypeError)
@@ -191,7 +191,5 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _extent(t: Tensor) -> tuple[int, int]:
     """First and past-the-end address."""
     first = t.data_ptr()
-    if t.is_contiguous():
-        return first, first + t.numel() * t.element_size()
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return first, first + (last + 1) * t.element_size()

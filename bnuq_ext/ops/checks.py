@@ -39,10 +39,9 @@ def check_dtype(op: str, name: str, value) -> None:
 
 
 def check_floating(op: str, name: str, value) -> None:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return
     check_tensor(op, name, value)
-    refuse(op, name, "be a floating-point tensor", value.dtype, TypeError)
+    if not value.is_floating_point():
+        refuse(op, name, "be a floating-point tensor", value.dtype, TypeError)
 
 
 def check_shape(op: str, name: str, value: Tensor, shape: tuple) -> None:

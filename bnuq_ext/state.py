@@ -1,0 +1,109 @@
+"""What forwards change of a model, to put it back."""
+
+from collections import deque
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .contents import CONTAINERS, is_record
+
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_DEEPEST = 3  # of containers in containers that are put back
+
+
+def _held(value):
+    """The fields of a record as their dict (a model's configuration is often one); any other value itself."""
+    if isinstance(value, (nn.Module, *CONTAINERS)) or not is_record(value):
+        return value
+    return getattr(value, "__dict__", value)
+
+
+class State:
+    """A model's buffers, frozen parameters and plain attributes, to put back what a forward has changed."""
+
+    def __init__(self, modules: list[nn.Module]):
+        self.saved = [
+            (m, _copies(vars(m)), _copies(m._buffers), _copies(_frozen(m))) for m in modules
+        ]
+
+    def written(self) -> bool:
+        """Whether the content of a tensor has changed, by way of `.data` too, of which no version tells, or the
+        state of a generator."""
+        pairs = [pair for _, *both in self.saved for saved in both for pair in saved.values()]
+        return any(not _equal(now, before) for v, before in pairs for now in _content(v))
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for module, attributes, buffers, frozen in self.saved:
+                for name in [
+                    n for n in vars(module) if n not in OF_EVERY_MODULE and n not in attributes
+                ]:
+                    del vars(module)[name]
+                for name, saved in attributes.items():
+                    vars(module)[name] = _put_back(*saved)
+                for name, saved in buffers.items():
+                    module._buffers[name] = _put_back(*saved)
+                for name, saved in frozen.items():
+                    module._parameters[name] = _put_back(*saved)
+
+
+def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Its parameters that gradients do not move, where a forward in train() may: a moving average of a network."""
+    owned = module._parameters.items() if module.training else ()
+    return {name: p for name, p in owned if p is not None and not p.requires_grad}
+
+
+def _copies(values: dict) -> dict:
+    return {name: (v, _copy(v)) for name, v in values.items() if name not in OF_EVERY_MODULE}
+
+
+def _equal(now: Tensor, before: Tensor) -> bool:
+    try:
+        return torch.equal(now, before)
+    except NotImplementedError:  # of sparse tensors only the version tells
+        return True
+
+
+def _content(value) -> list[Tensor]:
+    if isinstance(value, torch.Generator):
+        return [value.get_state()]
+    return [value] if _is_filled(value) else []
+
+
+def _is_filled(value) -> bool:
+    """Whether it is a tensor, and not that of a lazy layer which has never been called."""
+    return isinstance(value, Tensor) and not is_lazy(value)
+
+
+def _copy(value, depth: int = 0):
+    """What `_put_back` needs; None for a container that is too deep inside others."""
+    value = _held(value)
+    if _is_filled(value):
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, CONTAINERS) and depth == _DEEPEST:
+        return None
+    if isinstance(value, dict):
+        return {key: (item, _copy(item, depth + 1)) for key, item in value.items()}
+    if isinstance(value, (list, deque)):
+        return [(item, _copy(item, depth + 1)) for item in value]
+    return set(value) if isinstance(value, set) else value
+
+
+def _put_back(value, saved):
+    """The same object with its old content."""
+    if _is_filled(value):
+        if not _equal(value, saved):
+            value.copy_(saved)
+    elif isinstance(value, torch.Generator):
+        value.set_state(saved)
+    elif isinstance(held := _held(value), CONTAINERS) and saved is not None:
+        if isinstance(held, dict):
+            saved = {key: _put_back(*pair) for key, pair in saved.items()}
+        elif not isinstance(held, set):
+            saved = [_put_back(*pair) for pair in saved]
+        held.clear()
+        held.extend(saved) if isinstance(held, (list, deque)) else held.update(saved)
+    return value
