@@ -207,10 +207,10 @@ class Members(Predictor):
         if any(shape != shapes[0] for shape in shapes):
             refuse(self.forward.op, "models", "have outputs of one shape", shapes)
         samples = torch.cat([p["samples"] for p in parts]) if self.request.keep else None
-        return together(parts, self.request.count) | {"samples": samples}
+        return pooled(parts, self.request.count) | {"samples": samples}
 
 
-def together(parts: list[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
+def pooled(parts: list[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
     """The moments of equally many replicas each, put together.
 
         mean = E_m[mean_m],   variance = E_m[variance_m] + E_m[(mean_m - mean)^2],

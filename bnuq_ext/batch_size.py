@@ -29,7 +29,7 @@ from .statistics_kl import (
     StatisticsGaussian,
     channel_kl,
     check_fit,
-    check_prior,
+    check_statistics_prior,
     observed_statistics,
 )
 
@@ -190,7 +190,7 @@ def _check_prior(prior, sizes: list[int], N: int) -> None:
         refuse(OP, "prior", f"be given without a batch size below N = {N}", None)
     if prior is not None:
         for each in prior.values() if isinstance(prior, Mapping) else [prior]:
-            check_prior(OP, each)
+            check_statistics_prior(OP, each)
 
 
 def _size(name: str, dataset) -> int:

@@ -30,10 +30,11 @@ def evaluating(modules: list[nn.Module], *, warns: bool = True):
         if not _EVAL_USERS and not any([module.training for module in modules]):
             return nullcontext()  # in eval already, and no other body will put flags back
     own = {type(m) for m in modules if warns and m.training and _has_own_modes(type(m))}
-    for cls in own.difference(_WARNED_OF):
-        _WARNED_OF.add(cls)
+    if new := own.difference(_WARNED_OF):
+        _WARNED_OF.update(new)
+        names = ", ".join(sorted(cls.__name__ for cls in new))
         warn(
-            f"{cls.__name__} has a train() or eval() of its own and is in train(): only its flag is set; "
+            f"in train() with a train() or eval() of its own: {names}; only its flag is set; "
             "if that method does more than set flags, call the model's eval() before"
         )
     return _held_in_eval(modules)

@@ -70,7 +70,7 @@ def channel_kl(q: StatisticsGaussian, prior: StatisticsGaussian) -> Tensor:
     )
 
 
-def check_prior(op: str, prior) -> None:
+def check_statistics_prior(op: str, prior) -> None:
     """Checks the prior of a layer."""
     if not isinstance(prior, StatisticsGaussian):
         refuse(op, "prior", "be a StatisticsGaussian", type(prior).__name__, TypeError)
@@ -90,7 +90,7 @@ def _priors(q, prior) -> dict[str, StatisticsGaussian]:
     if prior.keys() != q.keys():
         refuse(op, "prior", f"have the names of q {list(q)}", list(prior))
     for name in q:
-        check_prior(op, prior[name])
+        check_statistics_prior(op, prior[name])
         if not isinstance(q[name], StatisticsGaussian):
             got = type(q[name]).__name__
             refuse(op, f"q[{name!r}]", "be a StatisticsGaussian", got, TypeError)

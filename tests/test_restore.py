@@ -48,13 +48,19 @@ def test_train_and_eval_of_modules_are_not_called_but_warned_of(run, make):
     bnuq.collect(model.eval(), list(ROWS.split(10)), 6)  # in eval there is nothing to warn of
     model.train()
     before = getattr(model[0], "merged", 0)
-    with pytest.warns(
-        UserWarning, match=f"{own.__name__} has a train.. or eval.. of its own"
-    ) as caught:
+    with pytest.warns(UserWarning, match=f"or eval.. of its own: {own.__name__};") as caught:
         run(model)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert getattr(model[0], "merged", 0) == before and model[0].training
     run(model)  # warned of once
+
+
+def test_several_classes_are_one_warning():
+    modules = [merging()(4, 4), frozen()(4, 4), frozen()(4, 4)]
+    with pytest.warns(UserWarning, match="Frozen, Frozen, Merging; only") as caught:
+        with evaluating(modules):
+            pass
+    assert len(caught) == 1
 
 
 def test_classes_of_torch_and_of_this_package_are_not_warned_of():
@@ -72,7 +78,7 @@ def test_classes_of_torch_and_of_this_package_are_not_warned_of():
 @pytest.mark.parametrize("attribute", [None, property(lambda self: True)], ids=["none", "property"])
 def test_modes_that_are_no_methods(attribute):
     odd = type("Odd", (nn.Linear,), {"eval": attribute})
-    with pytest.warns(UserWarning, match="Odd has a train"), evaluating([odd(4, 4)]):
+    with pytest.warns(UserWarning, match="of its own: Odd;"), evaluating([odd(4, 4)]):
         pass
 
 
@@ -109,7 +115,7 @@ def caching():
 def test_what_eval_keeps_does_not_outlive_a_prediction_in_training():
     model = bnuq.convert(nn.Sequential(caching()(4, 3), nn.BatchNorm1d(3))).train()
     options = {"likelihood": "gaussian", "num_samples": 4, "seed": 0}
-    with pytest.warns(UserWarning, match="Caching has a train"):
+    with pytest.warns(UserWarning, match="of its own: Caching;"):
         bank = bnuq.collect(model, list(ROWS.split(20)), 6, progress=False)
     for _ in range(2):
         actual = bnuq.predict(model, ROWS[:5], **options)
