@@ -24,10 +24,12 @@ from .predictor import STRATEGIES, Predictor, Request
 from .reads import uncompiled
 from .restore import evaluating, unmoved_by_errors
 from .samplers import check_key, draw_key, snapshots_of
+from .untraced import untraced
 
 _SEEDS = 2**31 - 1
 
 
+@untraced
 def plug_in(
     model: nn.Module,
     x,
@@ -57,6 +59,7 @@ def plug_in(
     return task.run([model], task.predictor(task.forward(model, None, None, 0), 0, 1))
 
 
+@untraced
 def mc_dropout(
     model: nn.Module,
     x,
@@ -102,6 +105,7 @@ def mc_dropout(
     return pred
 
 
+@untraced
 def ensemble(
     models: Sequence[nn.Module],
     x,

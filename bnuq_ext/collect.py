@@ -17,9 +17,11 @@ from .ops.checks import check_callable, check_integer, refuse
 from .passes import Pass, running
 from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
+from .untraced import untraced
 from .warn import warn
 
 
+@untraced
 def collect(
     model: nn.Module,
     data,

@@ -33,9 +33,11 @@ from .samplers import (
     make_sampler,
     snapshots_of,
 )
+from .untraced import untraced
 from .warn import warn
 
 
+@untraced
 def predict(
     model: nn.Module,
     x,

@@ -223,6 +223,27 @@ def test_no_rows_and_one_row(model):
     torch.testing.assert_close(one.samples, predict(model, keep_samples=True).samples[:, :1])
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("call", [predict, bnuq.plug_in], ids=["predict", "plug_in"])
+def test_a_compiled_function_breaks_its_graph_around_it(model, call):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def function(x):
+        options = {} if call is predict else {"likelihood": "categorical"}
+        return call(model, 2 * x, **options).mean + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend)
+    for rows in (X, X[:4]):
+        torch.testing.assert_close(compiled(rows), function(rows))
+    nodes = {node.target for graph in graphs for node in graph.graph.nodes}
+    assert graphs and not any("bnuq" in str(target) for target in nodes)
+
+
 def test_a_compiled_model_is_unwrapped(model):
     compiled = torch.compile(model, backend="eager")
     equal(predict(compiled), predict(model))
