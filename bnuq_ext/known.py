@@ -52,7 +52,7 @@ class Known:
         self.planning = threading.RLock()
         self.examined = False
         self.banks: list[Bank | None] = []
-        self.stamp: tuple = ()
+        self.stamp: tuple | None = None
         self.samplers: dict[tuple, Sampler] = {}
 
     def sampler(
@@ -62,19 +62,21 @@ class Known:
         bank = self._bank(op, model)
         if bank is None and name != "bank":
             refuse(op, "model", f'contain stochastic batch norm for sampler "{name}"', "none")
-        if bank is not None and self.stamp != (stamp := bank.stamp()):
-            self.stamp, self.samplers = stamp, {}
+        stamp = None if bank is None else bank.stamp()
+        if self.stamp != stamp:
+            self.samplers, self.stamp = {}, stamp
+        samplers = self.samplers  # another thread may begin anew
         place = (name, batch_size, device, _stream(device))
-        if place not in self.samplers:
+        if place not in samplers:
             with without_gradients():
-                self.samplers[place] = (
+                samplers[place] = (
                     WeightSampler(device)
                     if bank is None
                     else make_sampler(op, name, bank, batch_size, device)
                 )
         if batch_size is not None:
             warn_of_rescaling(op, bank, batch_size)
-        return self.samplers[place]
+        return samplers[place]
 
     def _bank(self, op: str, model: nn.Module) -> Bank | None:
         """The bank of the model; None where it has no stochastic batch norm."""

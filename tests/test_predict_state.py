@@ -332,3 +332,14 @@ def test_a_bank_that_has_been_changed_is_drawn_from_as_it_is(model, sampler, edi
     bnuq.attach(fresh, bnuq.Bank(bank.mean, bank.var, bank.count, **sizes))
     assert torch.equal(actual.mean, predict(fresh, sampler=sampler).mean)
     assert not torch.equal(actual.mean, before.mean)
+
+
+def test_a_sampler_is_made_while_another_thread_begins_anew(model, monkeypatch):
+    make = known.make_sampler
+
+    def made(*args):
+        known._KNOWN[model].samplers = {}
+        return make(*args)
+
+    monkeypatch.setattr(known, "make_sampler", made)
+    predict(model)
