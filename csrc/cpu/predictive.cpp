@@ -244,7 +244,8 @@ void backward(
           expected += p[k] * grad[k];
         }
         for (int64_t k = 0; k < d.K; ++k)
-          grad_logits[offset + k * d.S] = store<scalar_t>(logit_grad(p[k], grad[k], acc_t(expected)));
+          grad_logits[offset + k * d.S] =
+              store<scalar_t>(logit_grad(p[k], grad[k], acc_t(expected)));
       }
     }
   });
