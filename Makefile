@@ -7,6 +7,7 @@ STAGE ?= all
 # Steps of a stage by name, a regular expression; empty for all.
 ONLY ?=
 # Test files at a time. A worker keeps torch to one thread: two teams of two on two cores wait for each other.
+# By name: those with the most tests first would leave the slowest file to the end, and to one worker.
 WORKERS ?= 2
 OUT ?= demo-output
 # Where `make gpu` keeps its result folder, and finds it again.
@@ -27,7 +28,7 @@ demo: $(BUILT)
 	$(BIN)/python benchmarks/report.py $(OUT)/speed.json
 
 test: $(BUILT)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -p no:benchmark -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -p no:benchmark -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .
