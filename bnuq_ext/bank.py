@@ -140,14 +140,15 @@ class Bank:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         with self._lock:
-            stamp, tables = self._cache.get(device, (None, {}))
-            if stamp != self.stamp():
+            stamp = self.stamp()
+            known, tables = self._cache.get(device, (None, {}))
+            if known != stamp:
                 with without_gradients():
                     tables = {
                         key: (mean.to(device), self.var[key].to(device))
                         for key, mean in self.mean.items()
                     }
-                self._cache[device] = self.stamp(), tables
+                self._cache[device] = stamp, tables
             return tables
 
     def stamp(self) -> tuple:

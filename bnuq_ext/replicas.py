@@ -107,8 +107,9 @@ class _Session(Pass):
                 got = f"{name} in train()"
                 refuse("replicas", "batch norm that is not stochastic", "be in eval()", got)
         plan = self._plan(inputs)
-        seen = plan.rows, plan.shared
-        self.active = ReplicaPass(self.forward.layers, self.draw, *seen, op="replicas")
+        self.active = ReplicaPass(
+            self.forward.layers, self.draw, plan.rows, plan.shared, op="replicas"
+        )
         return inputs if plan.way == "folded" else expand(inputs, self.num_samples)
 
     def _plan(self, inputs: dict) -> Plan:

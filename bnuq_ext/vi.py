@@ -206,9 +206,8 @@ def elbo_loss(
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     _check_loss(likelihood, noise_std, reduction)
     _check_targets(y, likelihood)
-    rows = (
-        len(y) if y.dim() else 1
-    )  # the first dimension of x may be that of a sequence, or of a mask
+    # Not of x, whose first dimension may be that of a sequence, or of a mask.
+    rows = len(y) if y.dim() else 1
     weight = _batch_weight(rows, batch_weight, dataset_size)
     check_key(op, seed)
     modules = list(model.modules())

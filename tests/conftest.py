@@ -17,6 +17,8 @@ else:
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+# All bits set, which is what a GPU's arithmetic makes: sums of such bits carry.
+NANS = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
 
 # Against a float64 reference of the same (rounded) inputs: relative and absolute tolerance.
 TOLERANCES = {

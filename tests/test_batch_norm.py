@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from batch_norm_cases import FIRST, KEY, OPS, call, expect, make
+from conftest import NANS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
@@ -152,10 +153,9 @@ def test_every_half_survives(device):
 def test_nan_of_any_payload_stays_nan(shape, device, dtype):
     """Rounding carries out of 0x7fffffff, which is the NaN that a GPU makes."""
     x, C = torch.ones(shape, device=device, dtype=dtype), shape[1]
-    nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32).to(device)
     zero, one = torch.zeros(1, C, device=device), torch.ones(1, C, device=device)
     snapshot = torch.zeros(1, dtype=torch.long, device=device)
-    for bias in nan:
+    for bias in NANS.to(device):
         y = ops.batch_norm_bank(x, zero, one, snapshot=snapshot, bias=bias.expand(C))
         assert y.isnan().all()
 

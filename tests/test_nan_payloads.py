@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from conftest import NANS
 
 from bnuq_ext import ops
 from bnuq_ext.ops.kl import gaussian_kl_sum
-
-NANS = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
 
 
 @pytest.mark.parametrize("others", [-1.0, 1.0])

@@ -233,9 +233,6 @@ def test_threads_share_what_has_been_proven():
             step(model)
 
 
-# ---- Moved and check_replica --------------------------------------------------------------------
-
-
 def test_memory_that_ended_once_says_nothing_of_the_next_step():
     model, left = Net(middle=Residual()), [1]
 

@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
-from training import Net, T, assert_right, data, gradients, step
+from training import Net, T, assert_right, data, loop, step
 
 import bnuq_ext as bnuq
-from bnuq_ext import vi
 
 
 class Centred(nn.Module):
@@ -86,13 +85,6 @@ def test_losses_are_those_of_one_after_another(make, steps):
             torch.testing.assert_close(mine, theirs, msg=name)
         if steps:
             step(model)
-
-
-def loop(model, seed):
-    """A step of the model itself, where `of_the_loop` takes one of a copy."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(vi, "_together", lambda *args: None)
-        gradients(model, seed)
 
 
 @pytest.mark.parametrize("keep", KEPT)

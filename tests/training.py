@@ -61,10 +61,16 @@ def gradients(model, seed, num_samples=T, rows=N):
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def of_the_loop(model, *args, **options):
+def loop(model, *args, **options):
+    """`gradients`, one sample after another."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(vi, "_together", lambda *args: None)
-        return gradients(copy.deepcopy(model), *args, **options)
+        return gradients(model, *args, **options)
+
+
+def of_the_loop(model, *args, **options):
+    """`loop` of a copy."""
+    return loop(copy.deepcopy(model), *args, **options)
 
 
 def step(model, size=0.1):

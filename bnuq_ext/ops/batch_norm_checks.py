@@ -12,6 +12,7 @@ from .checks import (
     check_floating,
     check_num_samples,
     check_one_of,
+    check_positive_scalar,
     check_scalar,
     check_seed,
     check_shape,
@@ -53,11 +54,7 @@ def slope_of(op: str, activation: str, slope: float) -> float:
         return 0.0
     if activation != "leaky_relu":
         refuse(op, "activation", 'be "none", "relu" or "leaky_relu"', repr(activation))
-    check_scalar(op, "slope", slope)
-    if not slope > 0:
-        refuse(op, "slope", "be positive", slope)
-    if slope == math.inf:
-        refuse(op, "slope", "be finite", slope)
+    check_positive_scalar(op, "slope", slope)
     return float(slope)
 
 

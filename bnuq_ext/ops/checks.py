@@ -124,6 +124,16 @@ def check_callable(op: str, name: str, value) -> None:
 
 def check_positive(op: str, name: str, value) -> None:
     check_number(op, name, value)
+    _check_positive(op, name, value)
+
+
+def check_positive_scalar(op: str, name: str, value) -> None:
+    """`check_positive` that torch.compile can follow."""
+    check_scalar(op, name, value)
+    _check_positive(op, name, value)
+
+
+def _check_positive(op: str, name: str, value) -> None:
     if not value > 0:
         refuse(op, name, "be positive", value)
     if value == math.inf:

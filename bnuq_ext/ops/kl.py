@@ -10,6 +10,7 @@ from .checks import (
     check_device,
     check_floating,
     check_num_samples,
+    check_positive_scalar,
     check_scalar,
     check_seed,
     check_shape,
@@ -39,7 +40,7 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
     """
     _check_posterior("gaussian_kl", mu, rho)
-    _check_std("gaussian_kl", "prior_std", prior_std)
+    check_positive_scalar("gaussian_kl", "prior_std", prior_std)
     return torch.ops.bnuq.gaussian_kl(mu.contiguous(), rho.contiguous(), prior_std)
 
 
@@ -129,8 +130,8 @@ def mixture_kl(
     check_scalar(op, "pi", pi)
     if not 0 <= pi <= 1:
         refuse(op, "pi", "lie in [0, 1]", pi)
-    _check_std(op, "std1", std1)
-    _check_std(op, "std2", std2)
+    check_positive_scalar(op, "std1", std1)
+    check_positive_scalar(op, "std2", std2)
     noise = seed.contiguous(), stream, num_samples
     return torch.ops.bnuq.mixture_kl(mu.contiguous(), rho.contiguous(), *noise, pi, std1, std2)
 
@@ -145,14 +146,6 @@ def _check_posterior(op: str, mu: Tensor, rho: Tensor) -> None:
     check_shape(op, "rho", rho, mu.shape)
     check_device(op, "rho", rho, mu.device)
     refuse_forward_mode(op, mu, rho)
-
-
-def _check_std(op: str, name: str, std) -> None:
-    check_scalar(op, name, std)
-    if not std > 0:
-        refuse(op, name, "be positive", std)
-    if std == math.inf:
-        refuse(op, name, "be finite", std)
 
 
 @torch.library.register_fake("bnuq::gaussian_kl")
