@@ -36,9 +36,7 @@ class State:
     def restore(self) -> None:
         with torch.no_grad():
             for module, attributes, buffers, frozen in self.saved:
-                for name in [
-                    n for n in vars(module) if n not in OF_EVERY_MODULE and n not in attributes
-                ]:
+                for name in vars(module).keys() - OF_EVERY_MODULE - attributes.keys():
                     del vars(module)[name]
                 for name, saved in attributes.items():
                     vars(module)[name] = _put_back(*saved)
