@@ -7,6 +7,7 @@ for torch's own extensions.
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -21,11 +22,13 @@ def import_torch():
     try:
         import torch
     except ImportError:
-        places = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-        site = next((p for p in places if (Path(p) / "torch").is_dir()), None)
-        if site is None:
+        # That of the interpreter, then those it may share. With the stable ABI any of them does.
+        places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+        places += [*site.getsitepackages([sys.prefix, sys.base_prefix]), site.getusersitepackages()]
+        found = next((p for p in places if (Path(p) / "torch").is_dir()), None)
+        if found is None:
             sys.exit("bnuq_ext: install torch first, then `pip install --no-build-isolation .`")
-        sys.path.append(site)
+        sys.path.append(found)
         import torch
     return torch
 

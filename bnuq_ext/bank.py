@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -30,7 +31,8 @@ class Bank:
         batch_size: M, rows of a mini-batch; at least 1.
         dataset_size: N, rows that the mini-batches come from; at least M. By default B·M.
         disjoint: fraction of the pairs of snapshots whose mini-batches share no row: 1 for one pass over
-            the data, 0 for mini-batches drawn independently.
+            the data (and for rows drawn with replacement, see `bnuq_ext.moments.Rescaling`), 0 for mini-batches drawn
+            independently.
         unused: names of the stochastic layers that the model does not call.
         metadata: text kept with the bank.
 
@@ -152,9 +154,14 @@ class Bank:
             return tables
 
     def stamp(self) -> tuple:
-        """Another one after a change of the statistics, in place or of an entry; as a rule there is none."""
-        groups = (self.mean, self.var)
-        return tuple([(id(tensor), tensor._version) for g in groups for tensor in g.values()])
+        """Another one after a change of the bank, of a tensor in place too; as a rule there is none."""
+        groups, sizes = self._groups(), (self.batch_size, self.dataset_size, self.disjoint)
+        return sizes, *[(id(tensor), tensor._version) for g in groups for tensor in g.values()]
+
+    def usual(self) -> Tensor:
+        """(B,) bool, the snapshots whose calls saw as many values as most: not a loader's smaller last batches."""
+        most = {key: Counter(n.tolist()).most_common(1)[0][0] for key, n in self.count.items()}
+        return torch.stack([n == most[key] for key, n in self.count.items()]).all(0)
 
     def __getstate__(self):
         return {key: value for key, value in vars(self).items() if key not in ("_cache", "_lock")}
@@ -361,7 +368,8 @@ def _check_layers(layers: dict[str, nn.Module], bank: Bank) -> None:
     extra = sorted({*names.values(), *bank.unused} - layers.keys())
     missing = sorted(layers.keys() - {*names.values(), *bank.unused})
     if extra or missing:
-        got = f"one that lacks {missing} and has {extra} besides"
+        parts = [f"lacks {missing}"] * bool(missing) + [f"has {extra} besides"] * bool(extra)
+        got = f"one that {' and '.join(parts)}"
         refuse("attach", "bank", "have the statistics of the model's layers", got)
     for key, name in names.items():
         layer, num_channels = layers[name], bank.mean[key].shape[1]

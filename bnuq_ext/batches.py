@@ -20,6 +20,7 @@ class Source:
         start: begins one pass over the data.
         reshuffles: whether a further pass has other batches.
         apart: whether the batches of one pass share no row.
+        repeats: whether a batch may have a row twice, drawn with replacement.
         dataset_size: N, or None where nothing tells.
         batch_size: M, or None where nothing tells but the batches.
         in_order: whether the batches are known to follow the order of the data.
@@ -30,6 +31,7 @@ class Source:
     start: Callable[[], Iterable]
     reshuffles: bool = False
     apart: bool = True
+    repeats: bool = False
     dataset_size: int | None = None
     batch_size: int | None = None
     in_order: bool = False
@@ -148,6 +150,7 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
         lambda: loader,
         reshuffles=isinstance(sampler, _SHUFFLING),
         apart=type(batch_sampler) is torch_data.BatchSampler and _without_replacement(sampler),
+        repeats=getattr(sampler, "replacement", False) is True,
         dataset_size=rows,
         batch_size=min(batch_size, rows) if batch_size and rows else None,
         in_order=_in_order(sampler) and not whole,

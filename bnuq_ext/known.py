@@ -27,6 +27,7 @@ class Known:
 
     Attributes:
         seen: the fingerprint of its modules.
+        modules: which they are.
         plans, trials: see `Folding`; undecided: how many trials could not tell.
         standing: plans of earlier states, for as long as nothing but the values of parameters has changed; see
             `StandingFolding`.
@@ -40,8 +41,9 @@ class Known:
         samplers: of its bank, as they have been asked for.
     """
 
-    def __init__(self, seen: Fingerprint):
+    def __init__(self, seen: Fingerprint, modules: list[nn.Module]):
         self.seen = seen
+        self.modules = [(id(module), type(module)) for module in modules]
         self.plans: dict = {}
         self.trials: dict = {}
         self.undecided: dict = {}
@@ -118,9 +120,10 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
         before = _KNOWN.get(model)
         if before is not None and before.seen == seen:
             return before
-        known = _KNOWN[model] = Known(seen)
+        known = _KNOWN[model] = Known(seen, modules)
         if before is not None:
-            known.examined, known.planning = before.examined, before.planning
+            known.planning = before.planning
+            known.examined = before.examined and before.modules == known.modules
             if before.seen.structure == seen.structure:
                 known.standing, known.turn = before.standing, before.turn + 1
                 known.held, known.changes = before.held, before.changes
@@ -129,4 +132,4 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
 
 def run_once() -> Known:
     """For a forward of one replica, which needs no proof: knows nothing and is forgotten."""
-    return Known(fingerprint([]))
+    return Known(fingerprint([]), [])

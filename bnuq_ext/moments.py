@@ -16,7 +16,8 @@ class Rescaling(NamedTuple):
         v(M) = v1 / c * (M0 / M) (1 - M / N),   c = (1 - M0/N) + disjoint * M0/N
 
     for batches drawn without replacement from N rows; `disjoint` is the fraction of pairs of snapshots
-    without a common row. c is 1 for one pass over the data, and 1 - M0/N for independent draws.
+    without a common row. c is 1 for one pass over the data, and 1 - M0/N for independent draws (1 for independent
+    draws with replacement, whose v1 is that of M0 out of infinitely many rows; they count as disjoint).
 
     Measured with bounded inputs, M0 = 32: stds within 7 % from M0/2 to 8 M0, in every layer; with M0 = 16 or 8
     that of ln std in a first layer within 15 % or 30 %, and of inputs of two values three times too large at 8 M0:

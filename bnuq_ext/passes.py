@@ -238,11 +238,21 @@ class Replay(Pass):
         if calls > 1 and not layer.one_draw:
             requirement = "be called once in a forward that is computed again"
             refuse(done.op, f"layer {name!r}", requirement, f"{calls} calls")
-        shared = x.shape[0] == done.rows[name]
-        y = layer.replicate(x, done.draw, name, self.streams[name], shared)
+        y = layer.replicate(x, done.draw, name, self.streams[name], self._is_shared(name, x))
         if y.requires_grad:
             y.register_hook(self.enter)  # a reentrant checkpoint runs a backward of its own
         return y
+
+    def _is_shared(self, name: str, x: Tensor) -> bool:
+        """Whether the replicas shared an x of these rows, in the calls that had so many."""
+        done, T = self.done, self.done.draw.num_samples
+        calls = [name, *(f"{name}#{call}" for call in range(1, done.calls[name]))]
+        was = {key: done.shared.get(key, True) for key in calls}
+        found = {s for key, s in was.items() if x.shape[0] == done.rows[key] * (1 if s else T)}
+        if len(found) != 1:
+            requirement = "be computed again with rows that tell which of its calls it is"
+            refuse(done.op, f"layer {name!r}", requirement, x.shape[0])
+        return found.pop()
 
 
 def split_key(key: str) -> tuple[str, int]:

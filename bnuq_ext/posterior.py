@@ -19,6 +19,7 @@ from .priors import GaussianPrior, check_prior
 RANKINGS = ("snr", "magnitude")
 # timm's differs from torch's in TorchScript only.
 _LINEAR = {"torch.nn.modules.linear.Linear", "timm.layers.linear.Linear"}
+_LAZY = {"torch.nn.modules.linear.LazyLinear"}  # until its first forward
 
 _OF_MODULES = vars(nn.Module()).keys()
 
@@ -44,24 +45,34 @@ def to_bayesian(
         prior: see `BayesLinear`.
 
     Raises:
-        ValueError, TypeError: copy.deepcopy refuses the model, no linear layer is left to turn, or one has parameters
-            of 16 bits, a weight that is made of others (spectral norm, the older weight norm, pruning by torch; one
-            with a parametrization is no nn.Linear and stays as it is), or a forward that is set on the object.
+        ValueError, TypeError: copy.deepcopy refuses the model, it is wrapped in DistributedDataParallel, no linear layer
+            is left to turn, or one has parameters of 16 bits, none yet (lazy), a weight that is made of others (spectral
+            norm, the older weight norm, pruning by torch; one with a parametrization is no nn.Linear and stays as it
+            is), or a forward that is set on the object.
     """
     op = "to_bayesian"
     check_model(op, model)
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
+        requirement = "be wrapped afterwards (what is wrapped knows of no new parameters)"
+        refuse(op, "model", requirement, "a DistributedDataParallel")
     check_callable(op, "filter_fn", filter_fn)
     check_initial(op, "rho_init", rho_init)
     check_prior(op, prior)
     chosen = {
         layer: name
         for name, layer in model.named_modules()
-        if qualified_name(type(layer)) in _LINEAR and (filter_fn is None or filter_fn(name, layer))
+        if qualified_name(type(layer)) in _LINEAR | _LAZY
+        and (filter_fn is None or filter_fn(name, layer))
     }
     if not chosen:
         got = f"none{_subclasses(model)}"
         refuse(op, "model", "contain a torch.nn.Linear that filter_fn accepts", got)
     for layer, name in chosen.items():
+        if isinstance(layer, nn.LazyLinear):
+            refuse(op, f"layer {name!r}", "have a shape (run one forward first)", "a LazyLinear")
+        if layer.weight.dtype not in (torch.float32, torch.float64):
+            requirement = "have its weight in float32 or float64"
+            refuse(op, f"layer {name!r}", requirement, layer.weight.dtype, TypeError)
         if "weight" not in layer._parameters:
             requirement = "have its weight as a parameter (remove weight norm or pruning first)"
             refuse(op, f"layer {name!r}", requirement, f"it made of {list(layer._parameters)}")

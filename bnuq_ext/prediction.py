@@ -132,9 +132,14 @@ def _check_logits(op: str, logits: Tensor) -> None:
     if logits.dim() < 3:
         got = list(logits.shape[1:])
         refuse(op, "the output", "be logits (N, K, *) for a categorical likelihood", got)
-    if logits.shape[2] == 1:  # whose softmax is 1, whatever the network says
-        requirement = "have at least 2 classes (of one logit z, output_fn can make [0, z])"
-        refuse(op, "the output", requirement, list(logits.shape[1:]))
+    if logits.shape[2] == 1:
+        refuse_one_logit(op, logits[0], "output_fn can make")
+
+
+def refuse_one_logit(op: str, logits: Tensor, remedy: str):
+    """Its softmax is 1, whatever the network says."""
+    requirement = f"have at least 2 classes (of one logit z, {remedy} [0, z])"
+    refuse(op, "the output", requirement, list(logits.shape))
 
 
 class CategoricalMoments:

@@ -20,6 +20,8 @@ from .predict import forward_by_bank, take_model
 from .probe import expand
 from .samplers import check_key
 from .standing import StandingFolding
+from .state import in_graph, made_since
+from .untraced import untraced
 
 
 @contextmanager
@@ -38,8 +40,10 @@ def replicas(
     flow. The model must be one that `predict` can fold, which is found out in eval at the first call with a
     shape, once with the training flags as they are and nothing dropped, and again in eval, by T replicas and one
     alone, when parameters have changed; dropout in train() draws for each of the T*N rows. What a backward
-    computes again (`torch.utils.checkpoint`) is the same as in the forward. The state is this thread's (or task's): other threads may use the model with other replicas, or
-    none, at the same time. Bodies for several models may lie in each other; for one model the innermost counts.
+    computes again (`torch.utils.checkpoint`) is the same as in the forward. A compiled function breaks its graph at a
+    call of the model, which fullgraph=True does not allow. The state is this thread's (or task's): other threads may
+    use the model with other replicas, or none, at the same time. Bodies for several models may lie in each other; for
+    one model the innermost counts.
 
     Args:
         model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not compiled
@@ -84,6 +88,7 @@ class _Session(Pass):
         self.forward, self.first, self.num_samples = forward, first_replica, num_samples
         self.draw = forward.draw(first_replica, num_samples)
         self.active: ReplicaPass | None = None
+        self.before: dict[tuple, Tensor] = {}
 
     def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
         if id(layer) not in self.names:
@@ -96,6 +101,7 @@ class _Session(Pass):
     def begin(self, inputs: dict) -> dict:
         """Prepares a call of the model; its inputs, expanded if need be."""
         self.active = None
+        self.before = in_graph(self.forward.model)
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             refuse("replicas", "model", "be exported outside the body", "a call that is traced")
         if num_rows("replicas", inputs) == 0 or self.num_samples == 1:
@@ -127,7 +133,7 @@ class _Session(Pass):
         active, self.active = self.active, None
         if active is not None and output is not None:
             _or_refuse(active.check_calls)
-            active.follow(tensors(output))
+            active.follow([*tensors(output), *made_since(self.before, self.forward.model)])
 
 
 def _outer_session(model: nn.Module) -> _Session | None:
@@ -170,6 +176,7 @@ class _Hook:
 class _Before(_Hook):
     """Forward pre-hook."""
 
+    @untraced
     def __call__(self, model, args, kwargs=None):
         # Another thread may call in the middle of the registration, which is when kwargs are missing.
         if not self.applies(model):
@@ -181,6 +188,7 @@ class _Before(_Hook):
 class _After(_Hook):
     """Forward hook."""
 
+    @untraced
     def __call__(self, model, args, output):
         if self.applies(model):
             self.session.end(output)

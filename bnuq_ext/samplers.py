@@ -40,6 +40,9 @@ class Fitted(NamedTuple):
     family: str
 
 
+Tables = dict[str, tuple[Tensor, Tensor]]  # (mean, variance) of each call, (B, C)
+
+
 class Draw(NamedTuple):
     """The statistics of T replicas.
 
@@ -123,12 +126,12 @@ class JointSampler:
     must not depend on the chunk, for its rounding may.
     """
 
-    def __init__(self, bank: Bank, rescaling: Rescaling, device: torch.device):
-        self.num_snapshots, self.device = len(bank), device
+    def __init__(self, tables: Tables, rescaling: Rescaling, device: torch.device):
+        self.num_snapshots, self.device = len(next(iter(tables.values()))[0]), device
         self.parts = {}
-        for key, (mean, var) in bank.on(device).items():
+        for key, (mean, var) in tables.items():
             fitted = fit(mean, var, rescaling)
-            scale = (rescaling.factor / (len(bank) - 1)) ** 0.5
+            scale = (rescaling.factor / (self.num_snapshots - 1)) ** 0.5
             self.parts[key] = (
                 torch.cat([fitted.mean, fitted.log_spread]),
                 torch.cat([fitted.mean_deviations, fitted.log_deviations], 1) * scale,
@@ -176,9 +179,9 @@ class FittedSampler:
     variances with 1/(B-1). A spread enters the logarithm as at least an eighth of its mean.
     """
 
-    def __init__(self, bank: Bank, rescaling: Rescaling, device: torch.device, family: str):
+    def __init__(self, tables: Tables, rescaling: Rescaling, device: torch.device, family: str):
         self.device, self.tables = device, {}
-        for key, (mean, var) in bank.on(device).items():
+        for key, (mean, var) in tables.items():
             params = fit(mean, var, rescaling).params(family)
             self.tables[key] = Fitted(params.to(mean.dtype), family)
 
@@ -186,7 +189,7 @@ class FittedSampler:
         return Draw(num_samples, new_seed(key, first_replica, self.device), None, self.tables)
 
 
-_PARAMETRIC: dict[str, Callable[[Bank, Rescaling, torch.device], Sampler]] = {
+_PARAMETRIC: dict[str, Callable[[Tables, Rescaling, torch.device], Sampler]] = {
     "joint": JointSampler,
     "lognormal": partial(FittedSampler, family="lognormal"),
     "normal": partial(FittedSampler, family="normal"),
@@ -239,7 +242,28 @@ def make_sampler(
         return BatchSampler(bank, device)
     if len(bank) < 2:
         refuse(op, "bank", f'hold at least 2 snapshots for sampler "{name}"', len(bank))
-    return _PARAMETRIC[name](bank, _rescaling(op, bank, batch_size), device)
+    rescaling = _rescaling(op, bank, batch_size)
+    tables = bank.on(device)
+    if batch_size is not None:
+        tables = _of_one_size(op, bank, tables)
+    return _PARAMETRIC[name](tables, rescaling, device)
+
+
+def _of_one_size(op: str, bank: Bank, tables: Tables) -> Tables:
+    """Without the snapshots of a loader's last batches: theirs is the spread of another M0."""
+    usual = bank.usual()
+    if usual.all():
+        return tables
+    if usual.sum() < max(2, len(bank) / 2):
+        warn(
+            f"{op}: the bank's batches are of many sizes, and rescaled to batch_size as if all had "
+            f"{bank.batch_size} rows"
+        )
+        return tables
+    return {
+        key: (mean[usual.to(mean.device)], var[usual.to(var.device)])
+        for key, (mean, var) in tables.items()
+    }
 
 
 def _rescaling(op: str, bank: Bank, batch_size: int | None) -> Rescaling:

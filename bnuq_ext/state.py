@@ -1,6 +1,7 @@
 """What forwards change of a model, to put it back."""
 
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,35 @@ class State:
                     module._buffers[name] = _put_back(*saved)
                 for name, saved in frozen.items():
                     module._parameters[name] = _put_back(*saved)
+
+
+def in_graph(model: nn.Module) -> dict[tuple, Tensor]:
+    """Tensors with a history that a model's modules hold as attributes (an output kept for another loss), by what they
+    are and come from; none where no gradients are taken."""
+    if not torch.is_grad_enabled():
+        return {}
+    held = [value for module in model.modules() for value in _plain_and_buffers(module)]
+    return {(id(t), t.grad_fn): t for t in _with_history(held)}
+
+
+def _plain_and_buffers(module: nn.Module) -> list:
+    attributes = list(vars(module).items())  # at once: other threads may call the model
+    own = [value for name, value in attributes if name not in OF_EVERY_MODULE]
+    return own + list(module._buffers.values())
+
+
+def made_since(before: dict[tuple, Tensor], model: nn.Module) -> list[Tensor]:
+    """Those of `in_graph` that a model has now and did not have then."""
+    return [t for key, t in in_graph(model).items() if key not in before]
+
+
+def _with_history(value, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None:
+            yield value
+    elif isinstance(value, (list, tuple, dict)) and depth <= _DEEPEST:
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from _with_history(item, depth + 1)
 
 
 def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .bank import Bank
-from .ops.checks import acc_dtype, broadcasts, check_floating, check_integer, refuse
+from .ops.checks import acc_dtype, broadcasts, check_floating, check_integer, has_values, refuse
 
 
 class StatisticsGaussian(NamedTuple):
@@ -94,8 +94,17 @@ def _priors(q, prior) -> dict[str, StatisticsGaussian]:
         if not isinstance(q[name], StatisticsGaussian):
             got = type(q[name]).__name__
             refuse(op, f"q[{name!r}]", "be a StatisticsGaussian", got, TypeError)
+        _check_variances(op, name, q[name])
         check_fit(op, q[name], prior[name])
     return prior
+
+
+def _check_variances(op: str, name: str, q: StatisticsGaussian) -> None:
+    for field in ("mean_var", "std_var"):
+        value = getattr(q, field)
+        # On a GPU a step of training would wait for it.
+        if has_values(value) and value.device.type == "cpu" and (value < 0).any():
+            refuse(op, f"q[{name!r}].{field}", "not be negative", value.min().item())
 
 
 def check_fit(op: str, q: StatisticsGaussian, prior: StatisticsGaussian) -> None:

@@ -30,7 +30,7 @@ from .ops.checks import (
 from .ops.kl import gaussian_kl_sum, total
 from .ops.philox import new_key
 from .passes import Pass, current_pass
-from .prediction import check_likelihood
+from .prediction import check_likelihood, refuse_one_logit
 from .probe import expand
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
@@ -173,15 +173,16 @@ def elbo_loss(
     through. After steps of an optimiser one sample is run alone, 1/T of a forward, and has to agree with the
     others; a model with dropout repeats the T samples with nothing dropped for that. What couples rows, changes
     itself in train() (batch norm), draws other random numbers than dropout's there, or needs train() or gradients
-    to run at all takes the samples one after another.
+    to run at all takes the samples one after another; so does what is wrapped in DistributedDataParallel.
 
-    Backward draws the same weights again, and so does what it computes again (`torch.utils.checkpoint`).
+    Backward draws the same weights again, and so does what it computes again (`torch.utils.checkpoint`) from the
+    output, or from tensors that the modules keep as attributes, in lists, tuples and dicts too.
 
     Args:
         model: holds `BayesLinear` layers; in train() or eval() as you set it.
         x: a tensor, a tuple of arguments or a dict of keyword arguments.
-        y: (N, *) integer labels for "categorical", with logits (N, K, *), -100 for what adds nothing to nll; of the
-            outputs' shape for "gaussian".
+        y: (N, *) integer labels for "categorical", with logits (N, K, *), K at least 2; -100 for what adds nothing to
+            nll; of the outputs' shape for "gaussian".
         num_samples: T; at least 1.
         likelihood: "categorical", or "gaussian" with means as outputs.
         batch_weight: of the divergence, see `kl_weight`; not negative; by default rows of y / `dataset_size`.
@@ -264,7 +265,9 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
         rows = dict.fromkeys(forward.layers, len(x))
         x = expand(x, draw.num_samples) if _drops_first(modules) else x
         return forward.run(x, draw, rows)[0]
-    if draw.num_samples == 2:  # the sample that is run alone would cost what going together saves
+    # Of two, the sample that is run alone would cost what going together saves. And processes that wait for each
+    # other must make the same forwards, which a proof by each one's own rows would not.
+    if draw.num_samples == 2 or isinstance(forward.model, nn.parallel.DistributedDataParallel):
         return None
     return run_together(forward, modules, x, draw)
 
@@ -299,6 +302,8 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
     if outputs.dim() < 1 + categorical or tuple(y.shape) != expected:
         refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
     if categorical:
+        if outputs.shape[1] == 1:
+            refuse_one_logit("elbo_loss", outputs[:rows], "make the model return")
         labels = y.long()
         if num_samples > 1:
             labels = labels.expand(num_samples, *y.shape).flatten(0, 1)
@@ -307,8 +312,9 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
         except IndexError:
             got = f"{y.min()} to {y.max()}"
             refuse("elbo_loss", "y", f"hold labels in [0, {outputs.shape[1]})", got)
+    std = noise_std if isinstance(noise_std, Tensor) else float(noise_std)
     residuals = torch.distributions.Normal(
-        outputs.unflatten(0, (num_samples, rows)), noise_std, validate_args=False
+        outputs.unflatten(0, (num_samples, rows)), std, validate_args=False
     )
     return -residuals.log_prob(y).sum()
 

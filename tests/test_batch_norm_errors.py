@@ -47,6 +47,9 @@ COMMON = [
     ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
     ({"num_samples": -3}, ValueError, "num_samples must be at least 1, got -3"),
     ({"num_samples": 2.0}, TypeError, "num_samples must be an integer, got float"),
+    ({"num_samples": True}, TypeError, "num_samples must be an integer, got bool"),
+    ({"num_samples": torch.tensor(2.5)}, TypeError, "num_samples must be an integer, got Tensor"),
+    ({"num_samples": 2**70}, ValueError, f"num_samples must be below 2^63, got {2**70}"),
     ({"weight": torch.ones(4)}, ValueError, "weight must have shape [3], got [4]"),
     ({"weight": 1.0}, TypeError, "weight must be a tensor, got float"),
     (

@@ -1,6 +1,7 @@
 """Arguments that are no numbers, no sizes or no labels, in the house form; and those that are, in other types."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -99,6 +100,14 @@ def test_the_noise_can_be_learned():
         residuals = model(x) - y
     expected = 12 / 0.7 - residuals.square().sum() / 0.7**3
     torch.testing.assert_close(std.grad, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("std", [np.float32(0.5), np.int64(1), Fraction(1, 2)])
+def test_the_noise_may_be_any_number(std):
+    model, x, y = network(), torch.randn(4, 5), torch.randn(4, 3)
+    options = dict(likelihood="gaussian", batch_weight=0.1, seed=0)
+    losses = [bnuq.elbo_loss(model, x, y, noise_std=s, **options).loss for s in (std, float(std))]
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("number", [np.uint8(3), np.int64(3), torch.tensor(3, dtype=torch.uint8)])

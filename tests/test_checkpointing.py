@@ -167,3 +167,113 @@ def test_checkpoints_inside_checkpoints(reentrant, num_samples):
         found.append([p.grad for p in model.parameters()])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Auxiliary(Block):
+    """Keeps an output for another loss, as deep supervision does; in a list if `all_kept`, from the first on."""
+
+    all_kept = False
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        y = self.last(h)  # made before what is computed again
+        if self.again and torch.is_grad_enabled():
+            kept = checkpoint(self.inner, h, use_reentrant=self.reentrant)
+        else:
+            kept = self.inner(h)
+        self.kept = [*getattr(self, "kept", ()), kept] if self.all_kept else kept
+        return y
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("way", ["one sample", "three samples", "replicas"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_module_keeps_is_computed_again_like_the_output(reentrant, way, alone):
+    found = []
+    for again in (False, True):
+        model = Auxiliary(again, reentrant, nn.Tanh())
+        if way == "replicas":
+            with bnuq.replicas(model, 1, seed=6):
+                loss = model(data()[0]).square().sum()
+        else:
+            loss = elbo(model, 1 if way == "one sample" else 3)
+        kept = model.kept.square().sum()
+        (kept if alone else loss + kept).backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) >= 6
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_a_module_keeps_belongs_to_the_forward_that_made_it():
+    found = []
+    for again in (False, True):
+        model = Auxiliary(again, False, nn.Tanh())
+        model.all_kept = True
+        model(data()[0])  # of no pass: computed again with the weights of torch's generator
+        for seed in (4, 5):
+            elbo(model, 1, seed)
+        sum(kept.square().sum() for kept in model.kept[1:]).backward()
+        found.append([p.grad for p in model.inner.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class OfOthers(nn.Module):
+    """One layer on N rows and, computed again, on several others of each."""
+
+    def __init__(self, again):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = bnuq.BayesLinear(5, 6, rho_init=-1.0)
+        self.last = bnuq.BayesLinear(6, 3, rho_init=-1.0)
+        self.again = again
+
+    def forward(self, x, others):
+        h, rows = self.layer(x), others.flatten(0, 1)
+        if self.again and torch.is_grad_enabled():
+            made = checkpoint(self.layer, rows, use_reentrant=False)
+        else:
+            made = self.layer(rows)
+        return self.last((h * made.unflatten(0, (-1, others.shape[1])).sum(1)).tanh())
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 4])
+def test_a_layer_called_with_other_numbers_of_rows(num_samples):
+    """The second call has twice the rows of the first."""
+    x, y = data()
+    inputs, found = (x, torch.stack([x + 1, x.cos()], 1)), []
+    for again in (False, True):
+        model = OfOthers(again)
+        options = dict(num_samples=num_samples, batch_weight=0.1, seed=3)
+        bnuq.elbo_loss(model, inputs, y, **options).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Pooled(nn.Module):
+    """One layer on three tokens of each row, and on their means."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = bnuq.BayesLinear(5, 5, rho_init=-1.0)
+
+    def forward(self, x):
+        means = self.layer(x.flatten(0, 1)).unflatten(0, (-1, 3)).mean(1)
+        if not torch.is_grad_enabled():
+            return self.layer(means)
+        return checkpoint(self.layer, means, use_reentrant=False)
+
+
+def test_rows_that_do_not_tell_whether_replicas_shared_them_are_refused():
+    """The tokens are as many as three replicas have means."""
+    model, x = Pooled(), torch.stack([data()[0]] * 3, 1) * torch.rand(7, 3, 1)
+    with bnuq.replicas(model, 2, seed=0):
+        model(x).sum().backward()
+    assert model.layer.weight_rho.grad.abs().sum() > 0
+    message = "replicas: layer 'layer' must be computed again with rows that tell .*, got 21"
+    with bnuq.replicas(model, 3, seed=0):
+        y = model(x)
+    with pytest.raises(ValueError, match=message):
+        y.sum().backward()

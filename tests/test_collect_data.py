@@ -158,7 +158,7 @@ KNOWLEDGE = {
         20,
         20,
         N,
-        0.0,
+        1.0,
     ),
     "more samples than rows": (
         sampler_loader(torch_data.RandomSampler(range(N), num_samples=2 * N)),
@@ -172,7 +172,7 @@ KNOWLEDGE = {
         20,
         20,
         N,
-        0.0,
+        1.0,
     ),
     "weighted, each once": (
         sampler_loader(torch_data.WeightedRandomSampler(torch.ones(N), 80, replacement=False)),

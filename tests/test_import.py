@@ -84,3 +84,36 @@ def test_build_refuses_an_unknown_choice():
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert "BNUQ_CUDA must be auto, 0 or 1, got maybe" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["of the user", "of the base", "none"])
+def test_the_build_finds_torch_where_the_interpreter_would(place, tmp_path):
+    """In pip's isolated build, which hides site-packages."""
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("not run from a source tree")
+    import setuptools
+
+    site_packages = Path(torch.__file__).parent.parent
+    tools = Path(setuptools.__file__).parent.parent
+    for name in ("setuptools", "_distutils_hack", "packaging"):
+        if (tools / name).exists():
+            (tmp_path / name).symlink_to(tools / name)
+    code = (
+        "import runpy, site, sys, sysconfig\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "sys.argv = ['setup.py', '--version']\n"
+        "get_path = sysconfig.get_path\n"
+        "hidden = {'purelib', 'platlib'}\n"
+        "sysconfig.get_path = lambda name, *a, **k: '/nowhere' if name in hidden else get_path(name, *a, **k)\n"
+        f"found, place = {str(site_packages)!r}, {place!r}\n"
+        "site.getsitepackages = lambda prefixes: [found] if place == 'of the base' else []\n"
+        "site.getusersitepackages = lambda: found if place == 'of the user' else '/nowhere'\n"
+        "runpy.run_path('setup.py', run_name='__main__')\n"
+    )
+    command = [sys.executable, "-S", "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    if place == "none":
+        assert result.returncode == 1 and "bnuq_ext: install torch first" in result.stderr
+    else:
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.split()[-1] == bnuq_ext.__version__

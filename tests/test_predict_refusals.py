@@ -288,6 +288,18 @@ def test_the_first_run_warns_of_batch_norm_that_is_not_covered():
     assert not more
 
 
+def test_batch_norm_that_comes_into_a_model_later_is_warned_of_too():
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]
+    model = bnuq.convert(nn.Sequential(*parts[:2])).eval()
+    bnuq.collect(model, list(torch.randn(10, 16, 4)), 10, progress=False)
+    predict(model, torch.randn(3, 4))
+    model[0] = parts[2].eval()
+    with pytest.warns(UserWarning, match="predict: 1 batch-norm calls of the forward belong to no"):
+        predict(model, torch.randn(3, 4))
+    predict(model, torch.randn(5, 4))
+
+
 @pytest.mark.parametrize("strategy", ["auto", "folded", "loop"])
 def test_that_warning_may_be_an_error(strategy):
     model = bnuq.convert(Functional()).eval()

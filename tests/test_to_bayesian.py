@@ -108,6 +108,24 @@ def test_a_forward_on_the_object_is_refused():
     assert type(bnuq.to_bayesian(model, lambda name, layer: name == "0")[0]) is bnuq.BayesLinear
 
 
+def test_layers_of_16_bits_and_lazy_ones_are_refused():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).bfloat16())
+    message = (
+        "to_bayesian: layer '1' must have its weight in float32 or float64, got torch.bfloat16"
+    )
+    with pytest.raises(TypeError, match=message):
+        bnuq.to_bayesian(model)
+    model[1] = nn.LazyLinear(3)
+    message = (
+        r"to_bayesian: layer '1' must have a shape \(run one forward first\), got a LazyLinear"
+    )
+    with pytest.raises(ValueError, match=message):
+        bnuq.to_bayesian(model)
+    assert type(bnuq.to_bayesian(model, lambda name, layer: name == "0")[0]) is bnuq.BayesLinear
+    model(x())
+    assert type(bnuq.to_bayesian(model)[1]) is bnuq.BayesLinear
+
+
 def test_what_else_a_layer_holds_stays():
     linear = nn.Linear(5, 3).eval()
     linear.register_buffer("scale", torch.full((3,), 2.0), persistent=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from training import Net, ways_after
+from training import D, K, N, Net, ways_after
 
 import bnuq_ext as bnuq
 
@@ -84,3 +84,25 @@ def test_a_chain_that_is_changed_is_proved(change):
     model = nn.Sequential(first, nn.Tanh(), last)
     change(model[1])
     assert ways_after(model, 0) == {"loop"}
+
+
+@pytest.mark.parametrize("way", ["elbo_loss", "replicas"])
+def test_hooks_of_parameters_see_the_users_gradients_only(way):
+    """A running sum of squared gradients, as for a Fisher information."""
+    torch.manual_seed(0)
+    model, seen = Net(middle=nn.Tanh()), []
+    weight = next(p for p in model.parameters() if p.requires_grad)
+    handle = weight.register_hook(lambda grad: seen.append(grad.clone()))
+    x = torch.randn(N, D, dtype=torch.float64)
+    if way == "replicas":
+        with bnuq.replicas(model, 3, seed=0):
+            loss = model(x).square().sum()
+    else:
+        y = torch.arange(N) % K
+        loss = bnuq.elbo_loss(model, x, y, num_samples=3, batch_weight=0.1, seed=0).loss
+    assert not seen
+    loss.backward()
+    assert len(seen) == 1 and torch.equal(seen[0], weight.grad)
+    handle.remove()
+    model(x).sum().backward()
+    assert len(seen) == 1

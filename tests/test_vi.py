@@ -310,6 +310,11 @@ def test_divergence_outside_a_pass_draws_its_own_noise():
         (dict(y=torch.arange(8)), ValueError, r"y must hold labels in \[0, 4\), got 0 to 7"),
         (dict(y=torch.arange(8) - 5), ValueError, r"y must hold labels in \[0, 4\), got -5 to 2"),
         (dict(likelihood="gaussian"), ValueError, r"y must have shape \[8, 4\], got \[8\]"),
+        (
+            dict(model=network(last=1), y=torch.zeros(8).long()),
+            ValueError,
+            r"the output must have at least 2 classes \(of one logit z, .*, got \[8, 1\]",
+        ),
         (dict(model=nn.Linear(6, 4)), ValueError, "model must contain a BayesLinear, got none"),
         (dict(model=3), TypeError, "model must be a torch.nn.Module, got int"),
     ],

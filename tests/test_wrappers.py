@@ -115,3 +115,34 @@ def test_a_wrapper_around_a_compiled_model_is_not_taken_for_it():
     torch.testing.assert_close(bnuq.predict(wrapped, X, **options).samples, expected)
     with torch.no_grad(), bnuq.replicas(wrapped, 3, seed=1):  # with gradients torch 2.10 warns
         torch.testing.assert_close(wrapped(X), expected.flatten(0, 1))
+
+
+def test_a_wrapper_that_knows_of_no_new_parameters_is_refused(alone):
+    model = nn.Sequential(nn.Linear(4, 3))
+    message = "to_bayesian: model must be wrapped afterwards .*, got a DistributedDataParallel"
+    with pytest.raises(ValueError, match=message):
+        bnuq.to_bayesian(DistributedDataParallel(model))
+    DistributedDataParallel(bnuq.to_bayesian(model))
+
+
+def test_processes_that_wait_for_each_other_make_the_same_forwards(alone):
+    """Of a model that needs a proof, which other rows may fail."""
+    calls = []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = bnuq.BayesLinear(4, 3, rho_init=-1.0)
+
+        def forward(self, x):
+            calls.append(len(x))
+            return self.layer(x).tanh()
+
+    model, x, y = Net(), torch.randn(8, 4), torch.arange(8) % 3
+    options = dict(num_samples=4, batch_weight=0.1, seed=1)
+    expected = bnuq.elbo_loss(model, x, y, **options).loss
+    wrapped = DistributedDataParallel(model)
+    for _ in range(2):
+        calls.clear()
+        torch.testing.assert_close(bnuq.elbo_loss(wrapped, x, y, **options).loss, expected)
+        assert calls == [8] * 4

@@ -153,10 +153,13 @@ def check_within(op: str, name: str, value, low: int, end: int, interval: str) -
 
 
 def check_num_samples(op: str, num_samples) -> None:
-    if not (isinstance(num_samples, int | torch.SymInt) or hasattr(num_samples, "__index__")):
+    integer = isinstance(num_samples, int | torch.SymInt) or hasattr(num_samples, "__index__")
+    if isinstance(num_samples, bool | Tensor) or not integer:
         refuse(op, "num_samples", "be an integer", type(num_samples).__name__, TypeError)
     if num_samples < 1:
         refuse(op, "num_samples", "be at least 1", num_samples)
+    if num_samples >= 2**63:
+        refuse(op, "num_samples", "be below 2^63", num_samples)
 
 
 def refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
