@@ -202,6 +202,8 @@ def sanitize_steps(env):
     ports = count(FIRST_PORT, PORTS)
     for name, options in SANITIZER_OPTIONS.items():
         sanitizer = [tool, "--tool", name, "--error-exitcode", str(FOUND_ERRORS), *options]
+        # It waits ten seconds for Python to begin, and then checks nothing; the steps have limits of their own.
+        sanitizer += ["--launch-timeout", "0"]
         sanitizer += ["--target-processes", "application-only", "--port"]
         command = [*sanitizer, str(next(ports)), probe, name]
         steps.append(Step(f"{name}: planted error", command, judge_planted, 60))

@@ -32,10 +32,16 @@ def chunk_of(largest: int, chunk: int | str, num_samples: int, device: torch.dev
     if chunk == "auto":
         budget = CPU_BYTES
         if device.type == "cuda":
-            budget = min(CUDA_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
+            budget = min(CUDA_BYTES, _free_bytes(device) // 8)
         chunk = budget // max(largest, 1)
     chunk = max(int(chunk), 1)
     return -(-num_samples // -(-num_samples // chunk))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Those of a GPU that are free, and those that torch has freed and keeps."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 @cache

@@ -143,7 +143,8 @@ def copied(inputs):
 
 def move(inputs, device: torch.device):
     """The input with its tensors on `device`."""
-    return map_tensors(inputs, lambda t: t.to(device, non_blocking=True))
+    waits = device.type == "cpu"  # or its values would be read before they are there
+    return map_tensors(inputs, lambda t: t.to(device, non_blocking=not waits))
 
 
 def call(model: nn.Module, inputs):

@@ -160,7 +160,8 @@ class CategoricalMoments:
         self.count += len(logits)
 
     def summary(self) -> dict[str, Tensor]:
-        moments = {"mean": self.mean, "variance": self.m2 / self.count}
+        count = self.m2.new_full((), self.count)  # by a number torch's GPU code multiplies by 1/T
+        moments = {"mean": self.mean, "variance": self.m2 / count}
         return moments | entropies(self.mean, self.within, self.count)
 
 

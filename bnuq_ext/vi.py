@@ -329,12 +329,9 @@ def _weighted_sum(nll: Tensor, kl: Tensor, weight: float | Tensor) -> Tensor:
 def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | None) -> float:
     if batch_weight is not None:
         _check_factor("batch_weight", batch_weight)
-        tensor = isinstance(batch_weight, Tensor)
-        # A tensor is not looked at on a GPU, where a step waits for nothing, nor where it is traced.
-        known = not tensor or (batch_weight.device.type == "cpu" and is_eager())
-        if known and not 0 <= batch_weight < math.inf:
+        if _is_known(batch_weight) and not 0 <= batch_weight < math.inf:
             refuse("elbo_loss", "batch_weight", "be finite and not negative", batch_weight)
-        return batch_weight.reshape(()) if tensor else batch_weight
+        return batch_weight.reshape(()) if isinstance(batch_weight, Tensor) else batch_weight
     if dataset_size is None:
         refuse("elbo_loss", "batch_weight", "be given, or dataset_size", None)
     if check_integer("elbo_loss", "dataset_size", dataset_size, 1) < rows:
@@ -346,10 +343,15 @@ def _check_loss(likelihood: str, noise_std, reduction: str) -> None:
     check_likelihood("elbo_loss", likelihood, None)
     check_one_of("elbo_loss", "reduction", reduction, REDUCTIONS)
     _check_factor("noise_std", noise_std)
-    if not noise_std > 0:
+    if _is_known(noise_std) and not noise_std > 0:
         refuse("elbo_loss", "noise_std", "be positive", noise_std)
-    if noise_std == math.inf:
+    if _is_known(noise_std) and noise_std == math.inf:
         refuse("elbo_loss", "noise_std", "be finite", noise_std)
+
+
+def _is_known(factor) -> bool:
+    """A tensor is not looked at on a GPU, where a step waits for nothing, nor where it is traced."""
+    return not isinstance(factor, Tensor) or (factor.device.type == "cpu" and is_eager())
 
 
 def _check_factor(name: str, value) -> None:

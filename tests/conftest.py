@@ -36,6 +36,12 @@ def device(request, monkeypatch):
     return torch.device(request.param)
 
 
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """For what trains where it can on a GPU, which rounds otherwise and draws other dropout than the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def dtype(request):
     return request.param

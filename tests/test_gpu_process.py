@@ -1,9 +1,12 @@
 """benchmarks/gpu_process.py: commands with a limit, the commit and the digest of the sources."""
 
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from benchmarks import gpu_process
 from benchmarks.gpu_process import run
@@ -57,6 +60,7 @@ def test_commit_without_git(tmp_path, monkeypatch):
     assert gpu_process.commit() == "5678"
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 def test_commit_says_when_files_were_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_process, "ROOT", tmp_path)
     identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]

@@ -139,6 +139,8 @@ def test_steps_of_each_stage():
     assert len(cases) == len(gpu.SANITIZER_OPTIONS) * len(gpu.SANITIZED)
     assert all(s.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for s in cases)
     ports = [int(s.command[s.command.index("--port") + 1]) for s in sanitize[1:]]
+    waits = [s.command[s.command.index("--launch-timeout") + 1] for s in sanitize[1:]]
+    assert set(waits) == {"0"}  # for as long as Python takes to begin
     assert len(set(ports)) == len(ports) and max(ports) < 65_536 - gpu.PORTS
     narrowed = [s.name for s in sanitize[1:] if "kernel_substring=bnuq" in s.command]
     assert narrowed == [s.name for s in sanitize[1:] if not s.name.startswith("initcheck")]

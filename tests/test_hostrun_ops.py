@@ -42,8 +42,8 @@ UNREACHED = {
 def run(*arguments, **variables):
     """Garbage in every fresh allocation, threads in a shuffled order; a GPU, if there is one, unseen."""
     places = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = os.environ | {"PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env |= {"MALLOC_PERTURB_": "128"} | variables
+    fixed = {"PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = os.environ | variables | fixed | {"MALLOC_PERTURB_": "128"}
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]

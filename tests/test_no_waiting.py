@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops
+from bnuq_ext.inputs import move
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None,
@@ -52,3 +53,34 @@ def test_loss_of_a_step(T, prior):
             loss = elbo_loss(model, x, y, batch_weight=0.1, num_samples=T).loss
             plain = model.train()(x)
     assert loss.device.type == plain.device.type == "cuda" and not crossings.found
+
+
+def test_loss_of_a_step_that_learns_its_noise():
+    with FakeTensorMode():
+        model = nn.Sequential(BayesLinear(20, 3, device="cuda"))
+        x, y = torch.ones(5, 20, device="cuda"), torch.ones(5, 3, device="cuda")
+        std = torch.ones((), device="cuda", requires_grad=True)
+        with Crossings() as crossings:
+            options = dict(likelihood="gaussian", noise_std=std, batch_weight=0.1)
+            loss = elbo_loss(model, x, y, **options).loss
+    assert loss.device.type == "cuda" and not crossings.found
+
+
+class Copies(TorchDispatchMode):
+    """(type of the new device, whether nothing waits for it) of every copy to another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.found.append((kwargs["device"].type, bool(kwargs.get("non_blocking"))))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_copied_to_the_cpu_is_there_before_it_is_read():
+    with FakeTensorMode(), Copies() as copies:
+        for source, target in (("cuda", "cpu"), ("cpu", "cuda")):
+            move((torch.empty(3, device=source),), torch.device(target))
+    assert copies.found == [("cpu", False), ("cuda", True)]

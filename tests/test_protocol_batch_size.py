@@ -14,6 +14,8 @@ from torch import nn
 import bnuq_ext as bnuq
 from bnuq_ext.protocols import batch_size, batch_size_report, runner
 
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
 TINY = replace(
     batch_size.QUICK, num_train=200, num_validation=40, num_test=60, batch_sizes=(8, 32, 64), epochs=2, drops=(1,), num_seeds=1,
     num_samples=6, fit_trained_with=16, fit_batch_sizes=(4, 16, 64), fit_rows=50, fit_shares=(4,),

@@ -15,6 +15,8 @@ from torch import nn
 import bnuq_ext as bnuq
 from bnuq_ext.protocols import cifar, runner
 
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
 TINY = cifar.Settings(
     num_units=1, steps=4, drops=(2,), train_batch_size=8, batch_size=8, num_test=5, num_runs=2
 )

@@ -17,6 +17,8 @@ from real_data import REAL, needs_real_data
 import bnuq_ext as bnuq
 from bnuq_ext.protocols import ood, ood_report, runner
 
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
 SETTINGS = ood.Settings(
     cases=(("digits", "lenet-5", 4),),
     num_train=200,

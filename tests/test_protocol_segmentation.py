@@ -15,6 +15,8 @@ from bnuq_ext.nn import named_stochastic_layers
 from bnuq_ext.plots.canvas import CLASS_COLORS
 from bnuq_ext.protocols import runner, segmentation
 
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
 TINY = segmentation.Settings(
     channels=(4, 6),
     epochs=2,
