@@ -1,6 +1,7 @@
 """The command `bnuq`: the experiments, and a report of the installation.
 
-Exit status: 0, 2 for anything that the user can mend (one line on stderr), 130 after Ctrl-C.
+Exit status: 0, 2 for anything that the user can mend (one line on stderr), 130 after Ctrl-C, 1 where whoever reads the
+result has left.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def reproduce(arguments) -> str:
     if arguments.json:
         return json.dumps(results)
     path = Path(folder) / "report.md"
-    return f"{path.read_text()}\nThis report: {path}; its tables and figures lie beside it."
+    return f"{path.read_text(encoding='utf-8')}\nThis report: {path}; its tables and figures lie beside it."
 
 
 def _listed(arguments) -> str:
@@ -192,9 +193,19 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("bnuq: interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130
+    return _show(text)
+
+
+def _show(text: str) -> int:
+    """Prints the result; the status to exit with."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal of ASCII has no plus-minus
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # whoever reads has seen enough; nothing is left to be written at exit
+    except OSError as error:  # nothing is left to be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        if isinstance(error, BrokenPipeError):  # whoever reads has seen enough
+            return 1
+        print(f"bnuq: the result cannot be printed: {error}", file=sys.stderr)
+        return 2
     return 0

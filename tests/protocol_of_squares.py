@@ -29,6 +29,10 @@ def make_units(settings, data_root):
     return [Unit(f"of-{n}", {"n": n}) for n in settings.numbers]
 
 
+def sources(settings, data_root):
+    return [f for f in [Path(data_root) / "numbers"] if f.exists()]
+
+
 def compute(unit, settings, data_root):
     n = unit.arguments["n"]
     if data_root is not None:  # mended by a file that a test makes

@@ -50,6 +50,17 @@ def test_ten_thousand_images_at_most_are_for_validation(tmp_path):
     assert [len(part.x) for part in bbb.load_data(tmp_path, "255")] == [50_006, 10_000, 30]
 
 
+@pytest.mark.parametrize("shape", [(), (126,)])
+def test_labels_under_the_name_of_images_are_refused(tmp_path, shape):
+    write_idx(tmp_path, 126)
+    path = tmp_path / "train-images-idx3-ubyte"
+    header = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
+    path.write_bytes(header + bytes(126 if shape else 1))
+    with pytest.raises(ValueError) as caught:
+        bbb.load_data(tmp_path, "255")
+    assert str(caught.value) == f"mnist: {path} must hold images, got values of shape {list(shape)}"
+
+
 @pytest.mark.parametrize(
     "files, text",
     [

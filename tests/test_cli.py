@@ -247,3 +247,22 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     finally:
         os.close(write)
     assert done.returncode == 1 and done.stderr == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_result_that_cannot_be_printed_is_one_line():
+    code = "import bnuq_ext.cli as c, sys; sys.exit(c.main(['doctor', '--json']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, cwd=ROOT, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("bnuq: the result cannot be printed: [Errno 28]")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_terminal_of_ascii_is_shown_what_it_has():
+    code = "import bnuq_ext.cli as c, sys; sys.exit(c._show('0.17 ± 0.01'))"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, b"0.17 \\xb1 0.01\n")

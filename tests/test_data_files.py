@@ -89,6 +89,7 @@ def test_damaged_text_tables(tmp_path, text, message):
             "hold X (N, Q) and y (N,), none empty, got [6, 3] and [2, 3]",
         ),
         ({"X": X[:0], "y": Y[:0]}, "hold X (N, Q) and y (N,), none empty, got [0, 3] and [0]"),
+        ({"X": np.float64(3), "y": Y}, "hold rows in X, got a single number"),
         ({"X": X, "y": Y.astype(str)}, "hold numbers, got ['float64', "),
         (
             {"X": np.array([[1.0], [np.inf]]), "y": Y[:2]},

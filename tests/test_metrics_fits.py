@@ -156,6 +156,19 @@ def test_one_exact_hit_is_not_all_of_them(score):
     assert metrics.fit_noise_variance(samples, y, score) == pytest.approx(expected, rel=1e-5)
 
 
+def test_noise_of_a_mixture_whose_means_are_all_exact():
+    samples, y = torch.tensor([[0.0, 0.0], [1.0, 2.0]]), torch.tensor([0.5, 1.0])
+
+    def loss(log_var):
+        return -metrics.gaussian_pll(samples, y, math.exp(log_var)).item()
+
+    expected = search(loss, (-10, 5))
+    assert expected > 0.5
+    assert metrics.fit_noise_variance(samples, y, "pll") == pytest.approx(expected, rel=1e-5)
+    assert metrics.fit_noise_variance(samples, y, "crps") == 0
+    assert metrics.fit_noise_variance(torch.stack([y, y]), y, "pll") == 0
+
+
 def test_noise_of_a_mixture_may_be_far_above_the_error_of_its_mean():
     """Replicas at -1 and 1 about targets near 0: a mixture without the spread is no density of these."""
     samples = torch.tensor([[-1.0], [1.0]]).expand(2, 6).double()

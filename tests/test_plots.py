@@ -51,6 +51,11 @@ def test_against_batch_size():
     assert ax.get_ylabel() == "NLL [nats]" and ax.get_xscale() == "log"
 
 
+def test_a_mark_between_the_sizes_has_its_word():
+    ax = plots.against_batch_size([4, 300], {"a": [1.0, 0.0]}, ylabel="NLL", marks={16: "training"})
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["4", "16\ntraining", "300"]
+
+
 def test_labels_of_batch_sizes_do_not_touch():
     sizes = [2**k for k in range(1, 14)] + [10000]
     curve = {"a": np.ones(len(sizes))}
@@ -109,6 +114,14 @@ def test_stacked_probabilities():
 def test_ten_classes_have_ten_colours():
     ax = plots.stacked_probabilities(np.full((2, 10), 0.1), shown=range(10))
     assert len({bars[0].get_facecolor() for bars in ax.containers}) == 10
+
+
+def test_many_classes_leave_the_bars_their_height():
+    for K in (12, 25):
+        ax = plots.stacked_probabilities(np.full((2, K), 1 / K), shown=range(K))
+        ax.figure.canvas.draw()
+        legend, figure = ax.get_legend().get_window_extent(), ax.figure.bbox
+        assert legend.height < figure.height and ax.get_position().height > 0.5
 
 
 def test_verdict():
@@ -302,6 +315,9 @@ def test_rejects():
     assert str(caught.value) == "error_over_epochs: a must have shape (N,) with N > 0, got [0]"
     with pytest.raises(ValueError, match="^weight_histograms: a must have shape"):
         plots.weight_histograms({"a": [[1.0, 2.0]]})
+    with pytest.raises(ValueError) as caught:
+        plots.weight_histograms({"a": [0.0, np.nan]})
+    assert str(caught.value) == "weight_histograms: a must be finite, got 1 values that are not"
     with pytest.raises(ValueError) as caught:
         plots.weight_histograms({})
     assert str(caught.value) == "weight_histograms: weights must have an entry, got 0"

@@ -339,6 +339,10 @@ REFUSED = [
         "reliability_diagram: probs must have shape (N, K) with N > 0, got [2]",
     ),
     (
+        lambda: plots.reliability_diagram([[0.3, 0.7], [float("nan"), 0.5]], [0, 1]),
+        "reliability_diagram: probs must lie in [0, 1], got nan",
+    ),
+    (
         lambda: plots.reliability_diagram([[0.3, 0.7]], [0, 1]),
         "reliability_diagram: y must have shape [1], got [2]",
     ),

@@ -377,3 +377,12 @@ def test_figures_show_every_curve(done):
             ]
             np.testing.assert_allclose(container[0].get_ydata(), expected)
     assert figure.axes[0].get_ylabel() == "NLL [nats], mean ± standard error"
+
+
+def test_images_that_are_not_square_are_refused():
+    assert ood._image_shape(torch.zeros(2, 3, 4, 5)) == (3, 4, 5)
+    assert ood._image_shape(torch.zeros(2, 49)) == (1, 7, 7)
+    with pytest.raises(
+        ValueError, match="ood: data_root must hold square images, got some of 20 pi"
+    ):
+        ood._image_shape(torch.zeros(2, 20))

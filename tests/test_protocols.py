@@ -4,6 +4,8 @@ import csv
 import json
 import math
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -146,6 +148,65 @@ def test_results_of_other_data_or_versions_are_not_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _run(folder, data_root="a")  # the same folder by another name
     assert _computed(roots[0]) == [2, 3, 4]
+    (roots[0] / "numbers").write_text("other data at the same place")
+    refused("data")
+
+
+def test_the_digest_of_data_is_of_names_and_contents(tmp_path):
+    def digest(**files):
+        folder = tmp_path / "data"
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(content)
+        found = results.digest([folder])
+        shutil.rmtree(folder)
+        return found
+
+    first = digest(a="1", b="2")
+    assert first == digest(b="2", a="1") and results.digest([]) == 0
+    others = [digest(a="1", b="3"), digest(a="1", c="2"), digest(a="12", b=""), digest(a="1")]
+    assert len({first, *others}) == 5
+
+
+@pytest.mark.parametrize("name", protocols.NAMES)
+def test_sources_are_what_a_protocol_reads(name, tmp_path, monkeypatch):
+    """Without one of them it does not run."""
+    module = protocols.protocol(name)
+    found = [] if name == "toy" else module.sources(module.QUICK, str(needed(tmp_path, name)))
+    assert bool(found) == (name != "toy") and all(path.exists() for path in found)
+
+
+def needed(root, name):
+    for folder in ("mnist", "fashion-mnist", "cifar10", "camvid", "uci"):
+        (root / folder).mkdir()
+    for table in (
+        protocols.protocol("normality").QUICK.datasets if name == "normality" else ("one",)
+    ):
+        (root / "uci" / f"{table}.npz").touch()
+    return root
+
+
+INTERRUPTED = PARENT.replace("runner.run(", "import os; os.setpgid(0, 0)\n    runner.run(")
+
+
+def test_ctrl_c_ends_workers_in_the_middle_of_their_units(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(INTERRUPTED.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    waiting = tmp_path / "waiting"
+    deadline = time.monotonic() + 120
+    while not (waiting.exists() and waiting.read_text()):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.05)
+    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does; the unit waits ten minutes
+    _, said = parent.communicate(timeout=60)
+    assert parent.returncode != 0 and ("KeyboardInterrupt" in said or "killed" in said)
+    while _is_running(int(waiting.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_units_are_reported_in_their_order_and_their_seconds_are_summed(tmp_path, monkeypatch):

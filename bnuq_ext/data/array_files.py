@@ -89,6 +89,8 @@ def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
     if any(found[name].dtype.kind not in "biuf" for name in "Xy"):
         refuse("table", str(path), "hold numbers", [str(found[name].dtype) for name in "Xy"])
     x, y = (np.array(found[name], np.float64, order="C") for name in "Xy")
+    if x.ndim == 0:
+        refuse("table", str(path), "hold rows in X", "a single number")
     x = x[:, None] if x.ndim == 1 else x
     return x, y[:, 0] if y.shape == (len(x), 1) else y
 

@@ -45,7 +45,10 @@ def mnist(root, *, num_validation=None) -> Split:
 
 
 def _images_and_labels(root: Path, part: str) -> tuple[Tensor, Tensor]:
-    images = read_idx(_find(root, f"{part}-images-idx3-ubyte"))
+    path = _find(root, f"{part}-images-idx3-ubyte")
+    images = read_idx(path)
+    if images.dim() < 2:
+        refuse("mnist", str(path), "hold images", f"values of shape {list(images.shape)}")
     path = _find(root, f"{part}-labels-idx1-ubyte")
     labels = read_idx(path)
     if labels.shape != images.shape[:1]:

@@ -49,8 +49,8 @@ def fit_noise_variance(samples: Tensor, y: Tensor, score: str = "crps") -> float
         score: "crps" or "pll".
 
     Returns:
-        the variance in the unit of y squared, at least a millionth of the mean squared error (so
-        that a PLL exists) and 0 only without an error.
+        the variance in the unit of y squared, at least a millionth of the mean squared error (for "pll" that of the
+        replicas, so that a PLL exists) and 0 only without an error.
     """
     op = "fit_noise_variance"
     samples, y = take_samples(op, samples, y)
@@ -58,7 +58,7 @@ def fit_noise_variance(samples: Tensor, y: Tensor, score: str = "crps") -> float
     check_fittable(op, "samples", samples)
     check_fittable(op, "y", y)
     spread, mean = torch.var_mean(samples, 0, correction=0)
-    error = (y - mean).square()
+    error = (y - (mean if score == "crps" else samples)).square()
     if not error.any():
         return 0.0
 
@@ -68,7 +68,7 @@ def fit_noise_variance(samples: Tensor, y: Tensor, score: str = "crps") -> float
         return gaussian_crps(mean, (spread + math.exp(log_var)).sqrt(), y).item()
 
     # Above the largest squared error of any replica both scores only fall.
-    largest = error.max() / math.log(2) if score == "crps" else (y - samples).square().max()
+    largest = error.max() / math.log(2) if score == "crps" else error.max()
     low = math.log(1e-6 * error.mean().item())
     return math.exp(_least(loss, low, math.log(largest.item())))
 

@@ -49,9 +49,10 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
     for m in marks:
         ax.axvline(m, color=GREY, linewidth=0.6, zorder=0)
     ax.set_xscale("log", base=2)
-    ticks = [f"{m}\n{marks[m]}" if m in marks else str(m) for m in batch_sizes]
-    shown = _apart(batch_sizes, marks)
-    ax.set_xticks(list(batch_sizes), [t if i in shown else "" for i, t in enumerate(ticks)])
+    places = sorted({*batch_sizes, *marks})
+    ticks = [f"{m}\n{marks[m]}" if m in marks else str(m) for m in places]
+    shown = _apart(places, marks)
+    ax.set_xticks(places, [t if i in shown else "" for i, t in enumerate(ticks)])
     ax.minorticks_off()
     ax.set(xlabel="batch size M of the statistics", ylabel=ylabel)
     ax.legend(frameon=False)

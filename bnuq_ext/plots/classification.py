@@ -98,9 +98,9 @@ def _take_labelled(op: str, probs, y) -> tuple:
     probs, y = take_numbers(op, "probs", probs), take_array(y)
     if probs.ndim != 2 or len(probs) == 0:
         refuse(op, "probs", "have shape (N, K) with N > 0", list(probs.shape))
-    outside = (probs < -SLACK) | (probs > 1 + SLACK)
-    if outside.any():
-        refuse(op, "probs", "lie in [0, 1]", probs[outside][0])
+    inside = (probs >= -SLACK) & (probs <= 1 + SLACK)  # NaN does not
+    if not inside.all():
+        refuse(op, "probs", "lie in [0, 1]", probs[~inside][0])
     if y.shape != probs.shape[:1]:
         refuse(op, "y", f"have shape {list(probs.shape[:1])}", list(y.shape))
     if not (0 <= y.min() and y.max() < probs.shape[1]):
@@ -138,9 +138,8 @@ def stacked_probabilities(probs, *, shown, ax=None):
         bottom = bottom + part
     ax.set(xlim=(0.5, len(probs) + 0.5), ylim=(0, 1), xlabel="prediction", ylabel="probability")
     ax.set_xticks(sorted({1, len(probs)}))
-    ax.legend(
-        title="class", frameon=False, reverse=True, loc="center left", bbox_to_anchor=(1, 0.5)
-    )
+    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "ncols": -(-len(parts) // 12)}
+    ax.legend(title="class", frameon=False, reverse=True, **beside)
     return ax
 
 

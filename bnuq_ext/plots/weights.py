@@ -74,7 +74,7 @@ def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, colors=
     ax = take_axes(ax, 5.4, 0.6 + 1.5 * len(weights))
     panels = share_axes(ax, [*weights], len(weights) - 1, rows=True, sharex=ax)
     for panel, (label, values), color in zip(panels, weights.items(), cycle(COLORS), strict=False):
-        values = take_values("weight_histograms", label, values)
+        values = take_finite("weight_histograms", label, values)
         color = (colors or {}).get(label, color)
         _histogram(panel, values, edges, color, label, initial)
         panel.tick_params(labelbottom=panel is ax)
@@ -88,7 +88,7 @@ def _histogram(ax, values, edges, color, label, initial):
     shares = np.histogram(values, edges)[0] / len(values)
     ax.stairs(100 * shares, edges, fill=True, color=color, label=label)
     if initial is not None:
-        initial = take_values("weight_histograms", "initial", initial)
+        initial = take_finite("weight_histograms", "initial", initial)
         before = np.histogram(initial, edges)[0] / len(initial)
         ax.stairs(100 * before, edges, color=GREY, label="before training")
     outside = np.mean(np.abs(values) > edges[-1])

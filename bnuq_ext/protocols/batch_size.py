@@ -152,6 +152,10 @@ def _block(*convolution) -> tuple[nn.Module, ...]:
     )
 
 
+def sources(settings: Settings, data_root: str) -> list[Path]:
+    return [Path(data_root) / "fashion-mnist", Path(data_root) / "mnist"]
+
+
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """A network trained with M and its scores, or the curves of the choice of M."""
     seed, M = unit.arguments["seed"], unit.arguments["batch_size"]

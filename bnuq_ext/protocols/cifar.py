@@ -59,6 +59,10 @@ def _folder(data_root: str | None) -> Path:
     return required_folder("cifar", data_root, "cifar10", data.CIFAR)
 
 
+def sources(settings: Settings, data_root: str) -> list[Path]:
+    return [_folder(data_root)]
+
+
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """Train one network; the log-likelihood of the test images for every T, and of the plug-in."""
     seed = settings.seed + unit.arguments["run"]

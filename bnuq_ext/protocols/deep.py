@@ -69,6 +69,10 @@ def load(data_root: str | None, seed: int) -> data.Split:
     return data.mnist(Path(data_root) / "mnist")
 
 
+def sources(settings: Settings, data_root: str) -> list[Path]:
+    return [Path(data_root) / "mnist"]
+
+
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """The rate with the least loss over the last steps of training: its losses, accuracy, gradients."""
     arguments = dict(unit.arguments)

@@ -66,6 +66,10 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     ]
 
 
+def sources(settings: Settings, data_root: str) -> list[Path]:
+    return [Path(data_root) / "uci" / f"{name}.npz" for name in settings.datasets]
+
+
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """By epoch and layer: the verdict on all units, and the statistics of the first one."""
     M = unit.arguments["batch_size"]

@@ -4,6 +4,7 @@ Trained on five classes, shown the other five: does the entropy of the predictio
 statistics, for one network, for dropout and for deep ensembles.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -125,6 +126,11 @@ def _cases(settings: Settings, data_root: str | None) -> list[tuple[str, str, in
     return here
 
 
+def sources(settings: Settings, data_root: str) -> list[Path]:
+    names = {name for case in _cases(settings, data_root) for name in FOLDERS.get(case[0], ())}
+    return [Path(data_root) / name for name in sorted(names)]
+
+
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """Trains a network; its probabilities under all three kinds of statistics."""
     arguments = unit.arguments
@@ -180,7 +186,9 @@ def _image_shape(x: Tensor) -> tuple[int, ...]:
     """(C, H, W); flat images are square and grey."""
     if x.dim() == 4:
         return tuple(x.shape[1:])
-    side = int(x.shape[1] ** 0.5)
+    side = math.isqrt(x.shape[1])
+    if side**2 != x.shape[1]:
+        refuse("ood", "data_root", "hold square images", f"some of {x.shape[1]} pixels")
     return 1, side, side
 
 

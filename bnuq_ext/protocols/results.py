@@ -3,6 +3,8 @@
 import csv
 import io
 import math
+import zlib
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +70,19 @@ def required_folder(op: str, data_root: str | None, name: str, source: str) -> P
         requirement = f"hold the folder {name} (to be had from {source})"
         refuse(op, "data_root", requirement, data_root)
     return folder
+
+
+def digest(paths: Iterable[Path]) -> int:
+    """CRC-32 of files, and of all files in folders, with their names."""
+    crc = 0
+    for path in paths:
+        inside = [f for f in path.rglob("*") if f.is_file()] if path.is_dir() else [path]
+        for file in sorted(inside):
+            crc = zlib.crc32(str(file.relative_to(path.parent)).encode(), crc)
+            with open(file, "rb") as content:
+                while block := content.read(2**20):
+                    crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _cell(value) -> str:

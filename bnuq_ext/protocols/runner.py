@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,7 +25,7 @@ from ..ops.checks import check_integer, refuse
 from ..progress import progress_bar
 from ..restore import one_thread
 from . import protocol
-from .results import Report, Unit
+from .results import Report, Unit, digest
 
 
 def reproduce(name: str, folder, *, full=False, data_root=None, jobs=1, progress=True) -> dict:
@@ -61,7 +62,13 @@ def run(
             refuse("reproduce", "data_root", "be a folder of data sets", str(data_root))
         data_root = str(Path(data_root).resolve())
     units = module.make_units(settings, data_root)
-    depends_on = {"protocol": name, "bnuq_ext": __version__, "torch": torch.__version__}
+    sources = [] if data_root is None else module.sources(settings, data_root)
+    depends_on = {
+        "protocol": name,
+        "bnuq_ext": __version__,
+        "torch": torch.__version__,
+        "data": digest(sources),
+    }
     store = Store(folder, {**asdict(settings), **depends_on, "data_root": data_root})
     compute = partial(_compute, module.compute, settings, data_root, store)
     bar = progress_bar(desc=name, total=len(units), unit="unit", shown=progress)
@@ -108,6 +115,7 @@ def _executed(compute, units: list[Unit], jobs: int):
 
 
 def _prepare_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, and not the unit alone
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

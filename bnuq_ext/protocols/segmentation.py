@@ -82,6 +82,10 @@ def load(settings: Settings, data_root: str | None) -> data.Split:
     return data.Split(*(data.Part((x - mean) / std, y) for x, y in parts))
 
 
+def sources(settings: Settings, data_root: str) -> list[Path]:
+    return [_folder(data_root)]
+
+
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """Train one network; scores of each way to predict the test frames, and maps of some of them."""
     seed = settings.seed + unit.arguments["run"]

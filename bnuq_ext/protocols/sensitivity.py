@@ -62,6 +62,10 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     return units
 
 
+def sources(settings: Settings, data_root: str) -> list[Path]:
+    return list(uci.tables_at(data_root).values())
+
+
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """The choice with one batch size, and by T the noise and the scores of each seed."""
     name, M, split = (unit.arguments[key] for key in ("data", "batch_size", "split"))

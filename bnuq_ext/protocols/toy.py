@@ -64,6 +64,10 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     return [Unit(f"{m}-{run}", {"method": m, "run": run}) for run in runs for m in METHODS]
 
 
+def sources(settings: Settings, data_root: str) -> list[Path]:
+    return []
+
+
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """One network of one draw of the data: its scores, and its predictions on a grid."""
     seed = settings.seed + unit.arguments["run"]

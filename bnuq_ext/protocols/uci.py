@@ -91,6 +91,10 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     ]
 
 
+def sources(settings: Settings, data_root: str) -> list[Path]:
+    return list(tables_at(data_root).values())
+
+
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """One split of a data set with one method: the choice, the noise, and the scores of each seed."""
     name, method, split = (unit.arguments[key] for key in ("data", "method", "split"))
