@@ -143,7 +143,7 @@ _TRANSFORMERS = {
     "table_transformer": "TableTransformer",
 }
 
-for _name, _mixin in {
+_BUILT_IN = {
     "timm.layers.norm_act.BatchNormAct2d": NormAct,
     "timm.models.layers.norm_act.BatchNormAct2d": NormAct,
     "timm.layers.norm_act.SyncBatchNormAct": SyncNormAct,
@@ -153,5 +153,12 @@ for _name, _mixin in {
         f"transformers.models.{model}.modeling_{model}.{prefix}FrozenBatchNorm2d": FrozenOfTransformers
         for model, prefix in _TRANSFORMERS.items()
     },
-}.items():
+}
+_FROZEN = {name for name, mixin in _BUILT_IN.items() if issubclass(mixin, Frozen)}
+for _name, _mixin in _BUILT_IN.items():
     register_adapter(_name, _swap(_mixin))
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether a layer normalises with its own statistics in train() too."""
+    return isinstance(module, Frozen) or qualified_name(type(module)) in _FROZEN

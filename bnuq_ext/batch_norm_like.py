@@ -12,7 +12,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from .adapters import find_adapter, qualified_name
+from .adapters import find_adapter, is_frozen, qualified_name
 from .nn import STOCHASTIC_CLASSES, Stochastic
 
 EXCLUDED = "_bnuq_excluded"  # attribute of a layer that filter_fn has left out
@@ -72,6 +72,8 @@ def survey(model: nn.Module) -> Survey:
 
 def averages_rows(module: nn.Module) -> bool:
     """Whether a module takes statistics over the rows in train(): torch's batch norm, or what keeps them."""
+    if is_frozen(module):
+        return False
     if isinstance(module, _BatchNorm):
         return True
     buffers = module._buffers  # of a ScriptModule: no dict

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .adapters import is_frozen
 from .batch_norm_like import listed
 from .dropout import DROPOUTS
 from .inputs import tensors
@@ -72,7 +73,9 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
             "eval(), so the running statistics do not fit; keep dropout behind the last batch norm"
         )
     norms = {n: m for n, m in model.named_modules() if isinstance(m, (_BatchNorm, Stochastic))}
-    training = [uncompiled_name(name) for name, module in norms.items() if module.training]
+    training = [
+        uncompiled_name(name) for name, m in norms.items() if m.training and not is_frozen(m)
+    ]
     if training:
         yield (
             f"batch norm in train(): {listed(training)}. Outside predict a forward normalises with its own "

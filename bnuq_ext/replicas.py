@@ -58,6 +58,9 @@ def replicas(
     op = "replicas"
     if "_orig_mod" in getattr(model, "_modules", ()) or getattr(model, "_compiled_call_impl", None):
         refuse(op, "model", "not be compiled (its parts may be)", type(model).__name__, TypeError)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        requirement = "be the .module of the wrapper, which may be called inside"
+        refuse(op, "model", requirement, "a DistributedDataParallel")
     _, modules = take_model(op, model)
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     first_replica = check_first_replica(op, first_replica, num_samples)

@@ -88,9 +88,13 @@ def _copies(values: dict) -> dict:
 
 def _equal(now: Tensor, before: Tensor) -> bool:
     try:
-        return torch.equal(now, before)
+        if torch.equal(now, before):
+            return True
     except NotImplementedError:  # of sparse tensors only the version tells
         return True
+    if now.shape != before.shape or not (now.is_floating_point() or now.is_complex()):
+        return False
+    return bool(((now == before) | (now.isnan() & before.isnan())).all())
 
 
 def _content(value) -> list[Tensor]:
@@ -123,7 +127,9 @@ def _copy(value, depth: int = 0):
 def _put_back(value, saved):
     """The same object with its old content."""
     if _is_filled(value):
-        if not _equal(value, saved):
+        if value.shape != saved.shape:
+            value.data = saved.clone()
+        elif not _equal(value, saved):
             value.copy_(saved)
     elif isinstance(value, torch.Generator):
         value.set_state(saved)

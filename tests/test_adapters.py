@@ -159,6 +159,28 @@ def test_in_a_pass_it_is_the_original_with_other_statistics(layer, eps):
     torch.testing.assert_close(actual.double(), original(x.double()), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("converted", [True, False])
+def test_frozen_batch_norm_takes_no_statistics_in_train(monkeypatch, converted):
+    publish(monkeypatch, FrozenBatchNorm2d, TORCHVISION)
+    torch.manual_seed(0)
+    norms = FrozenBatchNorm2d(4), nn.BatchNorm2d(4)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), norms[0], nn.ReLU(), norms[1], nn.Flatten())
+    model = bnuq.convert(net, filter_fn=lambda name, module: converted or name == "3")
+    bnuq.collect(model, list(torch.randn(4, 8, 3, 2, 2)), progress=False)
+    model.train()
+    model[3].eval()
+    x = torch.randn(5, 3, 2, 2)
+    assert not any("in train()" in text for text in bnuq.doctor(model, x).warnings)
+    with bnuq.replicas(model, 3, seed=0):
+        y = model(x)
+    expected = bnuq.predict(
+        model, x, likelihood="gaussian", num_samples=3, seed=0, keep_samples=True
+    )
+    torch.testing.assert_close(y.view(3, 5, -1), expected.samples)
+    model[3].train()
+    assert any("batch norm in train(): 3." in text for text in bnuq.doctor(model, x).warnings)
+
+
 @pytest.mark.parametrize("make", [BatchNormAct2d, sync_batch_norm_act, FrozenBatchNormAct2d])
 def test_in_a_pass_it_drops_before_it_acts(make, monkeypatch):
     layer = make(4)

@@ -1,5 +1,6 @@
 """What a forward has changed of a model, put back."""
 
+import math
 import operator
 from collections import deque
 from dataclasses import dataclass
@@ -102,3 +103,34 @@ def test_the_state_is_put_back_into_the_objects_that_held_it(write):
     now = [module.items, module.items[1:], module.queue, list(module.queue), module.running_var]
     for old, new in zip(held, now, strict=True):
         assert old is new or all(map(operator.is_, old, new))
+
+
+@pytest.mark.parametrize("before", [(0,), (1,), (2, 3)])
+@pytest.mark.parametrize("by_data", [True, False])
+def test_a_buffer_of_another_size(before, by_data):
+    """Observers of torch.ao find theirs in their first forward."""
+    layer = nn.Module()
+    layer.register_buffer("peak", torch.full(before, 2.0))
+    state, peak = State([layer]), layer.peak
+    for _ in range(2):
+        if by_data:
+            peak.data = torch.ones(6)
+        else:
+            peak.resize_(6).fill_(1)
+        assert state.written()
+        state.restore()
+        assert layer.peak is peak and not state.written()
+        assert torch.equal(peak, torch.full(before, 2.0))
+
+
+def test_nan_is_what_it_was():
+    layer = nn.BatchNorm1d(3)
+    layer.running_mean[1], layer.scale = math.nan, torch.tensor([math.nan, 1j])
+    state, version = State([layer]), layer.running_mean._version
+    assert not state.written()
+    state.restore()
+    assert layer.running_mean._version == version
+    layer.running_mean[2] = math.nan
+    assert state.written()
+    state.restore()
+    assert layer.running_mean.isnan().tolist() == [False, True, False]

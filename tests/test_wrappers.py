@@ -146,3 +146,18 @@ def test_processes_that_wait_for_each_other_make_the_same_forwards(alone):
         calls.clear()
         torch.testing.assert_close(bnuq.elbo_loss(wrapped, x, y, **options).loss, expected)
         assert calls == [8] * 4
+
+
+def test_replicas_of_a_wrapper_are_those_of_its_module(alone):
+    """A trial would go through the wrapper's forward, which waits for other processes."""
+    model = bnuq.to_bayesian(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))
+    wrapped, x = DistributedDataParallel(model), torch.randn(5, 4)
+    message = (
+        "replicas: model must be the .module of the wrapper, .*, got a DistributedDataParallel"
+    )
+    with pytest.raises(ValueError, match=message), bnuq.replicas(wrapped, 3, seed=0):
+        pass
+    with bnuq.replicas(wrapped.module, 3, seed=0):
+        y = wrapped(x)
+    with bnuq.replicas(model, 3, seed=0):
+        torch.testing.assert_close(y, model(x))
