@@ -24,7 +24,7 @@ def import_torch():
     except ImportError:
         # That of the interpreter, then those it may share. With the stable ABI any of them does.
         places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-        places += [*site.getsitepackages([sys.prefix, sys.base_prefix]), site.getusersitepackages()]
+        places += [site.getusersitepackages(), *site.getsitepackages([sys.prefix, sys.base_prefix])]
         found = next((p for p in places if (Path(p) / "torch").is_dir()), None)
         if found is None:
             sys.exit("bnuq_ext: install torch first, then `pip install --no-build-isolation .`")
@@ -34,6 +34,8 @@ def import_torch():
 
 
 torch = import_torch()
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
+    sys.exit(f"bnuq_ext: torch must be 2.10 or newer, got {torch.__version__}")
 from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths  # noqa: E402
 
 TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # the stable ABI of torch 2.10

@@ -1,9 +1,9 @@
 """The bank: the statistics of every stochastic layer for B mini-batches."""
 
 import json
+import math
 import os
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -158,10 +158,12 @@ class Bank:
         groups, sizes = self._groups(), (self.batch_size, self.dataset_size, self.disjoint)
         return sizes, *[(id(tensor), tensor._version) for g in groups for tensor in g.values()]
 
-    def usual(self) -> Tensor:
-        """(B,) bool, the snapshots whose calls saw as many values as most: not a loader's smaller last batches."""
-        most = {key: Counter(n.tolist()).most_common(1)[0][0] for key, n in self.count.items()}
-        return torch.stack([n == most[key] for key, n in self.count.items()]).all(0)
+    def of_last_batches(self) -> Tensor:
+        """(B,) bool, the snapshots of a loader's last batches: N mod M rows, once a pass."""
+        whole, rest = divmod(self.dataset_size, self.batch_size)
+        sizes = [n * self.batch_size == n.max() * rest for n in self.count.values()]
+        found = torch.stack(sizes).all(0)
+        return found & (found.sum() <= math.ceil(len(self) / (whole + 1)))
 
     def __getstate__(self):
         return {key: value for key, value in vars(self).items() if key not in ("_cache", "_lock")}

@@ -12,7 +12,7 @@ from .known import Known
 from .ops.checks import refuse
 from .passes import ReplicaPass, running
 from .samplers import Draw, Sampler
-from .state import in_graph, made_since
+from .state import made_since, next_node
 
 
 class Forward(NamedTuple):
@@ -35,13 +35,13 @@ class Forward(NamedTuple):
     def run(self, inputs, draw: Draw, rows=None, shared=None) -> tuple[Tensor, ReplicaPass]:
         """One forward: its output, and what the stochastic calls saw."""
         active = ReplicaPass(self.layers, draw, rows, shared, op=self.op)
-        before = {} if self.plain else in_graph(self.model)
+        start = next_node()
         with running(active), self.known.examining(self.op, self.model, self.layers):
             output = self.call(self.model, copied(inputs) if self.copies else inputs)
         active.check_calls()
         output = self.tensor_of(output)
         if not self.plain:
-            active.follow([output, *made_since(before, self.model)])
+            active.follow(made_since(start, self.model, [output]), start)
         return output, active
 
     def tensor_of(self, output) -> Tensor:

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.utils.hooks import unserializable_hook
 
 from .ops.checks import refuse
 from .samplers import Draw
@@ -37,7 +38,10 @@ def replayed_pass() -> Replay | None:
     """The forward that the backward in this thread computes again, or None."""
     if torch.compiler.is_compiling() or not _REPLAYED:
         return None
-    return _REPLAYED.get(torch._C._current_graph_task_id())
+    replay = _REPLAYED.get(torch._C._current_graph_task_id())
+    node = torch._C._current_autograd_node()
+    older = replay is not None and node is not None and node._sequence_nr() < replay.start
+    return None if older else replay
 
 
 class running:  # noqa: N801 - a context manager; written out, for a generator costs more than a small layer
@@ -183,12 +187,15 @@ class ReplicaPass(Pass):
             raise DoesNotFold(f"{key} saw {rows} rows, which another batch shared or folded")
         return shared
 
-    def follow(self, outputs: Iterable[Tensor]) -> None:
-        """Lets what a backward from these outputs computes again (activation checkpointing) be the same."""
-        tracked = [output for output in outputs if output.requires_grad]
-        replay = Replay(self) if tracked else None
-        for output in tracked:
-            output.grad_fn  # noqa: B018 - brought up to date: torch up to 2.14 crashes where a slice was written
+    def follow(self, outputs: Iterable[Tensor], start: int) -> None:
+        """Lets what a backward from these outputs computes again (activation checkpointing) be the same.
+
+        `start` is the number of the first node that may be this forward's. The outputs' grad_fn have been asked for,
+        and so brought up to date: torch up to 2.14 crashes at a hook where a slice was written.
+        """
+        outputs = list(outputs)
+        replay = Replay(self, start) if outputs else None
+        for output in outputs:
             output.register_hook(replay.enter)
 
     def check_calls(self) -> None:
@@ -223,9 +230,11 @@ class Replay(Pass):
     the last one first, and enters each by its outputs.
     """
 
-    def __init__(self, done: ReplicaPass):
+    def __init__(self, done: ReplicaPass, start: int):
         self.names, self.streams, self.done = done.names, done.streams, done
+        self.start = start
 
+    @unserializable_hook
     def enter(self, grad: Tensor) -> None:
         """Hook of the outputs."""
         _REPLAYED[torch._C._current_graph_task_id()] = self
@@ -240,7 +249,8 @@ class Replay(Pass):
             refuse(done.op, f"layer {name!r}", requirement, f"{calls} calls")
         y = layer.replicate(x, done.draw, name, self.streams[name], self._is_shared(name, x))
         if y.requires_grad:
-            y.register_hook(self.enter)  # a reentrant checkpoint runs a backward of its own
+            # A reentrant checkpoint runs a backward of its own, over nodes of the thread that it runs in.
+            y.register_hook(Replay(done, 0).enter)
         return y
 
     def _is_shared(self, name: str, x: Tensor) -> bool:

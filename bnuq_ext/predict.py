@@ -13,7 +13,6 @@ from .batches import find_loader
 from .bayes import bayes_layers
 from .chunks import check_chunk
 from .collect import gather
-from .fingerprint import modules_of
 from .forward import Forward
 from .inputs import device_of, is_one_input, num_rows, split_batch, tensors
 from .known import know
@@ -33,6 +32,7 @@ from .samplers import (
     make_sampler,
     snapshots_of,
 )
+from .state import modules_of
 from .untraced import untraced
 from .warn import warn
 

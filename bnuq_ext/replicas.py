@@ -20,7 +20,7 @@ from .predict import forward_by_bank, take_model
 from .probe import expand
 from .samplers import check_key
 from .standing import StandingFolding
-from .state import in_graph, made_since
+from .state import made_since, next_node
 from .untraced import untraced
 
 
@@ -91,7 +91,7 @@ class _Session(Pass):
         self.forward, self.first, self.num_samples = forward, first_replica, num_samples
         self.draw = forward.draw(first_replica, num_samples)
         self.active: ReplicaPass | None = None
-        self.before: dict[tuple, Tensor] = {}
+        self.start = 0  # of the call: number of a node of autograd
 
     def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
         if id(layer) not in self.names:
@@ -104,7 +104,11 @@ class _Session(Pass):
     def begin(self, inputs: dict) -> dict:
         """Prepares a call of the model; its inputs, expanded if need be."""
         self.active = None
-        self.before = in_graph(self.forward.model)
+        inputs = self._prepared(inputs)
+        self.start = next_node()
+        return inputs
+
+    def _prepared(self, inputs: dict) -> dict:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             refuse("replicas", "model", "be exported outside the body", "a call that is traced")
         if num_rows("replicas", inputs) == 0 or self.num_samples == 1:
@@ -136,7 +140,8 @@ class _Session(Pass):
         active, self.active = self.active, None
         if active is not None and output is not None:
             _or_refuse(active.check_calls)
-            active.follow([*tensors(output), *made_since(self.before, self.forward.model)])
+            made = made_since(self.start, self.forward.model, tensors(output))
+            active.follow(made, self.start)
 
 
 def _outer_session(model: nn.Module) -> _Session | None:

@@ -251,18 +251,17 @@ def make_sampler(
 
 def _of_one_size(op: str, bank: Bank, tables: Tables) -> Tables:
     """Without the snapshots of a loader's last batches: theirs is the spread of another M0."""
-    usual = bank.usual()
-    if usual.all():
-        return tables
-    if usual.sum() < max(2, len(bank) / 2):
+    last = bank.of_last_batches()
+    others = [count[~last] for count in bank.count.values()]
+    if any((n != n[0]).any() and (n % bank.batch_size).any() for n in others):
         warn(
             f"{op}: the bank's batches are of many sizes, and rescaled to batch_size as if all had "
             f"{bank.batch_size} rows"
         )
+    if not last.any() or len(others[0]) < 2:
         return tables
     return {
-        key: (mean[usual.to(mean.device)], var[usual.to(var.device)])
-        for key, (mean, var) in tables.items()
+        key: tuple(table[~last.to(table.device)] for table in pair) for key, pair in tables.items()
     }
 
 

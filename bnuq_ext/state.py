@@ -1,7 +1,8 @@
 """What forwards change of a model, to put it back."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,8 @@ from torch.nn.parameter import is_lazy
 from .contents import CONTAINERS, is_record
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-_DEEPEST = 3  # of containers in containers that are put back
+_DEEPEST = 3  # of containers in containers that are put back, or looked into
+_LATEST = 64  # items of a container that are looked into
 
 
 def _held(value):
@@ -18,6 +20,18 @@ def _held(value):
     if isinstance(value, (nn.Module, *CONTAINERS)) or not is_record(value):
         return value
     return getattr(value, "__dict__", value)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """`list(model.modules())` in a third of the time."""
+    found: dict[nn.Module, None] = {}
+    ahead = [model]
+    while ahead:
+        module = ahead.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            ahead += reversed(module._modules.values())
+    return list(found)
 
 
 class State:
@@ -47,13 +61,27 @@ class State:
                     module._parameters[name] = _put_back(*saved)
 
 
-def in_graph(model: nn.Module) -> dict[tuple, Tensor]:
-    """Tensors with a history that a model's modules hold as attributes (an output kept for another loss), by what they
-    are and come from; none where no gradients are taken."""
+def next_node() -> int:
+    """The number that the next node of this thread's graph will have."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def made_since(start: int, model: nn.Module, outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Of the outputs and of the tensors that a model's modules hold as attributes (an output kept for another loss)
+    those with a history that ends at the node `start` of this thread's graph or later."""
     if not torch.is_grad_enabled():
-        return {}
-    held = [value for module in model.modules() for value in _plain_and_buffers(module)]
-    return {(id(t), t.grad_fn): t for t in _with_history(held)}
+        return []
+    held = [value for module in modules_of(model) for value in _plain_and_buffers(module)]
+    return [t for t in (*outputs, *_tensors_in(held)) if _number(t) >= start]
+
+
+def _number(tensor: Tensor) -> int:
+    """Of the node that made it; -1 without one."""
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:  # a view whose base was written since, from which nobody can go back
+        return -1
+    return -1 if node is None else node._sequence_nr()
 
 
 def _plain_and_buffers(module: nn.Module) -> list:
@@ -62,18 +90,14 @@ def _plain_and_buffers(module: nn.Module) -> list:
     return own + list(module._buffers.values())
 
 
-def made_since(before: dict[tuple, Tensor], model: nn.Module) -> list[Tensor]:
-    """Those of `in_graph` that a model has now and did not have then."""
-    return [t for key, t in in_graph(model).items() if key not in before]
-
-
-def _with_history(value, depth: int = 0) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.grad_fn is not None:
+def _tensors_in(values: Iterable, depth: int = 0) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
             yield value
-    elif isinstance(value, (list, tuple, dict)) and depth <= _DEEPEST:
-        for item in list(value.values() if isinstance(value, dict) else value):
-            yield from _with_history(item, depth + 1)
+        elif isinstance(value, (list, tuple, dict)) and depth < _DEEPEST:
+            items = value.values() if isinstance(value, dict) else value
+            # The last ones: what a forward adds comes at the end.
+            yield from _tensors_in(list(islice(reversed(items), _LATEST)), depth + 1)
 
 
 def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:

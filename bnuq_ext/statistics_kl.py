@@ -51,8 +51,8 @@ def statistics_kl(
         (), in nats, differentiable by the entries of q and of prior.
 
     Raises:
-        TypeError: q or prior of another type. ValueError: other names in prior than in q, or a variance of
-            prior that is not positive.
+        TypeError: q or prior of another type. ValueError: other names in prior than in q, a variance of prior that is
+            not positive, or one of q that is negative (which is not looked for on a GPU).
 
     Source: Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks (2018), appendix
         1.2 and 1.4, equations 3, 4 and 7.
@@ -104,7 +104,8 @@ def _check_variances(op: str, name: str, q: StatisticsGaussian) -> None:
         value = getattr(q, field)
         # On a GPU a step of training would wait for it.
         if has_values(value) and value.device.type == "cpu" and (value < 0).any():
-            refuse(op, f"q[{name!r}].{field}", "not be negative", value.min().item())
+            place = f"q[{name!r}]" if name else "q"
+            refuse(op, f"{place}.{field}", "not be negative", value.min().item())
 
 
 def check_fit(op: str, q: StatisticsGaussian, prior: StatisticsGaussian) -> None:

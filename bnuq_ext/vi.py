@@ -267,7 +267,8 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
         return forward.run(x, draw, rows)[0]
     # Of two, the sample that is run alone would cost what going together saves. And processes that wait for each
     # other must make the same forwards, which a proof by each one's own rows would not.
-    if draw.num_samples == 2 or isinstance(forward.model, nn.parallel.DistributedDataParallel):
+    waits = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in modules)
+    if draw.num_samples == 2 or waits:
         return None
     return run_together(forward, modules, x, draw)
 

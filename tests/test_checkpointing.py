@@ -1,11 +1,15 @@
 """Activation checkpointing: what a backward computes again has the weights and statistics of its forward."""
 
+import io
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bnuq_ext as bnuq
+from bnuq_ext.state import made_since, next_node
 
 
 class Block(nn.Module):
@@ -277,3 +281,88 @@ def test_rows_that_do_not_tell_whether_replicas_shared_them_are_refused():
         y = model(x)
     with pytest.raises(ValueError, match=message):
         y.sum().backward()
+
+
+class Keeps(Block):
+    """A block that keeps what it was given."""
+
+    def forward(self, x):
+        self.given = x
+        return super().forward(x.tanh())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_input_that_a_module_keeps_belongs_to_the_forward_that_made_it(nested, reentrant):
+    found = []
+    for again in (False, True):
+        first = Block(again, reentrant, nn.Tanh())
+        second = nn.Sequential(nn.Linear(3, 5), Keeps(again, reentrant, nn.Tanh()))
+        with bnuq.replicas(first, 1, seed=1):
+            if nested:
+                with bnuq.replicas(second, 1, seed=2):
+                    y = second(first(data()[0]))
+            else:
+                h = first(data()[0])
+        if not nested:
+            with bnuq.replicas(second, 1, seed=2):
+                y = second(h)
+        y.square().sum().backward()
+        found.append([p.grad for m in (first, second) for p in m.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_a_plain_call_and_a_loss_before_one_backward(plain_first, training):
+    found = []
+    for again in (False, True):
+        model = Block(again, False, nn.Tanh()).train(training)
+        torch.manual_seed(2)
+        calls = [lambda m: m(data()[0]).square().sum(), lambda m: elbo(m, 1)]
+        losses = [call(model) for call in (calls if plain_first else calls[::-1])]
+        sum(losses).backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Spoils(Block):
+    """Keeps views whose base is written afterwards, which torch lets nobody go back from."""
+
+    def forward(self, x):
+        h = self.first(x)
+        self.halves = h.chunk(2, 1)
+        with torch.no_grad():
+            self.log = h[:, 0]
+        return self.last(h.relu_())
+
+
+def test_views_that_torch_does_not_let_be_read():
+    model = Spoils(True, False, nn.Tanh())
+    for num_samples in (1, 3):
+        elbo(model, num_samples).backward()
+    with bnuq.replicas(model, 1, seed=0):
+        model(data()[0]).sum().backward()
+
+
+def test_only_the_latest_of_many_items_are_looked_into():
+    """A vocabulary is no output."""
+    model = Block(False, False, nn.Tanh())
+    model.vocabulary = {str(k): k for k in range(100_000)}
+    model.kept = [data()[0]] * 100 + [model(data()[0])]
+    start = next_node()
+    assert made_since(start, model, []) == []
+    model.kept.append(model(data()[0]))
+    assert [t is model.kept[-1] for t in made_since(start, model, [])] == [True]
+
+
+def test_a_kept_tensor_is_let_go_and_saved_in_silence():
+    model = Auxiliary(False, False, nn.Tanh())
+    with bnuq.replicas(model, 1, seed=0):
+        model(data()[0])
+        kept, model.kept = weakref.ref(model.kept), None
+        assert kept() is None
+        y = model(data()[0])
+    torch.save(y, io.BytesIO())

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.fingerprint import fingerprint, modules_of
-from bnuq_ext.state import State
+from bnuq_ext.fingerprint import fingerprint
+from bnuq_ext.state import State, modules_of
 
 
 @dataclass
@@ -327,3 +327,10 @@ def test_a_tensor_at_the_address_of_another():
         if id(model.table) == address:
             break
     assert id(model.table) == address and fingerprint([model]) != before
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_traced_part_can_be_looked_at():
+    part = torch.jit.trace(nn.Linear(3, 3), torch.zeros(2, 3))
+    modules = modules_of(nn.Sequential(part))
+    assert fingerprint(modules) == fingerprint(modules)

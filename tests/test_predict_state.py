@@ -11,7 +11,7 @@ from predicting import DATA, SAMPLERS, X, equal, make_model, predict
 
 import bnuq_ext as bnuq
 from bnuq_ext import chunks, folding, known, ops, prediction
-from bnuq_ext.fingerprint import modules_of
+from bnuq_ext.state import modules_of
 
 
 @pytest.fixture

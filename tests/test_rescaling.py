@@ -227,10 +227,10 @@ def test_an_ensemble_and_mc_dropout_have_the_statistics_of_predict(name):
 @pytest.mark.parametrize("name", ["joint", "lognormal", "normal"])
 def test_a_loader_s_last_batches_are_of_no_size_to_rescale(name):
     """Their spread is that of fewer rows; without a batch size they are snapshots like the others."""
-    full = random_bank(batch_size=32, dataset_size=400)
+    full = random_bank(batch_size=32, dataset_size=112)
     last = {key: torch.arange(12) % 4 == 3 for key in full.names}
-    count = {key: torch.where(rows, 6 * 49, 32 * 49) for key, rows in last.items()}
-    sizes = dict(batch_size=32, dataset_size=400, disjoint=0.5)
+    count = {key: torch.where(rows, 16 * 49, 32 * 49) for key, rows in last.items()}
+    sizes = dict(batch_size=32, dataset_size=112, disjoint=0.5)
     ragged = bnuq.Bank(full.mean, full.var, count, **sizes)
     whole = {k: ~rows for k, rows in last.items()}
     mean, var = ({k: t[whole[k]] for k, t in group.items()} for group in (full.mean, full.var))
@@ -238,6 +238,17 @@ def test_a_loader_s_last_batches_are_of_no_size_to_rescale(name):
     equal_statistics(statistics(name, ragged, 5, batch_size=64), expected)
     all_rows = bnuq.Bank(full.mean, full.var, 16, **sizes)
     equal_statistics(statistics(name, ragged, 5), statistics(name, all_rows, 5))
+
+
+@pytest.mark.parametrize("most, N", [(4, 400), (8, 400), (11, 401)])
+def test_batches_of_as_many_rows_and_other_sizes_are_all_used(most, N):
+    """Texts of two lengths: no loader's last batches, however many."""
+    bank = random_bank(batch_size=32, dataset_size=N)
+    counts = torch.where(torch.arange(12) < most, 32 * 20, 32 * 10)
+    texts = bnuq.Bank(bank.mean, bank.var, dict.fromkeys(bank.names, counts), batch_size=32, dataset_size=N)  # fmt: skip
+    for name in ("joint", "lognormal", "normal"):
+        found, expected = (statistics(name, b, 5, batch_size=64) for b in (texts, bank))
+        equal_statistics(found, expected)
 
 
 def equal_statistics(found, expected):
