@@ -21,7 +21,8 @@ NAMES = (
 def protocol(name: str) -> ModuleType:
     """The module of a protocol: TITLE, Settings, QUICK, FULL, make_units, sources, compute, report.
 
-    sources(settings, data_root) are the files that the numbers depend on, or folders of them. WITHOUT_DATA names what it runs on without a data root, in the quick form; None: it needs one.
+    sources(settings, data_root) are the files that the numbers depend on, or folders of them. WITHOUT_DATA names what
+    it runs on without a data root, in the quick form; None: it needs one.
     """
     check_one_of("reproduce", "name", name, NAMES)
     return import_module(f".{name.replace('-', '_')}", __name__)
