@@ -11,7 +11,14 @@ from .ops.checks import check_integer
 CPU_BYTES = 8 * 2**20
 CUDA_BYTES = 256 * 2**20
 # Through torch's C interface, which our ops allocate by, some of its versions lose what an exception said.
-_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::new_zeros", "aten::contiguous")
+_ALLOCATIONS = (
+    "aten::empty",
+    "aten::new_empty",
+    "aten::new_zeros",
+    "aten::contiguous",
+    "aoti_torch_cpu_",
+    "torch_parallel_for",
+)
 
 
 def check_chunk(op: str, chunk) -> None:
@@ -60,7 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
-    said = ("not enough memory", "can't allocate memory", "out of memory")
+    said = ("not enough memory", "can't allocate memory", "out of memory", "bad_alloc")
     lost = "API call failed" in text and any(call in text for call in _ALLOCATIONS)
     return isinstance(error, RuntimeError) and (lost or any(words in text for words in said))
 

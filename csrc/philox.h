@@ -110,7 +110,7 @@ __device__ __forceinline__ void unit_pair(uint32_t w, float& z0, float& z1) {
   z1 = r * __sinf(theta);
 }
 #else
-// The CPU body computes the same formula with polynomials that vectorise (error below 3e-7 |z|).
+// The CPU body computes the same formula with polynomials that vectorise (error below 7e-7 |z|).
 BNUQ_HD float lg2_unit(float u) {
   const uint32_t bits = as_bits(u);
   const bool high = (bits & 0x7fffffu) > 0x3504f3u;  // mantissa above sqrt(2)

@@ -92,7 +92,7 @@ ForwardInputs forward_inputs(
   check_arguments(statistics, x, T, weight, bias);
   if (residual) check_same_sizes(*residual, x, "batch_norm: residual must be like x");
   STD_TORCH_CHECK(
-      has_format(y, format) && y.numel() == T * extent.numel() &&
+      has_format(y, format) && y.numel() % T == 0 && y.numel() / T == extent.numel() &&
           y.scalar_type() == x.scalar_type(),
       "batch_norm: out must have the shape, dtype and memory format of the result");
   return {extent, with_format(x, format), with_format(residual, format)};

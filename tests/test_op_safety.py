@@ -65,3 +65,23 @@ def test_lists_of_a_divergence_are_equally_long():
             torch_ops.gaussian_kl_sum(mu, rho, stds)
     with pytest.raises((RuntimeError, IndexError)):
         torch_ops.gaussian_kl_sum_backward(normal(), two, two, [1.0])
+
+
+@pytest.mark.parametrize("num_samples", [2**62, 2**63 - 1])
+def test_replicas_beyond_all_integers_are_refused(num_samples):
+    x, params = normal(4, 4), normal(4, 4)
+    with pytest.raises(RuntimeError, match="batch_norm: |not enough memory|negative|too large"):
+        ops.batch_norm_fitted(x, params, SEED, 0, num_samples, "lognormal", shared=True)
+    with pytest.raises(RuntimeError, match="num_samples must fit into 63 bits with the weights"):
+        ops.mixture_kl(normal(64, 4), normal(64, 4), SEED, 0, num_samples=num_samples)
+
+
+def test_a_divergence_has_one_gradient():
+    mu, rho, none = normal(3, 2), normal(3, 2), normal(0)
+    for call in (
+        lambda: torch_ops.gaussian_kl_backward(none, mu, rho, 1.0),
+        lambda: torch_ops.gaussian_kl_sum_backward(none, [mu], [rho], [1.0]),
+        lambda: torch_ops.mixture_kl_backward(none, mu, rho, SEED, 0, 1, 0.5, 1.0, 0.1),
+    ):
+        with pytest.raises(RuntimeError, match="grad must be a single number"):
+            call()

@@ -249,6 +249,17 @@ def test_an_op_that_finds_no_memory_is_known(call):
     assert chunks.is_out_of_memory(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "std::bad_alloc (originally from torch_parallel_for(begin, end, ...) API call failed",
+        "aoti_torch_cpu__linear_pointwise( x ) API call failed at product.h, line 9",
+    ],
+)
+def test_what_torch_s_c_interface_leaves_of_it_is_known(text):
+    assert chunks.is_out_of_memory(RuntimeError(text))
+
+
 def test_another_failure_is_not_taken_for_it():
     other = "torch_call_dispatcher( aten::mm ) API call failed at ops.h, line 9"
     assert not chunks.is_out_of_memory(RuntimeError(other))

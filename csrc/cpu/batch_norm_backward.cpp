@@ -136,6 +136,7 @@ void gradients(
 // ---- sums --------------------------------------------------------------------------------------
 
 constexpr int64_t kGroup = 64;
+constexpr int64_t kRun = 8192;  // elements of a plane that are added up in one number
 
 // Channels [begin, end) of one replica: their sums of g and of g (x - mean) rstd.
 template <typename acc_t>
@@ -150,17 +151,20 @@ template <typename scalar_t, typename acc_t>
 BNUQ_CLONES void sum_planes(Sums<acc_t>& sums, Inputs<scalar_t> in, Extent d) {
   for (int64_t n = 0; n < d.N; ++n)
     for (int64_t c = sums.begin; c < sums.end; ++c) {
-      const int64_t first = (n * d.C + c) * d.S;
+      const int64_t first = (n * d.C + c) * d.S, last = first + d.S;
       const acc_t mean = sums.mean[c], rstd = sums.rstd[c], slope = sums.slope;
-      acc_t g_plane = 0, gx_plane = 0;
-#pragma omp simd reduction(+ : g_plane, gx_plane)
-      for (int64_t i = first; i < first + d.S; ++i) {
-        const acc_t g = grad_at(in, i, slope);
-        g_plane += g;
-        gx_plane += g * ((load(in.x[i]) - mean) * rstd);
+      for (int64_t from = first; from < last; from += kRun) {
+        const int64_t end = std::min(last, from + kRun);
+        acc_t g_slice = 0, gx_slice = 0;
+#pragma omp simd reduction(+ : g_slice, gx_slice)
+        for (int64_t i = from; i < end; ++i) {
+          const acc_t g = grad_at(in, i, slope);
+          g_slice += g;
+          gx_slice += g * ((load(in.x[i]) - mean) * rstd);
+        }
+        sums.g[c - sums.begin] += double(g_slice);
+        sums.gx[c - sums.begin] += double(gx_slice);
       }
-      sums.g[c - sums.begin] += double(g_plane);
-      sums.gx[c - sums.begin] += double(gx_plane);
     }
 }
 

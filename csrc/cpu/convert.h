@@ -32,9 +32,12 @@ BNUQ_HD float load(BFloat16 v) {
 }
 
 BNUQ_HD float load(Half v) {
-  // The exponent is 112 too small after the shift; the product also normalises subnormals.
+  // The exponent is 112 too small after the shift. A subnormal is what 2^-14 is exceeded by: as a float of its own
+  // it would be one too, which torch.set_flush_denormal makes 0.
   const uint32_t magnitude = v.bits & 0x7fffu, sign = uint32_t(v.bits & 0x8000u) << 16;
-  const uint32_t bits = as_bits(as_float(magnitude << 13) * 0x1p112f);
+  const uint32_t normal = (magnitude << 13) + 0x38000000u;
+  const uint32_t subnormal = as_bits(as_float(normal + 0x800000u) - 0x1p-14f);
+  const uint32_t bits = magnitude < 0x400u ? subnormal : normal;
   return as_float(bits | (magnitude >= 0x7c00u ? 0x7f800000u : 0u) | sign);
 }
 

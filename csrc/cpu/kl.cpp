@@ -151,6 +151,9 @@ Tensor mixture_kl_cpu(
     const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
     const Mixture<acc_t> p = mixture_of<acc_t>(pi, std1, std2);
     const Places places(mu, seed, stream);
+    STD_TORCH_CHECK(
+        num_samples <= INT64_MAX / std::max<int64_t>(places.tasks(), 1),
+        "mixture_kl: num_samples must fit into 63 bits with the weights");
     const double sum = sum_slices(num_samples * places.tasks(), 1, [&](int64_t j, int64_t) {
       double part = 0;
       places.for_rows(j % places.tasks(), j / places.tasks(), [&](int64_t o, const float* z) {
@@ -172,7 +175,7 @@ std::tuple<Tensor, Tensor> mixture_kl_backward_cpu(
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
-    const acc_t g = *grad.const_data_ptr<acc_t>() / acc_t(num_samples);
+    const acc_t g = acc_t(value_of(grad)) / acc_t(num_samples);
     acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
     const Mixture<acc_t> p = mixture_of<acc_t>(pi, std1, std2);
     const Places places(mu, seed, stream);

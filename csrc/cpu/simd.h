@@ -1,9 +1,9 @@
 // BNUQ_CLONES: compile a loop for AVX-512, AVX2 and the baseline, and choose when the library is
-// loaded.
+// loaded. GCC 12 is the first that knows these names.
 #pragma once
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__) && \
-    !defined(__clang__)
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && \
+    defined(__GNUC__) && __GNUC__ >= 12
 #define BNUQ_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 
 #pragma GCC diagnostic push
