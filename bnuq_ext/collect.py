@@ -225,7 +225,7 @@ class _Record:
             {key: torch.tensor(self.count.pop(key), device="cpu") for key in names},
             batch_size=rows,
             dataset_size=known if known >= rows else sum(self.rows),
-            disjoint=1.0 if source.repeats else self._disjoint() if source.apart else 0.0,
+            disjoint=self._disjoint(source),
             unused=[name for name in self.layers if name not in self.called],
             metadata={"torch": torch.__version__, "bnuq_ext": __version__},
         )
@@ -243,10 +243,12 @@ class _Record:
             return source.batch_size
         return Counter(self.rows).most_common(1)[0][0]
 
-    def _disjoint(self) -> float:
-        """Fraction of the pairs of snapshots that come from one pass."""
+    def _disjoint(self, source: Source) -> float:
+        """Fraction of the pairs of snapshots that come from one pass, whose batches share no row; see `Bank`."""
         snapshots = len(self.rows)
-        if snapshots == 1:
+        if not (source.apart or source.repeats):
+            return 0.0
+        if source.repeats or snapshots == 1:
             return 1.0
         return sum(math.comb(n, 2) for n in self.passes.values()) / math.comb(snapshots, 2)
 

@@ -7,7 +7,6 @@ threads do not meet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextvars import ContextVar
 from weakref import WeakValueDictionary
 
@@ -187,13 +186,12 @@ class ReplicaPass(Pass):
             raise DoesNotFold(f"{key} saw {rows} rows, which another batch shared or folded")
         return shared
 
-    def follow(self, outputs: Iterable[Tensor], start: int) -> None:
+    def follow(self, outputs: list[Tensor], start: int) -> None:
         """Lets what a backward from these outputs computes again (activation checkpointing) be the same.
 
         `start` is the number of the first node that may be this forward's. The outputs' grad_fn have been asked for,
         and so brought up to date: torch up to 2.14 crashes at a hook where a slice was written.
         """
-        outputs = list(outputs)
         replay = Replay(self, start) if outputs else None
         for output in outputs:
             output.register_hook(replay.enter)

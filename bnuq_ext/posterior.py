@@ -15,13 +15,11 @@ from .convert import copy_model
 from .nn import check_model
 from .ops.checks import check_callable, check_number, check_one_of, refuse
 from .priors import GaussianPrior, check_prior
+from .state import OF_EVERY_MODULE
 
 RANKINGS = ("snr", "magnitude")
 # timm's differs from torch's in TorchScript only.
 _LINEAR = {"torch.nn.modules.linear.Linear", "timm.layers.linear.Linear"}
-_LAZY = {"torch.nn.modules.linear.LazyLinear"}  # until its first forward
-
-_OF_MODULES = vars(nn.Module()).keys()
 
 
 def to_bayesian(
@@ -61,7 +59,7 @@ def to_bayesian(
     chosen = {
         layer: name
         for name, layer in model.named_modules()
-        if qualified_name(type(layer)) in _LINEAR | _LAZY
+        if (qualified_name(type(layer)) in _LINEAR or type(layer) is nn.LazyLinear)
         and (filter_fn is None or filter_fn(name, layer))
     }
     if not chosen:
@@ -115,7 +113,7 @@ def _turn(linear: nn.Linear, rho_init, prior) -> None:
     others = {k: p for k, p in linear._parameters.items() if k not in ("weight", "bias")}
     linear._parameters = {**made._parameters, **others}
     linear._buffers.update(made._buffers)
-    vars(linear).update({k: v for k, v in vars(made).items() if k not in _OF_MODULES})
+    vars(linear).update({k: v for k, v in vars(made).items() if k not in OF_EVERY_MODULE})
     linear.__class__ = BayesLinear
 
 

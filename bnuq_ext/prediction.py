@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite, log
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -136,7 +137,7 @@ def _check_logits(op: str, logits: Tensor) -> None:
         refuse_one_logit(op, logits[0], "output_fn can make")
 
 
-def refuse_one_logit(op: str, logits: Tensor, remedy: str):
+def refuse_one_logit(op: str, logits: Tensor, remedy: str) -> NoReturn:
     """Its softmax is 1, whatever the network says."""
     requirement = f"have at least 2 classes (of one logit z, {remedy} [0, z])"
     refuse(op, "the output", requirement, list(logits.shape))

@@ -23,6 +23,7 @@ from .ops.checks import (
     check_integer,
     check_number,
     check_one_of,
+    check_positive_value,
     check_tensor,
     is_eager,
     refuse,
@@ -267,8 +268,8 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
         return forward.run(x, draw, rows)[0]
     # Of two, the sample that is run alone would cost what going together saves. And processes that wait for each
     # other must make the same forwards, which a proof by each one's own rows would not.
-    waits = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in modules)
-    if draw.num_samples == 2 or waits:
+    waiting = nn.parallel.DistributedDataParallel
+    if draw.num_samples == 2 or any(isinstance(module, waiting) for module in modules):
         return None
     return run_together(forward, modules, x, draw)
 
@@ -344,10 +345,8 @@ def _check_loss(likelihood: str, noise_std, reduction: str) -> None:
     check_likelihood("elbo_loss", likelihood, None)
     check_one_of("elbo_loss", "reduction", reduction, REDUCTIONS)
     _check_factor("noise_std", noise_std)
-    if _is_known(noise_std) and not noise_std > 0:
-        refuse("elbo_loss", "noise_std", "be positive", noise_std)
-    if _is_known(noise_std) and noise_std == math.inf:
-        refuse("elbo_loss", "noise_std", "be finite", noise_std)
+    if _is_known(noise_std):
+        check_positive_value("elbo_loss", "noise_std", noise_std)
 
 
 def _is_known(factor) -> bool:

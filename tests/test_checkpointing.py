@@ -51,6 +51,13 @@ def elbo(model, num_samples, seed=3):
     return bnuq.elbo_loss(model, *data(), **options).loss
 
 
+def agree(gradients_of):
+    """Whether parts are computed again changes no gradient."""
+    kept, again = gradients_of(False), gradients_of(True)
+    for a, b in zip(again, kept, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("estimator", ["exact", "local"])
 @pytest.mark.parametrize("num_samples", [1, 3])
@@ -58,10 +65,7 @@ def test_elbo_has_the_same_gradient(reentrant, estimator, num_samples):
     def loss(model):
         return elbo(model, num_samples)
 
-    kept = gradients(False, reentrant, loss, estimator)
-    again = gradients(True, reentrant, loss, estimator)
-    for a, b in zip(again, kept, strict=True):
-        torch.testing.assert_close(a, b)
+    agree(lambda again: gradients(again, reentrant, loss, estimator))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -92,9 +96,7 @@ def test_a_plain_call_draws_the_same_again(reentrant):
         model.zero_grad()
         return model(x).square().sum()
 
-    kept, again = (gradients(a, reentrant, loss) for a in (False, True))
-    for a, b in zip(again, kept, strict=True):
-        torch.testing.assert_close(a, b)
+    agree(lambda again: gradients(again, reentrant, loss))
 
 
 class TwoHeads(Block):
@@ -106,8 +108,8 @@ class TwoHeads(Block):
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_backward_from_one_of_several_outputs(reentrant, inside):
     """In the body of `replicas` or after it."""
-    found = []
-    for again in (False, True):
+
+    def run(again):
         model = TwoHeads(again, reentrant, nn.Tanh())
         with bnuq.replicas(model, 3, seed=6):
             loss = model(data()[0])[1].square().sum()
@@ -115,9 +117,9 @@ def test_a_backward_from_one_of_several_outputs(reentrant, inside):
                 loss.backward()
         if not inside:
             loss.backward()
-        found.append([p.grad for p in model.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+        return [p.grad for p in model.parameters()]
+
+    agree(run)
 
 
 class Twice(nn.Module):
@@ -164,13 +166,12 @@ def test_checkpoints_inside_checkpoints(reentrant, num_samples):
 
             return self.last(checkpoint(outer, self.first(x), **options))
 
-    found = []
-    for again in (False, True):
+    def run(again):
         model = Nested(again, reentrant, nn.Tanh())
         elbo(model, num_samples).backward()
-        found.append([p.grad for p in model.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+        return [p.grad for p in model.parameters()]
+
+    agree(run)
 
 
 class Auxiliary(Block):
@@ -193,8 +194,7 @@ class Auxiliary(Block):
 @pytest.mark.parametrize("way", ["one sample", "three samples", "replicas"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_a_module_keeps_is_computed_again_like_the_output(reentrant, way, alone):
-    found = []
-    for again in (False, True):
+    def run(again):
         model = Auxiliary(again, reentrant, nn.Tanh())
         if way == "replicas":
             with bnuq.replicas(model, 1, seed=6):
@@ -203,24 +203,24 @@ def test_what_a_module_keeps_is_computed_again_like_the_output(reentrant, way, a
             loss = elbo(model, 1 if way == "one sample" else 3)
         kept = model.kept.square().sum()
         (kept if alone else loss + kept).backward()
-        found.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert len(found[0]) >= 6
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+        reached = [p.grad for p in model.parameters() if p.grad is not None]
+        assert len(reached) >= 6
+        return reached
+
+    agree(run)
 
 
 def test_what_a_module_keeps_belongs_to_the_forward_that_made_it():
-    found = []
-    for again in (False, True):
+    def run(again):
         model = Auxiliary(again, False, nn.Tanh())
         model.all_kept = True
         model(data()[0])  # of no pass: computed again with the weights of torch's generator
         for seed in (4, 5):
             elbo(model, 1, seed)
         sum(kept.square().sum() for kept in model.kept[1:]).backward()
-        found.append([p.grad for p in model.inner.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+        return [p.grad for p in model.inner.parameters()]
+
+    agree(run)
 
 
 class OfOthers(nn.Module):
@@ -246,14 +246,15 @@ class OfOthers(nn.Module):
 def test_a_layer_called_with_other_numbers_of_rows(num_samples):
     """The second call has twice the rows of the first."""
     x, y = data()
-    inputs, found = (x, torch.stack([x + 1, x.cos()], 1)), []
-    for again in (False, True):
+    inputs = x, torch.stack([x + 1, x.cos()], 1)
+
+    def run(again):
         model = OfOthers(again)
         options = dict(num_samples=num_samples, batch_weight=0.1, seed=3)
         bnuq.elbo_loss(model, inputs, y, **options).loss.backward()
-        found.append([p.grad for p in model.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+        return [p.grad for p in model.parameters()]
+
+    agree(run)
 
 
 class Pooled(nn.Module):
@@ -294,8 +295,7 @@ class Keeps(Block):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("nested", [True, False])
 def test_an_input_that_a_module_keeps_belongs_to_the_forward_that_made_it(nested, reentrant):
-    found = []
-    for again in (False, True):
+    def run(again):
         first = Block(again, reentrant, nn.Tanh())
         second = nn.Sequential(nn.Linear(3, 5), Keeps(again, reentrant, nn.Tanh()))
         with bnuq.replicas(first, 1, seed=1):
@@ -308,24 +308,23 @@ def test_an_input_that_a_module_keeps_belongs_to_the_forward_that_made_it(nested
             with bnuq.replicas(second, 1, seed=2):
                 y = second(h)
         y.square().sum().backward()
-        found.append([p.grad for m in (first, second) for p in m.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+        return [p.grad for m in (first, second) for p in m.parameters()]
+
+    agree(run)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("plain_first", [True, False])
 def test_a_plain_call_and_a_loss_before_one_backward(plain_first, training):
-    found = []
-    for again in (False, True):
+    def run(again):
         model = Block(again, False, nn.Tanh()).train(training)
         torch.manual_seed(2)
         calls = [lambda m: m(data()[0]).square().sum(), lambda m: elbo(m, 1)]
         losses = [call(model) for call in (calls if plain_first else calls[::-1])]
         sum(losses).backward()
-        found.append([p.grad for p in model.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+        return [p.grad for p in model.parameters()]
+
+    agree(run)
 
 
 class Spoils(Block):

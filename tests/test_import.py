@@ -13,6 +13,9 @@ import bnuq_ext
 
 PACKAGE = Path(bnuq_ext.__file__).parent
 ROOT = Path(__file__).parent.parent
+from_source = pytest.mark.skipif(
+    not (ROOT / "setup.py").exists(), reason="not run from a source tree"
+)
 
 
 def run(code, cwd, *flags):
@@ -76,9 +79,8 @@ def test_damaged_cuda_library_warns_and_leaves_the_cpu(copy):
     assert result.stderr.count("bnuq_ext: CUDA library not loaded, CPU only") == 1
 
 
+@from_source
 def test_build_refuses_an_unknown_choice():
-    if not (ROOT / "setup.py").exists():
-        pytest.skip("not run from a source tree")
     env = os.environ | {"BNUQ_CUDA": "maybe"}
     command = [sys.executable, "setup.py", "--version"]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
@@ -86,11 +88,10 @@ def test_build_refuses_an_unknown_choice():
     assert "BNUQ_CUDA must be auto, 0 or 1, got maybe" in result.stderr
 
 
+@from_source
 @pytest.mark.parametrize("place", ["of the user", "of the base", "none"])
 def test_the_build_finds_torch_where_the_interpreter_would(place, tmp_path):
     """In pip's isolated build, which hides site-packages."""
-    if not (ROOT / "setup.py").exists():
-        pytest.skip("not run from a source tree")
     import setuptools
 
     site_packages = Path(torch.__file__).parent.parent

@@ -93,22 +93,32 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_a_killed_parent(tmp_path):
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+def _started(folder):
+    """A run in a session of its own, whose worker waits ten minutes in a unit: (parent, worker's number)."""
+    script = folder / "parent.py"
+    script.write_text(PARENT.format(tests=str(Path(__file__).parent), folder=str(folder)))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    parent = subprocess.Popen([sys.executable, str(script)], env=environment)
-    waiting = tmp_path / "waiting"
-    deadline = time.monotonic() + 120
+    options = {"env": environment, "stderr": subprocess.PIPE, "text": True}
+    parent = subprocess.Popen([sys.executable, str(script)], start_new_session=True, **options)
+    waiting, deadline = folder / "waiting", time.monotonic() + 120
     while not (waiting.exists() and waiting.read_text()):
         assert time.monotonic() < deadline and parent.poll() is None
         time.sleep(0.05)
-    worker = int(waiting.read_text())
-    parent.kill()
-    parent.wait()
-    while _is_running(worker):
+    return parent, int(waiting.read_text())
+
+
+def _ends(pid):
+    deadline = time.monotonic() + 120
+    while _is_running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    parent, worker = _started(tmp_path)
+    with parent:  # waits for it, and closes what it wrote to
+        parent.kill()
+    _ends(worker)
 
 
 def _is_running(pid):
@@ -186,27 +196,12 @@ def needed(root, name):
     return root
 
 
-INTERRUPTED = PARENT.replace("runner.run(", "import os; os.setpgid(0, 0)\n    runner.run(")
-
-
 def test_ctrl_c_ends_workers_in_the_middle_of_their_units(tmp_path):
-    script = tmp_path / "parent.py"
-    script.write_text(INTERRUPTED.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    parent = subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    waiting = tmp_path / "waiting"
-    deadline = time.monotonic() + 120
-    while not (waiting.exists() and waiting.read_text()):
-        assert time.monotonic() < deadline and parent.poll() is None
-        time.sleep(0.05)
-    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does; the unit waits ten minutes
+    parent, worker = _started(tmp_path)
+    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
     _, said = parent.communicate(timeout=60)
     assert parent.returncode != 0 and ("KeyboardInterrupt" in said or "killed" in said)
-    while _is_running(int(waiting.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    _ends(worker)
 
 
 def test_units_are_reported_in_their_order_and_their_seconds_are_summed(tmp_path, monkeypatch):

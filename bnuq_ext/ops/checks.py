@@ -124,16 +124,17 @@ def check_callable(op: str, name: str, value) -> None:
 
 def check_positive(op: str, name: str, value) -> None:
     check_number(op, name, value)
-    _check_positive(op, name, value)
+    check_positive_value(op, name, value)
 
 
 def check_positive_scalar(op: str, name: str, value) -> None:
     """`check_positive` that torch.compile can follow."""
     check_scalar(op, name, value)
-    _check_positive(op, name, value)
+    check_positive_value(op, name, value)
 
 
-def _check_positive(op: str, name: str, value) -> None:
+def check_positive_value(op: str, name: str, value) -> None:
+    """Of what is known to be a number."""
     if not value > 0:
         refuse(op, name, "be positive", value)
     if value == math.inf:
@@ -146,15 +147,20 @@ def check_stream(op: str, stream: int) -> None:
 
 def check_within(op: str, name: str, value, low: int, end: int, interval: str) -> None:
     """Of an integer in [low, end), which `interval` writes out; torch.compile can follow it."""
-    if isinstance(value, bool | Tensor) or not hasattr(value, "__index__"):
+    if not _is_integer(value):
         refuse(op, name, "be an integer", _readable(value), TypeError)
     if not low <= value < end:
         refuse(op, name, f"lie in {interval}", value)
 
 
+def _is_integer(value) -> bool:
+    if isinstance(value, bool | Tensor):
+        return False
+    return isinstance(value, int | torch.SymInt) or hasattr(value, "__index__")
+
+
 def check_num_samples(op: str, num_samples) -> None:
-    integer = isinstance(num_samples, int | torch.SymInt) or hasattr(num_samples, "__index__")
-    if isinstance(num_samples, bool | Tensor) or not integer:
+    if not _is_integer(num_samples):
         refuse(op, "num_samples", "be an integer", type(num_samples).__name__, TypeError)
     if num_samples < 1:
         refuse(op, "num_samples", "be at least 1", num_samples)

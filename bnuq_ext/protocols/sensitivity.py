@@ -63,7 +63,7 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
 
 
 def sources(settings: Settings, data_root: str) -> list[Path]:
-    return list(uci.tables_at(data_root).values())
+    return uci.sources(settings, data_root)
 
 
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
