@@ -18,21 +18,16 @@ namespace {
 using torch::stable::Tensor;
 namespace st = torch::stable;
 
-constexpr int kIndices = 32;  // Philox calls of one block
-constexpr int kNormals = 8 * kIndices;
-
-// The normals of indices [first, first + kIndices), eight an index.
-BNUQ_CLONES void normal_block(float* out, Key sub, uint64_t first, uint64_t replica) {
-  alignas(64) uint32_t words[4 * kIndices];
-#pragma omp simd
-  for (int i = 0; i < kIndices; ++i) {
-    const Words4 w = philox(
-        sub, uint32_t(first) + uint32_t(i), uint32_t(first >> 32), uint32_t(replica),
-        uint32_t(replica >> 32));
-    for (int j = 0; j < 4; ++j) words[4 * i + j] = w.v[j];
+// The normals of `calls` indices from `first` on, eight an index.
+void normal_block(float* out, Key sub, uint64_t first, uint64_t replica, int64_t calls) {
+  alignas(64) uint32_t lo[2 * kCalls], hi[2 * kCalls], words[4 * kCalls];
+  philox_words(lo, hi, sub, first, 4, replica, calls);
+  for (int64_t j = 0; j < calls; ++j) {
+    const int64_t at = 2 * j - j % 4;
+    words[4 * j] = lo[at], words[4 * j + 1] = hi[at];
+    words[4 * j + 2] = lo[at + 4], words[4 * j + 3] = hi[at + 4];
   }
-#pragma omp simd
-  for (int i = 0; i < 4 * kIndices; ++i) normal_pair(words[i], out[2 * i], out[2 * i + 1]);
+  normal_pairs(out, words, 4 * calls);
 }
 
 // The weights of one band of 16 rows, of which the matrix may hold fewer.
@@ -105,11 +100,11 @@ STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
 }  // namespace
 
 void vector_normals(float* out, Key sub, uint64_t replica, int64_t C) {
-  alignas(64) float z[kNormals];
-  for (int64_t c = 0; c < C; c += kNormals) {
-    const bool whole = C - c >= kNormals;
-    normal_block(whole ? out + c : z, sub, uint64_t(c) >> 3, replica);
-    if (!whole) std::copy(z, z + (C - c), out + c);
+  alignas(64) float z[8 * kCalls];
+  for (int64_t c = 0; c < C; c += 8 * kCalls) {
+    const int64_t count = std::min<int64_t>(8 * kCalls, C - c);
+    normal_block(z, sub, uint64_t(c) >> 3, replica, (count + 63) / 64 * 8);
+    std::copy_n(z, count, out + c);
   }
 }
 

@@ -11,7 +11,11 @@
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 
-// For a function that is written with AVX-512's own operations: call it where has_avx512().
+// For functions that are written with a processor's own operations: call them where it has them.
+#define BNUQ_AVX2 __attribute__((target("avx2")))
+inline bool has_avx2() {
+  return __builtin_cpu_supports("avx2");
+}
 #define BNUQ_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,avx512cd")))
 inline bool has_avx512() {
   return __builtin_cpu_supports("x86-64-v4");

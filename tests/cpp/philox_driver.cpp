@@ -2,7 +2,8 @@
 //
 //   philox_driver words key stream tag replica index     the four words
 //   philox_driver philox k0 k1 c0 c1 c2 c3               the bare block function
-//   philox_driver tiles key stream replica tile_o o tile calls   words of a weight's rows o, o + 8
+//   philox_driver tiles form key stream replica tile_o o tile calls
+//                                      words of a weight's rows o, o + 8; [] where it cannot
 //   philox_driver normals threads                        moments and tails over all words
 //
 // Bit 0 of a word is not used, so the 2^31 odd words are all there are.
@@ -11,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -89,14 +91,26 @@ void all_normals(int threads) {
       t.largest);
 }
 
-// What a processor without AVX-512 runs.
-void portable_tiles(const std::vector<uint64_t>& a) {
+// The words of rows o and o + 8 as processors with other vectors make them.
+int tiles(const std::string& form, const std::vector<uint64_t>& a) {
   std::vector<uint32_t> words(4 * a[6]);
   const Key sub = subkey(int64_t(a[0]), uint32_t(a[1]), kTagWeight);
   const uint64_t first = weight_index(int64_t(a[3]), int64_t(a[5]), int(a[4]) * 4);
-  weight_words_portable(words.data(), words.data() + 2 * a[6], sub, first, a[2], int64_t(a[6]));
-  for (size_t i = 0; i < words.size(); ++i) std::printf("%s%u", i ? ", " : "[", words[i]);
+  uint32_t *lo = words.data(), *hi = words.data() + 2 * a[6];
+  const int64_t calls = int64_t(a[6]);
+  if (form == "portable") philox_words_portable(lo, hi, sub, first, 32, a[2], calls);
+#if defined(BNUQ_AVX512)
+  else if (form == "avx2" && has_avx2())
+    philox_words_avx2(lo, hi, sub, first, 32, a[2], calls);
+  else if (form == "avx512" && has_avx512())
+    philox_words_avx512(lo, hi, sub, first, 32, a[2], calls);
+#endif
+  else
+    words.clear();
+  std::printf("[");
+  for (size_t i = 0; i < words.size(); ++i) std::printf(i ? ", %u" : "%u", words[i]);
   std::printf("]\n");
+  return 0;
 }
 
 uint64_t number(const char* text) {
@@ -110,12 +124,10 @@ int main(int argc, char** argv) {
     all_normals(std::atoi(argv[2]));
     return 0;
   }
+  const bool tiled = argc == 10 && !std::strcmp(argv[1], "tiles");
   std::vector<uint64_t> a;
-  for (int i = 2; i < argc; ++i) a.push_back(number(argv[i]));
-  if (argc == 9 && !std::strcmp(argv[1], "tiles")) {
-    portable_tiles(a);
-    return 0;
-  }
+  for (int i = tiled ? 3 : 2; i < argc; ++i) a.push_back(number(argv[i]));
+  if (tiled) return tiles(argv[2], a);
   if (argc == 7 && !std::strcmp(argv[1], "words"))
     w = philox_at(subkey(int64_t(a[0]), uint32_t(a[1]), uint32_t(a[2])), a[4], a[3]);
   else if (argc == 8 && !std::strcmp(argv[1], "philox"))
