@@ -48,7 +48,8 @@ def collect(
             tuple. A loader that shuffles is gone through again when it has too few batches; anything else
             that ends early gives a smaller bank. A smaller last batch is a snapshot too (drop_last=True
             leaves it out, and so do samplers that rescale to a `batch_size`). Random draws follow torch's generator:
-            the same state, the same bank.
+            the same state, the same bank. As it is left as found, two calls in a row give one bank, unless it is seeded
+            anew in between.
         num_batches: B, batches to go through; at least 1.
         batch_size: M, rows drawn for a batch from a data set, without replacement within a batch, one batch
             independent of the next; from 2 to the size of the data set.

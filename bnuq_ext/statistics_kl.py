@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from .bank import Bank
-from .ops.checks import acc_dtype, broadcasts, check_floating, check_integer, has_values, refuse
+from .ops.checks import (
+    acc_dtype,
+    broadcasts,
+    check_floating,
+    check_integer,
+    check_tensor,
+    has_values,
+    refuse,
+)
 
 
 class StatisticsGaussian(NamedTuple):
@@ -100,11 +108,13 @@ def _priors(q, prior) -> dict[str, StatisticsGaussian]:
 
 
 def _check_variances(op: str, name: str, q: StatisticsGaussian) -> None:
+    place = f"q[{name!r}]" if name else "q"
+    for field, value in q._asdict().items():
+        check_tensor(op, f"{place}.{field}", value)
     for field in ("mean_var", "std_var"):
         value = getattr(q, field)
         # On a GPU a step of training would wait for it.
         if has_values(value) and value.device.type == "cpu" and (value < 0).any():
-            place = f"q[{name!r}]" if name else "q"
             refuse(op, f"{place}.{field}", "not be negative", value.min().item())
 
 
@@ -167,7 +177,8 @@ def analytic_statistics(
         mu_B ~ N(m, f Var(a) / M),    sigma_B ~ N(s, f Var(c) / (4 s^2 M)),    f = (N - M) / (N - 1)
 
     with m and s^2 mean and variance of a channel, a and c the means of (h - m) and (h - m)^2 over a row's
-    positions. For a layer on vectors a row is one value h, so Var(a) = s^2 and Var(c) = E(h - m)^4 - s^4, which
+    positions, to first order in 1/M: for M of 30 or more, as Teye et al. have it (at M = 10 and squares of uniform inputs
+    the variance of sigma_B was a fifth larger). For a layer on vectors a row is one value h, so Var(a) = s^2 and Var(c) = E(h - m)^4 - s^4, which
     are the formulas of Teye et al.; f is the share that is left by drawing without replacement. Behind another
     batch norm they are too wide, since the batch has normalised itself there: see `statistics_normality`.
 

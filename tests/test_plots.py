@@ -356,6 +356,16 @@ def test_rejects_other_types():
         assert str(caught.value) == (
             f"{call.__name__}: {name} must be a dict of label -> values, got list"
         )
+    with pytest.raises(TypeError, match="^statistic_marginals: densities must be a dict of label"):
+        plots.statistic_marginals([1.0, 2.0], [1.0])
+    with pytest.raises(TypeError, match="^reliability_diagram: y must hold integer labels, got"):
+        plots.reliability_diagram([[0.3, 0.7]], [0.5])
+    with pytest.raises(ValueError, match="^weight_histograms: num_bins must be at least 1, got 0"):
+        plots.weight_histograms({"a": [0.1]}, num_bins=0)
+    with pytest.raises(ValueError, match="^weight_histograms: limit must be positive, got -1"):
+        plots.weight_histograms({"a": [0.1]}, limit=-1)
+    with pytest.raises(ValueError, match="^signal_to_noise: num_bins must be at least 1, got 0"):
+        plots.signal_to_noise([1.0, 2.0], num_bins=0)
     with pytest.raises(TypeError, match="^against_batch_size: curves must be a dict of label"):
         plots.against_batch_size([2], [1.0], ylabel="")
     some = Prediction.from_samples(torch.zeros(2, 3, 4), "categorical")

@@ -239,6 +239,7 @@ CASES = {
     "q entry": (lambda: bnuq.statistics_kl({"a": 1}, Q), TypeError, r"q\['a'\] must be"),
     "q variance": (lambda: bnuq.statistics_kl({"a": Q._replace(std_var=torch.tensor([1.0, -0.5]))}, Q), ValueError, r"q\['a'\].std_var must not be negative, got -0.5"),
     "q mean variance": (lambda: bnuq.statistics_kl(Q._replace(mean_var=torch.tensor([1.0, -2.0])), Q), ValueError, "q.mean_var must not be negative, got -2.0"),
+    "q numbers": (lambda: bnuq.statistics_kl(bnuq.StatisticsGaussian(0.0, 1.0, 1.0, 1.0), Q), TypeError, "q.mean must be a tensor, got float"),
     "prior type": (lambda: bnuq.statistics_kl(Q, 1.0), TypeError, "prior must be a StatisticsGaussian"),
     "prior names": (lambda: bnuq.statistics_kl({"a": Q}, {"b": Q}), ValueError, r"names of q \['a'\]"),
     "prior mean_var": (lambda: bnuq.statistics_kl(Q, Q._replace(mean_var=0.0)), ValueError, "prior.mean_var must be positive"),

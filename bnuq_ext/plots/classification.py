@@ -103,6 +103,8 @@ def _take_labelled(op: str, probs, y) -> tuple:
         refuse(op, "probs", "lie in [0, 1]", probs[~inside][0])
     if y.shape != probs.shape[:1]:
         refuse(op, "y", f"have shape {list(probs.shape[:1])}", list(y.shape))
+    if y.dtype.kind not in "iu":
+        refuse(op, "y", "hold integer labels", y.dtype, TypeError)
     if not (0 <= y.min() and y.max() < probs.shape[1]):
         refuse(op, "y", f"lie in [0, {probs.shape[1]})", [y.min().item(), y.max().item()])
     return probs, y

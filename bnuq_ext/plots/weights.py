@@ -4,7 +4,7 @@ from itertools import cycle
 
 import numpy as np
 
-from ..ops.checks import refuse
+from ..ops.checks import check_integer, check_positive, refuse
 from .canvas import (
     BLUE,
     COLORS,
@@ -70,6 +70,8 @@ def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, colors=
         Axes of the last entry; above it in the figure are those labelled by the other entries.
     """
     take_entries("weight_histograms", "weights", weights)
+    check_positive("weight_histograms", "limit", limit)
+    num_bins = check_integer("weight_histograms", "num_bins", num_bins, 1)
     edges = np.linspace(-limit, limit, num_bins + 1)
     ax = take_axes(ax, 5.4, 0.6 + 1.5 * len(weights))
     panels = share_axes(ax, [*weights], len(weights) - 1, rows=True, sharex=ax)
@@ -122,6 +124,7 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
         refuse("signal_to_noise", "snr", "have a positive value", snr[-1])
     if not all(0 <= cut <= 1 for cut in cuts):
         refuse("signal_to_noise", "cuts", "lie in [0, 1]", list(cuts))
+    num_bins = check_integer("signal_to_noise", "num_bins", num_bins, 1)
     # The least thousandth may reach down to 0, which has no logarithm.
     low, high = max(np.quantile(snr, 1e-3), snr[-1] * 1e-6), snr[-1]
     edges = np.geomspace(low, high * (1 + 1e-6), num_bins + 1)
