@@ -15,7 +15,7 @@ from .guards import DropoutTrace, warnings_of
 from .inputs import call, check_one_input, copied
 from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .passes import Pass, running
-from .reads import ONE_MODE
+from .reads import ONE_MODE, storage_of
 from .restore import evaluating, preserved_rng, without_gradients
 
 
@@ -135,9 +135,11 @@ class BatchNormCounter(TorchDispatchMode):
             if hasattr(module, EXCLUDED)
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         }
+        self._weights = {storage_of(p) for p in model.parameters()} - {None, 0}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not self._ignored and _is_batch_norm(func):
+        # Weight standardisation (of timm's normaliser-free networks) is batch norm of a weight.
+        if not self._ignored and _is_batch_norm(func) and storage_of(args[0]) not in self._weights:
             if any(id(arg) in self._excluded_tensors for arg in args):
                 self.excluded += 1
             else:

@@ -50,9 +50,19 @@ def split_batch(op: str, batch) -> tuple:
         return model_input(op, batch), next((batch[k] for k in _TARGETS if k in batch), None)
     if isinstance(batch, (tuple, list)) and len(batch) > 0:
         given = isinstance(batch[0], (tuple, Mapping))
-        inputs = batch[0] if given else model_input(op, batch)
+        inputs = batch[0] if given else _collated(batch) or model_input(op, batch)
         return inputs, batch[1] if len(batch) > 1 else None
     return model_input(op, batch), None
+
+
+def _collated(batch) -> tuple[Tensor, ...] | None:
+    """The arguments in a list, which a DataLoader makes of those that a data set returns in a tuple; each has a row
+    for each of the targets, as a list of images of other sizes has not."""
+    first, targets = batch[0], batch[1] if len(batch) > 1 else None
+    if isinstance(first, list) and isinstance(targets, Tensor) and targets.dim() > 0:
+        if all(isinstance(t, Tensor) and t.shape[:1] == targets.shape[:1] for t in first):
+            return tuple(first)
+    return None
 
 
 def is_one_input(x) -> bool:

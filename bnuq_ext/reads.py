@@ -86,7 +86,7 @@ class Reads:
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
         constants = [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
         constants += [t for t in tensors(inputs) if t.dim() == 0 or len(t) != num_rows]
-        self.constants = {_storage(t) for t in constants} - {None}
+        self.constants = {storage_of(t) for t in constants} - {None}
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
         self.found, self.rounds = "", False
@@ -138,20 +138,20 @@ class Reads:
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if drawn or func.overloadpacket in _UNWRITTEN or not self.keep(given, result):
             for tensor in (*tensors(result), *_written(func, args, kwargs)):
-                self.constants.discard(_storage(tensor))
-                self.kept.pop(_storage(tensor), None)
+                self.constants.discard(storage_of(tensor))
+                self.kept.pop(storage_of(tensor), None)
 
     def keep(self, given, result) -> bool:
         """Takes what is made of constants as constant; whether it is made of these alone."""
         if not self._constant(given):
             return False
-        made = {_storage(t): t for t in tensors(result)}
+        made = {storage_of(t): t for t in tensors(result)}
         self.kept |= made
         self.constants |= made.keys() - {None}
         return True
 
     def _constant(self, args) -> bool:
-        return all(_storage(t) in self.constants for t in tensors(args))
+        return all(storage_of(t) in self.constants for t in tensors(args))
 
     def check(self, calls: dict[str, int]) -> None:
         """Raises DoesNotFold if values decide about more than themselves; `calls`: rows of stochastic calls."""
@@ -168,7 +168,7 @@ def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
     return list(tensors([given[name] for name in names if name in given]))
 
 
-def _storage(tensor: Tensor) -> int | None:
+def storage_of(tensor: Tensor) -> int | None:
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError, ValueError):  # a subclass without one

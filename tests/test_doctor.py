@@ -74,6 +74,24 @@ def test_takes_any_mapping():
     assert counts(report) == (0, 0, 4)
 
 
+class Standardised(nn.Conv2d):
+    """As in normaliser-free networks: what is normalised is the weight, not a batch."""
+
+    def forward(self, x):
+        weight = F.batch_norm(
+            self.weight.reshape(1, len(self.weight), -1), None, None, training=True
+        )
+        return self._conv_forward(x, weight.view_as(self.weight), self.bias)
+
+
+def test_standardised_weights_are_no_batch_norm(recwarn):
+    model = bnuq.convert(nn.Sequential(Standardised(4, 4, 1), nn.BatchNorm2d(4)))
+    assert counts(bnuq.doctor(model, x)) == (1, 0, 0)
+    bnuq.collect(model, [x, 2 * x], progress=False)
+    bnuq.predict(model, x, likelihood="categorical", num_samples=2)
+    assert not recwarn.list
+
+
 def test_names_what_is_not_converted():
     model = nn.Sequential(bnuq.convert(nn.BatchNorm1d(3)), nn.BatchNorm1d(3), nn.LazyBatchNorm1d())
     report = bnuq.doctor(model, torch.randn(2, 3))

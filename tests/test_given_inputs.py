@@ -209,3 +209,35 @@ def test_one_tensor_twice_is_not_two_tensors():
     actual = bnuq.predict(model, (x, x.clone()), **options)
     expected = bnuq.predict(model, (x, x.clone()), strategy="loop", **options)
     torch.testing.assert_close(actual.mean, expected.mean)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, a, b):
+        return self.norm(self.linear(a - 2 * b))
+
+
+class Pairs(torch.utils.data.Dataset):
+    a, b = torch.arange(36.0).view(9, 4).sin(), torch.arange(36.0).view(9, 4).cos()
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, i):
+        return (self.a[i], self.b[i]), i
+
+
+def test_pairs_of_a_data_set_become_a_list_in_its_loader():
+    torch.manual_seed(0)
+    model, options = bnuq.convert(Pair()), dict(likelihood="gaussian", num_samples=3, seed=0)
+    bnuq.collect(model, [(Pairs.a, Pairs.b)] * 2, input_fn=tuple, progress=False)
+    pred = bnuq.predict(model, torch.utils.data.DataLoader(Pairs(), 4), **options)
+    expected = bnuq.predict(model, (Pairs.a, Pairs.b), **options)
+    torch.testing.assert_close(pred.mean, expected.mean)
+    assert pred.targets.tolist() == list(range(9))
+    for images, y in [(torch.ones(3, 4, 4), torch.ones(2)), ("text", torch.ones(2))]:
+        with pytest.raises(TypeError, match="a batch must be .* got list of list"):
+            bnuq.predict(model, [[[images, images], y]], **options)
