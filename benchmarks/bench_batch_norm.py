@@ -80,7 +80,7 @@ def steps(x, residual, mean, var, weight, bias, shared, in_place):
     return results
 
 
-def targets(shape, shared, kept, dtype, device):
+def targets(shape, shared, kept, device):
     """What section "Speed" of the README promises, beyond the cache."""
     if device == "cuda":
         if shape not in (HUGE, SHARED):
@@ -129,7 +129,7 @@ def test_batch_norm_bank(case, device, benchmark):
         times,
         moved=moved,
         copied=2 * y.nbytes,
-        target=targets(shape, shared, kept, dtype, device),
+        target=targets(shape, shared, kept, device),
         device=device,
     )
     benchmark.pedantic(cases["ours"], rounds=3)

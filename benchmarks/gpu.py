@@ -13,14 +13,15 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import gpu_report  # noqa: E402
-from benchmarks.gpu_process import ROOT, Outcome, environment, find_tool, run  # noqa: E402
+from benchmarks import gpu_report
+from benchmarks.gpu_process import ROOT, Outcome, environment, find_tool, run
 
 STAGES = ["test", "sanitize", "bench"]
 STAGE_SECONDS = 450  # of nine minutes: what goes before, and the report, take some
@@ -66,7 +67,7 @@ class Step:
 
     name: str
     command: list
-    judge: object
+    judge: Callable[[Outcome], dict]
     limit: float = 300
     env: dict = field(default_factory=dict)
     alone: bool = True

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bnuq_ext import ops  # noqa: E402
-from bnuq_ext.ops import linear_cuda  # noqa: E402
+from bnuq_ext import ops
+from bnuq_ext.ops import linear_cuda
 
 T, N, C, B = 3, 2, 5, 4
 SHAPES = [(N, C), (3, C), (N, C, 7, 7), (N, C, 4, 4), (N, C, 1, 1), (N, C, 16, 16)]

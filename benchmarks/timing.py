@@ -17,9 +17,9 @@ class Times(dict):
         super().__init__({name: statistics.median(times) for name, times in samples.items()})
         self.samples = samples
 
-    def ratios(self, name: str, ours: str) -> list[float]:
-        """What `name` takes over what `ours` takes, in each round."""
-        pairs = zip(self.samples[name], self.samples[ours], strict=True)
+    def ratios(self, name: str) -> list[float]:
+        """What `name` takes over what "ours" takes, in each round."""
+        pairs = zip(self.samples[name], self.samples["ours"], strict=True)
         return [theirs / mine for theirs, mine in pairs]
 
 
@@ -61,29 +61,26 @@ def compare(
     return Times(samples)
 
 
-def record(
-    benchmark, case: str, times: Times, ours: str = "ours", moved=None, copied=None, **details
-):
+def record(benchmark, case: str, times: Times, moved=None, copied=None, **details):
     """Puts a comparison into the benchmark's record.
 
     Args:
-        times: what `compare` returned.
-        ours: the name of our case; the others are yardsticks.
+        times: what `compare` returned: of our case, "ours", and of yardsticks.
         moved: bytes that our case moves.
         copied: bytes that the yardstick "copy_" moves.
         details: what else `report` prints: target, memory_mb, skipped.
     """
-    ratios = {name: times.ratios(name, ours) for name in times if name != ours}
+    ratios = {name: times.ratios(name) for name in times if name != "ours"}
     benchmark.extra_info.update(
         case=case,
-        ours_ms=times[ours],
-        rounds=len(times.samples[ours]),
+        ours_ms=times["ours"],
+        rounds=len(times.samples["ours"]),
         yardsticks={name: times[name] for name in ratios},
         ratio={name: statistics.median(values) for name, values in ratios.items()},
         ratio_range={
             name: statistics.quantiles(values, n=4)[::2] for name, values in ratios.items()
         },
-        gb_s=moved / times[ours] / 1e6 if moved else None,
+        gb_s=moved / times["ours"] / 1e6 if moved else None,
         copy_gb_s=copied / times["copy_"] / 1e6 if copied else None,
         **details,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import bank_file
-from .nn import check_model, named_stochastic_layers
+from .nn import require_stochastic_layers
 from .ops.checks import acc_dtype, check_floating, check_integer, check_tensor, refuse
 from .passes import split_key
 from .restore import without_gradients
@@ -327,7 +327,7 @@ def attach(model: nn.Module, bank: Bank) -> None:
     """
     if not isinstance(bank, Bank):
         refuse("attach", "bank", "be a Bank", type(bank).__name__, TypeError)
-    layers = stochastic_layers("attach", model)
+    layers = require_stochastic_layers("attach", model)
     _check_layers(layers, bank)
     bank.check()
     before = [(layer, layer.bank, layer.bank_name) for layer in layers.values()]
@@ -346,23 +346,13 @@ def find_bank(model: nn.Module, op: str) -> Bank:
     Raises:
         ValueError: no stochastic layers, a layer without a bank, or layers with different banks.
     """
-    banks = {id(layer.bank): layer.bank for layer in stochastic_layers(op, model).values()}
+    banks = {id(layer.bank): layer.bank for layer in require_stochastic_layers(op, model).values()}
     if id(None) in banks:
         refuse(op, "model", "have a bank", "none; run bnuq_ext.collect first")
     if len(banks) > 1:
         got = f"{len(banks)}; run bnuq_ext.collect on the whole model"
         refuse(op, "model", "have one bank in all layers", got)
     return next(iter(banks.values()))
-
-
-def stochastic_layers(op: str, model: nn.Module) -> dict[str, nn.Module]:
-    """The stochastic layers of a model by name; ValueError when it has none."""
-    check_model(op, model)
-    layers = named_stochastic_layers(model)
-    if not layers:
-        got = "none; run bnuq_ext.convert first"
-        refuse(op, "model", "contain stochastic batch-norm layers", got)
-    return layers
 
 
 def _check_layers(layers: dict[str, nn.Module], bank: Bank) -> None:

@@ -205,8 +205,8 @@ class Members(Predictor):
         super().__init__(first.forward, [], request, first.likelihood, first.device)
         self.predictors = predictors
 
-    def _run(self, inputs, bar) -> dict[str, Tensor]:
-        parts = [predictor._run(inputs, bar) for predictor in self.predictors]
+    def run_one(self, inputs, bar) -> dict[str, Tensor]:
+        parts = [predictor.run_one(inputs, bar) for predictor in self.predictors]
         shapes = [list(part["mean"].shape) for part in parts]
         if any(shape != shapes[0] for shape in shapes):
             refuse(self.forward.op, "models", "have outputs of one shape", shapes)
@@ -230,8 +230,8 @@ def pooled(parts: list[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
     joined = {"mean": mean, "variance": variance + (means - mean).square().mean(0)}
     if "entropy" not in parts[0]:
         return joined
-    within = torch.stack([p["entropy"] - p["mutual_information"] for p in parts]).mean(0)
-    return joined | entropies(mean, within, count)
+    expected = torch.stack([p["entropy"] - p["mutual_information"] for p in parts]).mean(0)
+    return joined | entropies(mean, expected, count)
 
 
 @dataclass(frozen=True)

@@ -119,11 +119,11 @@ def _reason_scripted(module: torch.jit.ScriptModule) -> str | None:
 
 
 def _reason_of_class(module: nn.Module) -> str | None:
-    if isinstance(module, LazyModuleMixin) and isinstance(module, _BatchNorm):
-        return "lazy; run one dummy forward first"
-    if isinstance(module, _BatchNorm) and is_parametrized(module):
-        return "parametrised; remove the parametrisations first"
     if isinstance(module, _BatchNorm):
+        if isinstance(module, LazyModuleMixin):
+            return "lazy; run one dummy forward first"
+        if is_parametrized(module):
+            return "parametrised; remove the parametrisations first"
         return "a subclass of a torch batch norm; see bnuq_ext.register_adapter"
     has_statistics = {"running_mean", "running_var"} <= module._buffers.keys()
     if has_statistics or (not module._modules and _says_batch_norm(type(module).__name__)):

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .bank import Bank, attach, stochastic_layers
+from .bank import Bank, attach
 from .batches import as_dataset, fetcher, find_source
 from .collect import gather
 from .inputs import device_of, move, split_batch
 from .metrics import mutual_information
 from .metrics.arguments import as_rows_of, take_labels
+from .nn import require_stochastic_layers
 from .ops.checks import check_integer, refuse
 from .predict import predict
 from .prediction import check_likelihood
@@ -137,7 +138,7 @@ def fit_batch_size(
     Source: Mukhoti et al., On Batch Normalisation for Approximate Bayesian Inference, section 3, which proposes
         it; objective and divergence from Teye et al. (2018), equation 1 and appendix 1.2.
     """
-    layers = stochastic_layers(OP, model)
+    layers = require_stochastic_layers(OP, model)
     data = as_dataset(OP, "data", data)
     validation = as_dataset(OP, "validation", validation)
     sizes = _checked_sizes(data, candidates)

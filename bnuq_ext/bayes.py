@@ -11,16 +11,9 @@ from torch.nn import functional
 
 from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
-from .ops.checks import (
-    autocasted,
-    check_floating,
-    check_integer,
-    check_one_of,
-    is_eager,
-    past_autocast,
-    refuse,
-)
+from .ops.checks import check_floating, check_integer, check_one_of, refuse
 from .ops.linear import bayes_linear_kl
+from .ops.modes import autocasted, is_eager, past_autocast
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
 from .samplers import Draw

@@ -105,19 +105,7 @@ def parser() -> argparse.ArgumentParser:
     root = Parser(prog="bnuq", description="Uncertainty from batch normalisation.")
     root.add_argument("--version", action="version", version=f"bnuq {__version__}")
     commands = root.add_subparsers(dest="command", required=True)
-    command = commands.add_parser(
-        "demo",
-        help="train on scikit-learn's digits, predict with replicas, print the table, draw the figures",
-    )
-    command.add_argument(
-        "--output",
-        help="folder (demo-output, with --quick demo-output/quick); a killed run goes on there",
-    )
-    command.add_argument(
-        "--seeds", type=int, help="number of seeds (10, quick: 2); one alone compares nothing"
-    )
-    command.add_argument("--quick", action="store_true", help="check that it runs; no results")
-    command.set_defaults(run=demo)
+    add_demo(commands)
     add_bbb(commands)
     add_reproduce(commands)
     command = commands.add_parser(
@@ -127,6 +115,21 @@ def parser() -> argparse.ArgumentParser:
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print JSON and no progress")
     return root
+
+
+def add_demo(commands) -> None:
+    command = commands.add_parser(
+        "demo",
+        help="train on scikit-learn's digits, predict with replicas, print the table, draw the figures",
+    )
+    add = command.add_argument
+    add(
+        "--output",
+        help="folder (demo-output, with --quick demo-output/quick); a killed run goes on there",
+    )
+    add("--seeds", type=int, help="number of seeds (10, quick: 2); one alone compares nothing")
+    add("--quick", action="store_true", help="check that it runs; no results")
+    command.set_defaults(run=demo)
 
 
 def add_bbb(commands) -> None:

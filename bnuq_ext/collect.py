@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._version import __version__
-from .bank import Bank, attach, stochastic_layers
+from .bank import Bank, attach
 from .batches import Source, find_source
 from .inputs import call, copied, device_of, model_input, move, num_rows, tensors
+from .nn import require_stochastic_layers
 from .ops.checks import check_callable, check_integer, refuse
 from .passes import Pass, running
 from .progress import progress_bar
@@ -69,7 +70,7 @@ def collect(
         ValueError, TypeError: an argument is refused, or no batch can be used; the model keeps the bank that
             it had.
     """
-    stochastic_layers("collect", model)
+    require_stochastic_layers("collect", model)
     _check_arguments(model, num_batches, input_fn, on_nonfinite)
     source = find_source("collect", data, batch_size)
     if source.in_order:
@@ -107,7 +108,7 @@ def gather(
     See `collect` for the arguments; snapshot b is the b-th batch that could be used. With `most`, so many
     batches are gone through at most until `num_batches` could be used.
     """
-    record = _Record(op, stochastic_layers(op, model), input_fn, device, on_nonfinite)
+    record = _Record(op, require_stochastic_layers(op, model), input_fn, device, on_nonfinite)
     with preserved_rng(*source.generators), evaluating(list(model.modules())), without_gradients():
         # Closed with the body, so that a loader's workers end with it.
         with closing(source.batches(most or num_batches)) as batches:

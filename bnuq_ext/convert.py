@@ -142,20 +142,21 @@ def _hint(model: nn.Module, left: str) -> str:
     if left:
         return f" that can be converted: {left}"
     biased = sum(isinstance(m, _ConvNd) and m.bias is not None for m in model.modules())
-    fused = (
+    if not biased:
+        return ""
+    return (
         f"; {biased} of its convolutions have a bias: if batch norm has been fused into them, load "
         "the unfused checkpoint"
     )
-    return fused if biased else ""
 
 
 def _make_stochastic(layers: dict[str, nn.Module]) -> dict[int, nn.Module]:
     """By id of each layer what takes its place; after an exception the classes are as before."""
-    classes = {id(layer): (layer, type(layer)) for layer in layers.values()}
+    classes = [(layer, type(layer)) for layer in layers.values()]
     try:
         return {id(layer): _stochastic(name, layer) for name, layer in layers.items()}
     except BaseException:
-        for layer, cls in classes.values():
+        for layer, cls in classes:
             layer.__class__ = cls
         raise
 

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from .chunks import is_out_of_memory
 from .fingerprint import fingerprint
 from .forward import Forward
-from .inputs import num_rows, tensors
+from .inputs import expand, num_rows, tensors
 from .passes import DoesNotFold, ReplicaPass, Undecided
-from .probe import ROWS, check_equal, expand, tolerance_of
+from .probe import ROWS, check_equal, tolerance_of
 from .reads import READS, Reads, uncompiled
 from .restore import preserved_rng
 from .samplers import Draw
@@ -252,8 +252,9 @@ class Folding:
 
     def together(self, plan: Plan, draw: Draw) -> Tensor:
         """The outputs (T, N, ...) of a draw's replicas as one batch."""
-        num_samples, inputs = draw.num_samples, self.inputs
-        arguments = inputs if plan.way == "folded" else expand(inputs, num_samples)
+        num_samples, arguments = draw.num_samples, self.inputs
+        if plan.way != "folded":
+            arguments = expand(self.forward.op, arguments, num_samples)
         output, _ = self.forward.run(arguments, draw, plan.rows, plan.shared)
         if tuple(output.shape) != (num_samples * plan.shape[0], *plan.shape[1:]):
             raise DoesNotFold(

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from .history import made_since, next_node
 from .inputs import call, copied
 from .known import Known
 from .ops.checks import refuse
 from .passes import ReplicaPass, running
 from .samplers import Draw, Sampler
-from .state import made_since, next_node
 
 
 class Forward(NamedTuple):

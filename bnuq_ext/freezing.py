@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from .bank import stochastic_layers
+from .nn import require_stochastic_layers
 
 
 def freeze(model: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
@@ -22,7 +22,7 @@ def freeze(model: nn.Module, *, statistics: bool = True, affine: bool = True) ->
     Raises:
         ValueError, TypeError: no model, or one without stochastic layers.
     """
-    for layer in stochastic_layers("freeze", model).values():
+    for layer in require_stochastic_layers("freeze", model).values():
         layer.frozen = bool(statistics)
         layer.training = layer.training and not layer.frozen
         for parameter in layer.parameters(recurse=False):

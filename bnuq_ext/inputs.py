@@ -146,6 +146,18 @@ def _like(inputs: Mapping, made: dict) -> Mapping:
         return made
 
 
+def expand(op: str, inputs, num_samples: int):
+    """The input with its rows T times over, replica-major."""
+    rows = num_rows(op, inputs)
+
+    def repeat(t: Tensor) -> Tensor:
+        if t.dim() == 0 or t.shape[0] != rows:
+            return t
+        return t.expand(num_samples, *t.shape).flatten(0, 1)
+
+    return map_tensors(inputs, repeat)
+
+
 def copied(inputs):
     """What to give a forward, which may write into its input: each replica has the caller's."""
     return map_tensors(inputs, torch.clone)

@@ -125,6 +125,16 @@ def named_stochastic_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def require_stochastic_layers(op: str, model) -> dict[str, nn.Module]:
+    """The stochastic layers of what must be a model with some; raises in the name of `op`."""
+    check_model(op, model)
+    layers = named_stochastic_layers(model)
+    if not layers:
+        got = "none; run bnuq_ext.convert first"
+        refuse(op, "model", "contain stochastic batch-norm layers", got)
+    return layers
+
+
 def original_class(layer: nn.Module) -> type[nn.Module]:
     """The class that a stochastic layer was made from."""
     return next(

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .bank import Bank, stochastic_layers
+from .bank import Bank
 from .batches import as_dataset, fetcher, find_source
 from .collect import gather
 from .inputs import call, device_of, move, split_batch
+from .nn import require_stochastic_layers
 from .ops.checks import acc_dtype, check_floating, check_integer, refuse
 from .passes import Pass, running
 from .progress import progress_bar
@@ -22,7 +23,7 @@ from .restore import evaluating, preserved_rng, without_gradients
 from .samplers import check_key, draw_key
 from .statistics_kl import (
     StatisticsGaussian,
-    finite_factor,
+    finite_population_correction,
     gaussian_of_moments,
     observed_statistics,
 )
@@ -133,7 +134,7 @@ def statistics_normality(
 
     Source: Teye et al. (2018), section 3.1, Figure 3 and appendix 1.3, 1.9; Lilliefors (1967) for the test.
     """
-    layers = stochastic_layers(OP, model)
+    layers = require_stochastic_layers(OP, model)
     batch_size = check_integer(OP, "batch_size", batch_size, 2)
     data = as_dataset(OP, "data", data)
     source = find_source(OP, data, batch_size)
@@ -154,7 +155,7 @@ def statistics_normality(
                 rows = list(range(start, min(start + rows_at_a_time, N)))
                 moments.calls.clear()
                 call(model, move(split_batch(OP, fetch(rows))[0], device))
-    factor = finite_factor(OP, batch_size, N) / batch_size
+    factor = finite_population_correction(OP, batch_size, N) / batch_size
     observed = observed_statistics(bank)
     found = {n: _judge(bank, n, observed[n], moments.sums[n], factor) for n in bank.names}
     return StatisticsNormality(batch_size, N, bank, found)

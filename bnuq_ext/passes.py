@@ -43,7 +43,7 @@ def replayed_pass() -> Replay | None:
     return None if older else replay
 
 
-class running:  # noqa: N801 - a context manager; written out, for a generator costs more than a small layer
+class running:  # a context manager; written out, for a generator costs more than a small layer
     """Make a pass the current one for the body."""
 
     __slots__ = ("active", "token")

@@ -66,17 +66,7 @@ def to_bayesian(
         got = f"none{_subclasses(model)}"
         refuse(op, "model", "contain a torch.nn.Linear that filter_fn accepts", got)
     for layer, name in chosen.items():
-        if isinstance(layer, nn.LazyLinear):
-            refuse(op, f"layer {name!r}", "have a shape (run one forward first)", "a LazyLinear")
-        if layer.weight.dtype not in (torch.float32, torch.float64):
-            requirement = "have its weight in float32 or float64"
-            refuse(op, f"layer {name!r}", requirement, layer.weight.dtype, TypeError)
-        if "weight" not in layer._parameters:
-            requirement = "have its weight as a parameter (remove weight norm or pruning first)"
-            refuse(op, f"layer {name!r}", requirement, f"it made of {list(layer._parameters)}")
-        if "forward" in vars(layer):
-            requirement = "have the forward of its class (take the other one off first)"
-            refuse(op, f"layer {name!r}", requirement, "one that is set on the object")
+        _check_linear(op, f"layer {name!r}", layer)
     memo: dict = {}
     model = copy_model(op, model, memo)
     for layer in chosen:
@@ -93,6 +83,20 @@ def _subclasses(model: nn.Module) -> str:
         if isinstance(module, nn.Linear) and qualified_name(type(module)) not in _LINEAR
     }
     return f" but subclasses of it: {describe(others)}" if others else ""
+
+
+def _check_linear(op: str, place: str, layer: nn.Linear) -> None:
+    """Raises for a linear layer that cannot be turned."""
+    if isinstance(layer, nn.LazyLinear):
+        refuse(op, place, "have a shape (run one forward first)", "a LazyLinear")
+    if layer.weight.dtype not in (torch.float32, torch.float64):
+        refuse(op, place, "have its weight in float32 or float64", layer.weight.dtype, TypeError)
+    if "weight" not in layer._parameters:
+        requirement = "have its weight as a parameter (remove weight norm or pruning first)"
+        refuse(op, place, requirement, f"it made of {list(layer._parameters)}")
+    if "forward" in vars(layer):
+        requirement = "have the forward of its class (take the other one off first)"
+        refuse(op, place, requirement, "one that is set on the object")
 
 
 def _turn(linear: nn.Linear, rho_init, prior) -> None:

@@ -1,4 +1,4 @@
-"""`predict`: T replicas of a network with stochastic batch norm, as one prediction."""
+"""`predict`: T replicas of a network with stochastic layers, as one prediction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .bank import stochastic_layers
 from .batches import find_loader
 from .bayes import bayes_layers
 from .chunks import check_chunk
@@ -16,7 +15,7 @@ from .collect import gather
 from .forward import Forward
 from .inputs import device_of, is_one_input, num_rows, split_batch, tensors
 from .known import know
-from .nn import Stochastic, check_model, named_stochastic_layers
+from .nn import Stochastic, check_model, named_stochastic_layers, require_stochastic_layers
 from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
 from .passes import Replicated
 from .prediction import Prediction, check_likelihood, check_noise_shape
@@ -119,7 +118,7 @@ def predict(
 
     known = know(model, modules)
     if query == "in":
-        layers, drawn = stochastic_layers("predict", model), WeightSampler(device)
+        layers, drawn = require_stochastic_layers("predict", model), WeightSampler(device)
     elif sampler == "batch":
         layers = named_stochastic_layers(model)
         drawn = _batch_sampler(model, loader, first_replica + num_samples, device)

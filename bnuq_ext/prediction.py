@@ -110,23 +110,23 @@ def check_noise_shape(op: str, noise_var, mean: Tensor) -> None:
         refuse(op, "noise_var", requirement, list(noise_var.shape))
 
 
-def entropies(mean: Tensor, within: Tensor, count: int) -> dict[str, Tensor]:
+def entropies(mean: Tensor, expected_entropy: Tensor, count: int) -> dict[str, Tensor]:
     """Entropy and mutual information of `Prediction`.
 
     Args:
         mean: (N, K, *) probabilities.
-        within: (N, *) mean of the replicas' entropies, in nats.
+        expected_entropy: (N, *) mean of the replicas' entropies, in nats.
         count: replicas.
     """
     entropy = torch.special.entr(mean).sum(1)
-    information = _information(entropy, within, count, mean.shape[1])
+    information = _information(entropy, expected_entropy, count, mean.shape[1])
     return {"entropy": entropy, "mutual_information": information}
 
 
-def _information(entropy: Tensor, within: Tensor, count: int, classes: int) -> Tensor:
+def _information(entropy: Tensor, expected_entropy: Tensor, count: int, classes: int) -> Tensor:
     # Both terms, of at most ln K, come from T steps of a recursion, which round.
     noise = torch.finfo(entropy.dtype).eps * (4 + count**0.5) * (1 + log(classes or 1))
-    return torch.threshold(entropy - within, noise, 0.0)
+    return torch.threshold(entropy - expected_entropy, noise, 0.0)
 
 
 def _check_logits(op: str, logits: Tensor) -> None:
@@ -154,16 +154,16 @@ class CategoricalMoments:
         _check_logits(self.op, logits)
         if self.mean is None:
             shape, dtype = logits.shape[1:], acc_dtype(logits.dtype)
-            self.within = logits.new_zeros(shape[:1] + shape[2:], dtype=dtype)
+            self.expected_entropy = logits.new_zeros(shape[:1] + shape[2:], dtype=dtype)
             self.mean, self.m2 = logits.new_zeros((2, *shape), dtype=dtype)
         logits = logits.contiguous()
-        predictive_accumulate_(self.mean, self.m2, self.within, logits, self.count)
+        predictive_accumulate_(self.mean, self.m2, self.expected_entropy, logits, self.count)
         self.count += len(logits)
 
     def summary(self) -> dict[str, Tensor]:
         count = self.m2.new_full((), self.count)  # by a number torch's GPU code multiplies by 1/T
         moments = {"mean": self.mean, "variance": self.m2 / count}
-        return moments | entropies(self.mean, self.within, self.count)
+        return moments | entropies(self.mean, self.expected_entropy, self.count)
 
 
 class GaussianMoments:
@@ -209,8 +209,8 @@ def summarise(op: str, likelihood: str, outputs: Tensor) -> dict[str, Tensor]:
         moments.add(outputs)
         return moments.summary()
     _check_logits(op, outputs)
-    mean, variance, entropy, within = predictive_statistics(outputs)
-    information = _information(entropy, within, outputs.shape[0], mean.shape[1])
+    mean, variance, entropy, expected_entropy = predictive_statistics(outputs)
+    information = _information(entropy, expected_entropy, outputs.shape[0], mean.shape[1])
     return {
         "mean": mean,
         "variance": variance,

@@ -62,7 +62,7 @@ class Predictor:
     def run(self, inputs) -> dict[str, Tensor]:
         """What `Prediction` holds for one input."""
         with self._bar(self.request.count) as bar:
-            return self._run(inputs, bar)
+            return self.run_one(inputs, bar)
 
     def run_all(self, loader: Iterable) -> dict[str, Tensor | list | None]:
         """What `Prediction` holds for the batches of a loader together."""
@@ -70,7 +70,7 @@ class Predictor:
         with self._bar() as bar:
             for batch in loader:
                 inputs, target = split_batch(self.forward.op, batch)
-                results.append(self._run(move(inputs, self.device), bar))
+                results.append(self.run_one(move(inputs, self.device), bar))
                 targets.append(target)
                 self._check_shapes(results[0]["mean"], results[-1]["mean"])
         if not results:
@@ -93,13 +93,14 @@ class Predictor:
             return nullcontext()
         return progress_bar(desc=self.forward.op, unit="replica", total=total, shown=True)
 
-    def _run(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
+    def run_one(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
+        """`run` under a bar that is there already, or none."""
         moments = samples = summary = None
         folding = Folding(self.forward, self.modules, self.request.first, inputs)
         done, plan = 0, self._plan(folding)
         while done < self.request.count:
             size = self._size(plan, self.request.count - done)
-            outputs = short = None
+            outputs, short = None, False
             try:
                 outputs = self._outputs(folding, plan, done, size)
                 samples = self._keep(samples, outputs, done)
@@ -118,14 +119,14 @@ class Predictor:
                     if outputs is not None or size == 1:
                         raise
                     plan = self._checked(folding.give_up(plan, error))
+            else:
+                done += size
+                if bar is not None:
+                    bar.update(size)
             if short:
                 # The exception is gone here, and with it the tensors of the frames that it held.
                 self.most = size // 2
                 free_memory(self.device)
-            elif outputs is not None:
-                done += size
-                if bar is not None:
-                    bar.update(size)
         return (summary or moments.summary()) | {"samples": samples}
 
     def _size(self, plan: Plan, left: int) -> int:

@@ -24,18 +24,6 @@ def leading(inputs, rows: int) -> list[Tensor]:
     return list({id(t): t for t in tensors(inputs) if t.dim() > 0 and t.shape[0] == rows}.values())
 
 
-def expand(inputs, num_samples: int):
-    """The input with its rows T times over, replica-major."""
-    rows = num_rows("predict", inputs)
-
-    def repeat(t: Tensor) -> Tensor:
-        if t.dim() == 0 or t.shape[0] != rows:
-            return t
-        return t.expand(num_samples, *t.shape).flatten(0, 1)
-
-    return map_tensors(inputs, repeat)
-
-
 def probe_inputs(inputs) -> tuple:
     """The input cut to three rows that differ from each other, and whether integers in them are made up.
 

@@ -11,16 +11,15 @@ from .batch_norm_like import averages_rows
 from .fingerprint import OURS
 from .folding import Plan
 from .forward import Forward
-from .inputs import num_rows, tensors
+from .history import made_since, next_node
+from .inputs import expand, num_rows, tensors
 from .known import know
 from .nn import Stochastic
 from .ops.checks import check_first_replica, check_integer, refuse
 from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass, running
 from .predict import forward_by_bank, take_model
-from .probe import expand
 from .samplers import check_key
 from .standing import StandingFolding
-from .state import made_since, next_node
 from .untraced import untraced
 
 
@@ -123,7 +122,7 @@ class _Session(Pass):
         self.active = ReplicaPass(
             self.forward.layers, self.draw, plan.rows, plan.shared, op="replicas"
         )
-        return inputs if plan.way == "folded" else expand(inputs, self.num_samples)
+        return inputs if plan.way == "folded" else expand("replicas", inputs, self.num_samples)
 
     def _plan(self, inputs: dict) -> Plan:
         model = self.forward.model

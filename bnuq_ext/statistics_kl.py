@@ -17,9 +17,9 @@ from .ops.checks import (
     check_floating,
     check_integer,
     check_tensor,
-    has_values,
     refuse,
 )
+from .ops.modes import has_values
 
 
 class StatisticsGaussian(NamedTuple):
@@ -200,7 +200,7 @@ def analytic_statistics(
     check_floating(op, "x", x)
     if x.dim() < 2 or x.numel() == 0:
         refuse(op, "x", "have shape (rows, C, *) and values", list(x.shape))
-    factor = finite_factor(op, batch_size, dataset_size)
+    factor = finite_population_correction(op, batch_size, dataset_size)
     h = x.to(acc_dtype(x.dtype)).unsqueeze(-1).flatten(2)
     mean = h.mean((0, 2))
     deviation = h - mean[:, None]
@@ -210,7 +210,7 @@ def analytic_statistics(
     return gaussian_of_moments(*moments, factor / batch_size)
 
 
-def finite_factor(op: str, batch_size: int, dataset_size: int | None) -> float:
+def finite_population_correction(op: str, batch_size: int, dataset_size: int | None) -> float:
     """f of `analytic_statistics`; checks both."""
     batch_size = check_integer(op, "batch_size", batch_size, 1)
     if dataset_size is None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .forward import Forward
+from .inputs import expand
 from .moved import Moved
 from .passes import DoesNotFold, Undecided
 from .probe import (
@@ -16,7 +17,6 @@ from .probe import (
     check_equal,
     check_gradients,
     check_informative,
-    expand,
     probe_draws,
     probe_inputs,
     tolerance_of,
@@ -111,4 +111,4 @@ class Trial(NamedTuple):
         return probe_draws(self.forward.draw(self.first_replica, 1))
 
     def _arguments(self, probe):
-        return probe if self.way == "folded" else expand(probe, 2)
+        return probe if self.way == "folded" else expand(self.forward.op, probe, 2)

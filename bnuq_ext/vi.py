@@ -15,7 +15,7 @@ from .bayes import BayesLinear, check_whole, require_bayes_layers
 from .chunks import keep_freed_pages
 from .fingerprint import HOOKS
 from .forward import Forward
-from .inputs import check_one_input, device_of, num_rows, tensors
+from .inputs import check_one_input, device_of, expand, num_rows, tensors
 from .known import know, run_once
 from .ops import new_seed
 from .ops.checks import (
@@ -25,14 +25,13 @@ from .ops.checks import (
     check_one_of,
     check_positive_value,
     check_tensor,
-    is_eager,
     refuse,
 )
 from .ops.kl import gaussian_kl_sum, total
+from .ops.modes import is_eager
 from .ops.philox import new_key
 from .passes import Pass, current_pass
 from .prediction import check_likelihood, refuse_one_logit
-from .probe import expand
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
 from .together import run_together
@@ -222,20 +221,25 @@ def elbo_loss(
         # Not read back: a step on a GPU waits for nothing, and goes into a CUDA graph.
         key = new_key(device) if seed is None else seed
         known = know(model, modules) if num_samples > 1 else run_once()
-        sampler = WeightSampler(device)
-        plain = _is_plain(modules)
-        # Autograd takes no tensors of inference mode.
-        kept = any(t.is_inference() for t in tensors(x))
-        copies = not plain or kept or any([getattr(m, "inplace", False) for m in modules])
-        forward = Forward(model, layers, sampler, key, None, known, op, plain=plain, copies=copies)
+        sampler, shortcuts = WeightSampler(device), _shortcuts(modules, x)
+        forward = Forward(model, layers, sampler, key, None, known, op, **shortcuts)
         draw = forward.draw(0, num_samples)
-        if device.type == "cpu" and plain:
+        if device.type == "cpu" and forward.plain:
             draw = draw._replace(divergences={})
         outputs = _outputs(forward, modules, x, draw)
         scale = max(rows, 1) if reduction == "mean" else 1
         nll = _nll(outputs, num_samples, y, likelihood, noise_std) / (num_samples * scale)
         kl, in_loss = _divergence(layers, draw, Pass(layers).streams)
         return Elbo(_weighted_sum(nll, in_loss, weight / scale), nll, kl)
+
+
+def _shortcuts(modules: list[nn.Module], x) -> dict[str, bool]:
+    """What a `Forward` of plain layers need not do."""
+    plain = _is_plain(modules)
+    # Autograd takes no tensors of inference mode.
+    kept = any(t.is_inference() for t in tensors(x))
+    copies = not plain or kept or any([getattr(m, "inplace", False) for m in modules])
+    return {"plain": plain, "copies": copies}
 
 
 def _outputs(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor:
@@ -264,7 +268,7 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
         return None
     if forward.plain and _is_chain(forward.model, modules, x):
         rows = dict.fromkeys(forward.layers, len(x))
-        x = expand(x, draw.num_samples) if _drops_first(modules) else x
+        x = expand(forward.op, x, draw.num_samples) if _drops_first(modules) else x
         return forward.run(x, draw, rows)[0]
     # Of two, the sample that is run alone would cost what going together saves. And processes that wait for each
     # other must make the same forwards, which a proof by each one's own rows would not.
@@ -315,10 +319,8 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
             got = f"{y.min()} to {y.max()}"
             refuse("elbo_loss", "y", f"hold labels in [0, {outputs.shape[1]})", got)
     std = noise_std if isinstance(noise_std, Tensor) else float(noise_std)
-    residuals = torch.distributions.Normal(
-        outputs.unflatten(0, (num_samples, rows)), std, validate_args=False
-    )
-    return -residuals.log_prob(y).sum()
+    means = outputs.unflatten(0, (num_samples, rows))
+    return -torch.distributions.Normal(means, std, validate_args=False).log_prob(y).sum()
 
 
 def _weighted_sum(nll: Tensor, kl: Tensor, weight: float | Tensor) -> Tensor:

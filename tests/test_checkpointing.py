@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bnuq_ext as bnuq
-from bnuq_ext.state import made_since, next_node
+from bnuq_ext.history import made_since, next_node
 
 
 class Block(nn.Module):

@@ -160,7 +160,7 @@ def test_noisy_inputs_by_hand():
         nll = cross_entropy(logits / scale, y).item()
         assert found["0.35"][row]["nll"] == pytest.approx(nll, rel=1e-4)
     for row, sampler in digits.SAMPLERS.items():
-        pred = digits.replicas(model, x, TINY, sampler=sampler, seed=1)
+        pred = digits.sampled(model, x, TINY, sampler=sampler, seed=1)
         nll = -pred.mean[torch.arange(len(y)), y].log().mean().item()
         assert found["0.35"][row]["nll"] == pytest.approx(nll, rel=1e-4)
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_unseen_classes_by_hand():
     others = torch.cat([part.x for part in whole])
     for row, sampler in digits.SAMPLERS.items():
         seen, unseen = (
-            digits.replicas(model, x, TINY, sampler=sampler, seed=1) for x in (split.test.x, others)
+            digits.sampled(model, x, TINY, sampler=sampler, seed=1) for x in (split.test.x, others)
         )
         entropies = [stats.entropy(p.mean.numpy(), axis=1) for p in (seen, unseen)]
         informations = [p.mutual_information.numpy() for p in (seen, unseen)]
@@ -209,7 +209,7 @@ def test_curve_and_verdict_by_hand():
     model = digits.fit(split, 10, settings).model
     with torch.no_grad():
         probs = model(inputs["noisy"]).softmax(1)
-    pred = digits.replicas(model, inputs["noisy"], settings, keep_samples=True)
+    pred = digits.sampled(model, inputs["noisy"], settings, keep_samples=True)
     confidence, guess = probs.max(1)
     rows = ((guess != split.test.y) & (confidence > 0.9)).nonzero().squeeze(1)
     assert unit["confident_errors"] == len(rows) > 1 and unit["test_images"] == len(probs)

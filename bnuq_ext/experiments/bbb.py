@@ -227,7 +227,7 @@ def load(path: Path, network: nn.Sequential) -> State:
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata()
-            tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 - no dict
+            tensors = {k: file.get_tensor(k) for k in file.keys()}  # it is no dict
         if digest(metadata["log"], tensors) != metadata["sha256"]:
             raise ValueError("other content than its SHA-256")
         best, last = (

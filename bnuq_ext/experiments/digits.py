@@ -97,7 +97,7 @@ def fit(split: data.Split, num_classes: int, settings: Settings) -> Fitted:
     return Fitted(model, metrics.fit_temperature(logits, split.validation.y))
 
 
-def replicas(model: nn.Module, x: Tensor, settings: Settings, *, seed=0, **options) -> Prediction:
+def sampled(model: nn.Module, x: Tensor, settings: Settings, *, seed=0, **options) -> Prediction:
     samples = settings.num_samples
     return predict(model, x, likelihood="categorical", num_samples=samples, seed=seed, **options)
 
@@ -112,7 +112,7 @@ def outcomes(fitted: Fitted, x: Tensor, settings: Settings, seed: int) -> dict[s
         entropy = metrics.predictive_entropy(probs[None], reduction="none")
         result[row] = Outcome(probs, entropy, torch.zeros_like(entropy))
     for row, sampler in SAMPLERS.items():
-        pred = replicas(fitted.model, x, settings, sampler=sampler, seed=seed)
+        pred = sampled(fitted.model, x, settings, sampler=sampler, seed=seed)
         result[row] = Outcome(pred.mean, pred.entropy, pred.mutual_information)
     return result
 
@@ -181,7 +181,7 @@ def batch_size_curve(settings: Settings) -> dict:
     for M in settings.curve_batch_sizes:
         collect_random(model, split.train.x, settings.num_batches, M)
         for name, x in inputs.items():
-            pred = replicas(model, x, settings, strategy="loop", keep_samples=True)
+            pred = sampled(model, x, settings, strategy="loop", keep_samples=True)
             information = metrics.mutual_information(pred.samples.softmax(2)).item()
             result[name]["mutual_information"].append(information)
             result[name]["nll"].append(metrics.nll(pred.mean, split.test.y).item())
@@ -198,7 +198,7 @@ def confident_error(settings: Settings) -> dict:
     x = data.add_noise(split.test.x, settings.curve_noise_std, seed=0)
     with torch.no_grad():
         plug_in = fitted.model(x).softmax(1)
-    pred = replicas(fitted.model, x, settings, keep_samples=True)
+    pred = sampled(fitted.model, x, settings, keep_samples=True)
     confidence, guess = plug_in.max(1)
     wrong = (guess != split.test.y) & (confidence > 0.9)
     row = torch.where(wrong, pred.mutual_information, -1.0).argmax().item()
@@ -232,7 +232,7 @@ def alone(seed: int, compute):
         return compute()
 
 
-def run(folder, settings: Settings = Settings(), *, progress: bool = True) -> dict:  # noqa: B008
+def run(folder, settings: Settings, *, progress: bool = True) -> dict:
     """Everything that the report needs, from `folder` where a run before left it there.
 
     Returns:

@@ -15,7 +15,8 @@ from .batch_norm_checks import (
     slope_of,
     wants_grad,
 )
-from .checks import acc_dtype, mark_written, past_autograd, refuse_forward_mode
+from .checks import acc_dtype
+from .modes import mark_written, past_autograd, refuse_forward_mode
 
 
 def _call(op, *args) -> Tensor:

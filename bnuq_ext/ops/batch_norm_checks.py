@@ -18,9 +18,9 @@ from .checks import (
     check_shape,
     check_stream,
     check_tensor,
-    has_values,
     refuse,
 )
+from .modes import has_values
 
 FAMILIES = {"normal": 0, "lognormal": 1}
 

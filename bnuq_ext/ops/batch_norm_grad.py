@@ -9,7 +9,8 @@ channel, sums[0] = sum g and sums[1] = sum g * (x - mean) * rstd. From them
 import torch
 
 from .batch_norm_checks import result_format
-from .checks import acc_dtype, refuse_second_derivatives
+from .checks import acc_dtype
+from .modes import refuse_second_derivatives
 from .philox import philox_normal
 
 

@@ -2,14 +2,11 @@
 
 import math
 import operator
-from contextlib import nullcontext
 from numbers import Real
 from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.autograd import forward_ad
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -166,63 +163,3 @@ def check_num_samples(op: str, num_samples) -> None:
         refuse(op, "num_samples", "be at least 1", num_samples)
     if num_samples >= 2**63:
         refuse(op, "num_samples", "be below 2^63", num_samples)
-
-
-def refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
-    """Raises for a tensor with a tangent: a registered op would return one of 0."""
-    if forward_ad._current_level < 0:
-        return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise NotImplementedError(f"{op}: forward-mode derivatives are not available")
-
-
-def is_eager() -> bool:
-    """Whether ops run as they are called: neither compiled nor under a transform of torch.func."""
-    transformed = torch._C._are_functorch_transforms_active()
-    return not (transformed or torch.compiler.is_compiling())
-
-
-def mark_written(*tensors: Tensor) -> None:
-    """Tells autograd that an op has written into tensors: a backward that kept one then says so, as torch's do."""
-    if is_eager():
-        torch.autograd.graph.increment_version(tensors)
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor's values and address can be asked for."""
-    return is_eager() and not isinstance(tensor, FakeTensor)
-
-
-def past_autograd():
-    """Around an op: its kernel directly where no graph is made, past 8 us of its rule, which is Python."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return nullcontext()
-    return torch._C._AutoDispatchBelowAutograd()
-
-
-def autocasted(x: Tensor) -> Tensor:
-    """What autocast would make of an input of a linear layer."""
-    if x.is_floating_point() and x.dtype != torch.float64 and _autocasts(x.device):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
-
-
-def past_autocast(device: torch.device):
-    """Around float32 products that autocast would round to 16 bits; it reaches into an op too."""
-    return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
-
-
-def _autocasts(device: torch.device) -> bool:
-    kind = device.type
-    if not torch._C._is_any_autocast_enabled():
-        return False
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
-def refuse_second_derivatives(op: str) -> None:
-    """Makes a gradient through `<op>_backward` an error; without a rule torch only warns."""
-
-    def backward(ctx, *grads):
-        raise NotImplementedError(f"{op}: second derivatives are not available")
-
-    torch.library.register_autograd(f"bnuq::{op}_backward", backward)

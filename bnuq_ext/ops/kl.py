@@ -15,11 +15,9 @@ from .checks import (
     check_seed,
     check_shape,
     check_stream,
-    past_autograd,
     refuse,
-    refuse_forward_mode,
-    refuse_second_derivatives,
 )
+from .modes import past_autograd, refuse_forward_mode, refuse_second_derivatives
 
 
 def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:

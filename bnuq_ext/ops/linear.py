@@ -12,12 +12,9 @@ from .checks import (
     check_seed,
     check_shape,
     check_stream,
-    is_eager,
-    past_autograd,
     refuse,
-    refuse_forward_mode,
-    refuse_second_derivatives,
 )
+from .modes import is_eager, past_autograd, refuse_forward_mode, refuse_second_derivatives
 
 
 def bayes_linear(

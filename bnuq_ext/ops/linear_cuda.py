@@ -18,8 +18,8 @@ from torch import Tensor
 
 from . import linear_batched as batched
 from . import linear_parts as parts
-from .checks import past_autocast
 from .linear_parts import Noise
+from .modes import past_autocast
 
 # The fused kernel makes a weight's noise once for 128 rows. At the rate of its loop that costs more than
 # writing the weight for a product of torch's from about 5 times on.

@@ -12,12 +12,9 @@ from .checks import (
     check_shape,
     check_tensor,
     check_within,
-    mark_written,
-    past_autograd,
     refuse,
-    refuse_forward_mode,
-    refuse_second_derivatives,
 )
+from .modes import mark_written, past_autograd, refuse_forward_mode, refuse_second_derivatives
 
 
 class PredictiveStatistics(NamedTuple):

@@ -161,13 +161,7 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
         Axes of the replicas; before it in the figure are those labelled "clean" (where given),
         "image" and "plug-in".
     """
-    plug_in = take_numbers("verdict", "plug_in", plug_in)
-    replicas = take_numbers("verdict", "replicas", replicas)
-    if plug_in.ndim != 1:
-        refuse("verdict", "plug_in", "have shape (K,)", list(plug_in.shape))
-    if replicas.ndim != 2 or len(replicas) == 0 or replicas.shape[1] != len(plug_in):
-        requirement = f"have shape (T, {len(plug_in)}) with T > 0"
-        refuse("verdict", "replicas", requirement, list(replicas.shape))
+    plug_in, replicas = _take_verdicts(plug_in, replicas)
     mean = replicas.mean(0)
     by_mean = np.argsort(-mean)
     shown = [int(k) for k in by_mean if max(mean[k], plug_in[k]) >= visible]
@@ -197,3 +191,14 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
     together = f"together: “{mean.argmax()}”, {mean.max():.0%}"
     ax.set_xlabel(f"replicas, sorted by verdict; {together}")
     return ax
+
+
+def _take_verdicts(plug_in, replicas) -> tuple:
+    plug_in = take_numbers("verdict", "plug_in", plug_in)
+    replicas = take_numbers("verdict", "replicas", replicas)
+    if plug_in.ndim != 1:
+        refuse("verdict", "plug_in", "have shape (K,)", list(plug_in.shape))
+    if replicas.ndim != 2 or len(replicas) == 0 or replicas.shape[1] != len(plug_in):
+        requirement = f"have shape (T, {len(plug_in)}) with T > 0"
+        refuse("verdict", "replicas", requirement, list(replicas.shape))
+    return plug_in, replicas

@@ -46,7 +46,10 @@ QUICK, FULL = Settings(learning_rates=(1e-3, 1e-4), steps=800, num_runs=2), Sett
 
 def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     return [
-        Unit(f"{name(norm, activation, init)}-{run}", _arguments(norm, activation, init, run))
+        Unit(
+            f"{name(norm, activation, init)}-{run}",
+            {"norm": norm, "activation": activation, "init": init, "run": run},
+        )
         for run in range(settings.num_runs)
         for activation in settings.activations
         for init in settings.inits
@@ -56,10 +59,6 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
 
 def name(norm: str, activation: str, init: str) -> str:
     return f"{norm}-{activation}-{init}"
-
-
-def _arguments(norm: str, activation: str, init: str, run: int) -> dict:
-    return {"norm": norm, "activation": activation, "init": init, "run": run}
 
 
 def load(data_root: str | None, seed: int) -> data.Split:

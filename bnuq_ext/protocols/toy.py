@@ -148,13 +148,13 @@ def train(network: nn.Module, scale: Scale, settings: Settings) -> None:
 def make_sampler(network: nn.Module, method: str, scale: Scale, settings: Settings, seed: int):
     """A function from x (N,) to the outputs (T, N) of the replicas, in the unit of y."""
     options = {"likelihood": "gaussian", "num_samples": settings.num_samples, "seed": seed}
+    predicted_by = mc_dropout
     if method == "MCBN":
-        network = convert(network)
+        network, predicted_by = convert(network), predict
         collect_random(network, scale.x, settings.num_samples, settings.batch_size)
-    method = predict if method == "MCBN" else mc_dropout
 
     def sample(x: Tensor) -> Tensor:
-        pred = method(network, scale.inputs(x), keep_samples=True, **options)
+        pred = predicted_by(network, scale.inputs(x), keep_samples=True, **options)
         return scale.outputs(pred.samples)
 
     return sample

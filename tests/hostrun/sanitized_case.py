@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from hostrun import build, sanitized_bayes  # noqa: E402
-from hostrun.calls import STORAGE, Kernels, acc_of  # noqa: E402
+from hostrun import build, sanitized_bayes
+from hostrun.calls import STORAGE, Kernels, acc_of
 
 BATCH_NORM = [
     (5, 6, 1),
