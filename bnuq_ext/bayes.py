@@ -152,7 +152,7 @@ class BayesLinear(Replicated, nn.Module):
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         self._check_features(rows)
         y = self.sample(rows, Draw(1, new_seed(device=x.device), None, {}), 0, shared=True)
-        return y.reshape(*x.shape[:-1], self.out_features)
+        return _shaped(y, (*x.shape[:-1], self.out_features))
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
@@ -185,7 +185,7 @@ class BayesLinear(Replicated, nn.Module):
             draw.divergences[id(self)] = kl
         else:
             y = bayes_linear(*given, **noise)
-        return y if y.dim() == 2 and not inner else y.reshape(folded, *inner, self.out_features)
+        return _shaped(y, (folded, *inner, self.out_features))
 
     def _notes_divergence(self, draw: Draw) -> bool:
         """Whether the draw is to have it, it is that of the weights as they are, and nothing traces the layer."""
@@ -238,6 +238,12 @@ class BayesLinear(Replicated, nn.Module):
                 found = f"{list(mask.shape)} in the checkpoint and {list(shape)} in the layer"
                 errors.append(f"size mismatch for {prefix}weight_mask: {found}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """y, which nobody else has, of another shape; no view: of one, `fully_shard` loses its hook at the first write in
+    place (an activation's), and the backward reads weights that have been freed."""
+    return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape)
 
 
 def _local(

@@ -5,6 +5,7 @@ from functools import cache
 import torch
 
 from .ops.checks import check_integer
+from .untraced import untraced
 
 # Convolutions are slower per replica when their activations outgrow the cache: a ResNet-18 on 8 rows
 # takes 0.90 of the loop's time in chunks of 8 MB, 1.01 with 14 MB, 1.06 with 20 MB.
@@ -51,6 +52,7 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
+@untraced
 @cache
 def keep_freed_pages() -> None:
     """Lets glibc keep the memory of freed activations for the next ones.

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from .state import OF_EVERY_MODULE, modules_of
+from .untraced import untraced
 
 _DEEPEST = 3  # of containers in containers that are looked into
 _LATEST = 64  # items of a container that are looked into
 
 
+@untraced
 def next_node() -> int:
     """The number that the next node of this thread's graph will have."""
     return torch._C._autograd._get_sequence_nr()

@@ -32,6 +32,8 @@ class Known:
         standing: plans of earlier states, for as long as nothing but the values of parameters has changed; see
             `StandingFolding`.
         turn: how often those have changed.
+        anew: how often in a row it was another model before a plan could stand: a counter that a training loop keeps in
+            it, a rate that it anneals.
         held: where plans have been held to the training flags; see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.
         planning: held while plans are made.
@@ -49,6 +51,7 @@ class Known:
         self.undecided: dict = {}
         self.standing: dict = {}
         self.turn = 0
+        self.anew = 0
         self.held: dict = {}
         self.changes = 0
         self.planning = threading.RLock()
@@ -127,6 +130,8 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
             if before.seen.structure == seen.structure:
                 known.standing, known.turn = before.standing, before.turn + 1
                 known.held, known.changes = before.held, before.changes
+            elif before.turn == 0:
+                known.anew = before.anew + 1
     return known
 
 

@@ -12,6 +12,7 @@ from .restore import preserved_rng, random_states
 from .samplers import Draw
 from .standing import DrawsNumbers, StandingFolding
 from .state import State
+from .untraced import untraced
 
 
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
@@ -23,6 +24,8 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     dropped and a wider posterior; a model that draws other random numbers takes them one after another.
     """
     folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
+    if forward.known.anew > 1 and folding.proven() is None:
+        return None  # a proof costs four times the loop, and the last two have served one step each
     try:
         plan, alone = _decide(folding)
     except Exception as error:  # in eval(), or without gradients, which the model need not bear
@@ -49,6 +52,7 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, DoesNotFold) else f"{type(error).__name__}: {error}"
 
 
+@untraced
 def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
     """The plan, and the chosen replica run alone where it has still to be compared."""
     plan = folding.proven()

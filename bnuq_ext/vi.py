@@ -293,11 +293,21 @@ def _drops_first(modules: list[nn.Module]) -> bool:
 def _is_plain(modules: list[nn.Module]) -> bool:
     """Whether these layers treat rows one by one, and do nothing else than torch's."""
     return (
-        all([type(m) in _BY_ROW or type(m) is nn.Sequential for m in modules])
+        all([type(m) in _BY_ROW or _is_by_row(m) for m in modules])
         and not any([getattr(m, kind) for m in modules for kind in HOOKS])
         and not any(["forward" in vars(m) for m in modules])
         and not any([getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS])
     )
+
+
+def _is_by_row(module: nn.Module) -> bool:
+    """Of layers that treat rows one by one for some of their arguments."""
+    kind = type(module)
+    if kind is nn.Flatten:
+        return module.start_dim == 1
+    if kind is nn.LayerNorm:
+        return len(module.normalized_shape) == 1
+    return kind is nn.Sequential
 
 
 def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_std) -> Tensor:

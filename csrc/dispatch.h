@@ -1,8 +1,15 @@
-// Which of the two types a Bayesian op computes in, for both backends.
+// Which of the two types a Bayesian op computes in, and what its tensors must have, for both backends.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 
 namespace bnuq {
+
+// What shards a model frees the storage of its parameters: a kernel would read address 0.
+inline void check_storage(const torch::stable::Tensor& t) {
+  STD_TORCH_CHECK(
+      t.numel() == 0 || t.const_data_ptr(),
+      "bnuq: a tensor must have its storage, got one that has been freed");
+}
 
 template <typename F>
 void dispatch_acc(const torch::stable::Tensor& t, const F& body) {

@@ -306,3 +306,10 @@ def test_the_same_seed_gives_the_same_weights_beside_batch_norm():
     mean, var = model[1].bank.mean["1"][row], model[1].bank.var["1"][row]
     h = (x @ w[0].T + b[0] - mean) / (var + 1e-5).sqrt()
     torch.testing.assert_close(pred.samples[0], h @ w[1].T + b[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 5, 6), (6,)], ids=str)
+def test_the_output_is_no_view(shape):
+    """Of a view `fully_shard` loses its hook when an activation writes into it: the backward crashed."""
+    y = bnuq.BayesLinear(6, 3)(torch.randn(shape))
+    assert y.shape == (*shape[:-1], 3) and not y._is_view()

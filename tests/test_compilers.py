@@ -206,3 +206,16 @@ def test_a_training_step_of_a_compiled_chain(fullgraph):
     grads = torch.autograd.grad(out.loss, parameters)
     for actual, e in zip(grads, wanted, strict=True):
         torch.testing.assert_close(actual, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_a_compiled_step_leaves_trials_as_they_are(num_samples, recwarn):
+    x, y, model = torch.randn(8, 6), torch.randint(6, (8,)), nn.Sequential(nn.Linear(6, 6))
+    model.append(nn.Softmax(1)).append(bnuq.BayesLinear(6, 6))  # no plain chain
+
+    def step(x, y):
+        return bnuq.elbo_loss(model, x, y, num_samples=num_samples, seed=1, batch_weight=0.1).loss
+
+    loss = torch.compile(step, backend="aot_eager")(x, y)
+    assert not [w for w in recwarn if "Dynamo" in str(w.message)]
+    torch.testing.assert_close(loss, step(x, y))

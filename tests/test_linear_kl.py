@@ -326,3 +326,18 @@ def test_the_divergence_may_be_written_into():
     elbo.kl.mul_(0.5)
     (elbo.nll + elbo.kl).backward()
     assert elbo.kl.item() == kl / 2 and model[0].weight_mu.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("op", ["bayes_linear", "bayes_linear_kl"])
+def test_freed_storage_is_an_error(op, index):
+    """As a sharded model leaves it where a backward runs without its hook."""
+    x = torch.randn(9, 20, requires_grad=True)
+    posterior = make(11, 20, torch.float32)
+    if op == "bayes_linear":
+        y = ops.bayes_linear(x, *posterior, seed=ops.new_seed(3), stream=0, num_samples=1)
+    else:
+        y = both(x, posterior, 1)[0]
+    (x, posterior[0], posterior[1], posterior[3])[index].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="must have its storage, got one that has been freed"):
+        y.sum().backward()

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from training import (
     Attention,
+    D,
+    K,
     N,
     Net,
     Residual,
@@ -100,6 +102,46 @@ def test_two_samples_go_one_after_another(monkeypatch):
         step(model)
     assert seen == [N] * 4 and not made
     assert_right(model, 2, 2)
+
+
+def test_images_go_through_a_chain_together(monkeypatch):
+    """Flattened there, and normalised row by row: no trial, and no sample alone."""
+    made, options = proofs(monkeypatch), dict(dtype=torch.float64)
+    hidden = bnuq.BayesLinear(D, 9, **options), nn.LayerNorm(9, **options), nn.ReLU()
+    model = nn.Sequential(nn.Flatten(), *hidden, bnuq.BayesLinear(9, K, **options))
+    (x, y), rows = data(), []
+    monkeypatch.setattr(
+        bnuq.BayesLinear,
+        "replicate",
+        lambda *args, run=bnuq.BayesLinear.replicate: rows.append(len(args[1])) or run(*args),
+    )
+    terms = dict(num_samples=2, batch_weight=0.1, seed=3)
+    out = bnuq.elbo_loss(model, x.view(N, 1, 2, D // 2), y, **terms)
+    assert rows == [N, 2 * N] and not made
+    torch.testing.assert_close(out, bnuq.elbo_loss(model[1:], x, y, **terms))
+    monkeypatch.setattr(vi, "_together", lambda *args: None)
+    torch.testing.assert_close(out, bnuq.elbo_loss(model, x.view(N, 1, 2, D // 2), y, **terms))
+
+
+def test_another_model_in_each_step_is_not_proven_for_ever(monkeypatch):
+    """A training loop that counts its steps in the model."""
+    made, model = proofs(monkeypatch), Net(middle=Residual())
+    rows, counts = counted(model), []
+    for i in range(5):
+        model.global_step = i
+        rows.clear()
+        gradients(model, i)
+        counts.append(len(rows))
+        step(model)
+    assert len(made) == 2 and counts[2:] == [T] * 3
+    for i in range(2):  # at rest it is proven again
+        gradients(model, i)
+        step(model)
+    assert len(made) == 3
+    rows.clear()
+    gradients(model, 7)
+    assert rows == [N, T * N]
+    assert_right(model)
 
 
 def test_dropout_draws_what_it_draws_in_a_chain(monkeypatch):

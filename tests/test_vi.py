@@ -137,7 +137,8 @@ def test_a_plain_chain_folds_without_a_trial(monkeypatch):
     tried, run = [], vi.run_together
     monkeypatch.setattr(vi, "run_together", lambda *args: tried.append(1) or run(*args))
     x, y = data()
-    for extra, trials in (((), 0), ((nn.Softmax(1),), 1)):
+    by_row = nn.Flatten(), nn.LayerNorm(9, dtype=torch.float64)
+    for extra, trials in (((), 0), (by_row, 0), ((nn.Softmax(1),), 1)):
         bnuq.elbo_loss(network(extra=extra), x, y, num_samples=3, batch_weight=0.1, seed=0)
         assert len(tried) == trials
 

@@ -17,6 +17,7 @@ namespace bnuq {
 constexpr int64_t kFewRows = 4;
 
 inline Tensor contiguous_as(ScalarType type, const Tensor& t) {
+  check_storage(t);
   const Tensor same = t.scalar_type() == type ? t : torch::stable::to(t, type);
   return same.is_contiguous() ? same : torch::stable::contiguous(same);
 }

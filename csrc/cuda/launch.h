@@ -10,6 +10,7 @@
 #include <optional>
 
 #define BNUQ_LAUNCH_CHECK() STD_CUDA_KERNEL_LAUNCH_CHECK()
+#include "../dispatch.h"
 #include "../seed.h"
 #include "device.cuh"
 
@@ -29,10 +30,14 @@ inline cudaStream_t current_stream(const Tensor& t) {
 inline void check_on_device_of(
     const Tensor& x, std::initializer_list<std::optional<Tensor>> others) {
   STD_TORCH_CHECK(x.is_cuda(), "bnuq: a CUDA tensor is needed");
-  for (const std::optional<Tensor>& t : others)
+  check_storage(x);
+  for (const std::optional<Tensor>& t : others) {
+    if (!t) continue;
     STD_TORCH_CHECK(
-        !t || (t->is_cuda() && t->get_device_index() == x.get_device_index()),
+        t->is_cuda() && t->get_device_index() == x.get_device_index(),
         "bnuq: all tensors must be on one device");
+    check_storage(*t);
+  }
 }
 
 template <typename F>
