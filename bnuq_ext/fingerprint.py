@@ -6,12 +6,16 @@ from typing import NamedTuple
 from weakref import ref
 
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from .contents import SCALARS, Contents
 from .state import OF_EVERY_MODULE
 
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REPARAMETRISE = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
 class Fingerprint(NamedTuple):
@@ -49,11 +53,18 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
                     versions.append(tensor._version)
                 except RuntimeError:  # inference tensors do not count their versions
                     versions.append(-1)
+        made = _made_by_hooks(attributes["_forward_pre_hooks"])
         for name, value in attributes.items():
-            if name not in OF_EVERY_MODULE:
+            if name not in OF_EVERY_MODULE and name not in made:
                 add(name)
                 if type(value) in SCALARS:  # nearly all are
                     add(value)
                 else:
                     contents.append(value)
     return Fingerprint(seen, versions)
+
+
+def _made_by_hooks(hooks: dict) -> list[str]:
+    """Names of the attributes that torch's hooks make of parameters and buffers anew before each forward."""
+    found = [hook for hook in hooks.values() if isinstance(hook, _REPARAMETRISE)]
+    return [getattr(hook, "_tensor_name", None) or hook.name for hook in found]

@@ -32,8 +32,9 @@ def to_bayesian(
 
     In eval() it returns what the model returned, until it is trained. Hooks, shared layers and shared weights
     stay: of two layers with one weight each has a spread, draws and a divergence of its own around the one
-    mean (a layer that is itself shared has one of each). Layers that are called are sampled, and so are those of
-    `torch.nn.TransformerEncoder`, whose fused path is switched off; attention's own projections are not among them.
+    mean (a layer that is itself shared has one of each). The mean of a frozen layer stays frozen, its spread does not.
+    Layers that are called are sampled, and so are those of `torch.nn.TransformerEncoder`, whose fused path is switched
+    off (which without gradients had put zeros where a padding mask is); attention's own projections are not among them.
 
     Args:
         model: holds `torch.nn.Linear` layers (that very class, or timm's `Linear`).

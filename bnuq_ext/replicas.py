@@ -33,7 +33,8 @@ def replicas(
     first_replica: int = 0,
     batch_size: int | None = None,
 ):
-    """Inside, `model(x)` with N rows returns T*N rows, replica-major: row t*N + n is replica t at row n.
+    """Inside, `model(x)` with N rows returns T*N rows, replica-major: row t*N + n is replica t at row n. Rows are the
+    first dimension of each input and of the output (`batch_first=True` of a sequence model).
 
     The replicas are those of `predict` with the same seed. Training flags are the user's and gradients
     flow. The model must be one that `predict` can fold, which is found out in eval at the first call with a

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from coupled import ROWS, D, Graph
-from test_folding import Counting, count_passes, prepared, samples, way
+from test_folding import Counting, assert_right_or_refused, count_passes, prepared, samples, way
+from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from bnuq_ext import chunks
 
@@ -51,3 +52,28 @@ def test_trials_that_cannot_tell_come_to_an_end(monkeypatch):
     monkeypatch.setattr(Faint, "loud", True)
     samples(model, ROWS[:6], strategy="folded")
     assert count_passes(lambda: samples(model, ROWS[:6])) == [6]
+
+
+REPARAMETRISED = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "pruned twice": lambda layer: [prune.random_unstructured(layer, "weight", 0.3) for _ in "ab"],
+    "weight norm": weight_norm,
+    "spectral norm": spectral_norm,
+}
+
+
+@pytest.mark.parametrize("kind", REPARAMETRISED)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_weights_that_torchs_hooks_make_anew_are_no_change(kind):
+    model = prepared(Counting, ROWS)
+    REPARAMETRISED[kind](model.head)
+    samples(model, ROWS[:16])
+    assert way(model) == "folded"
+    assert count_passes(lambda: samples(model, ROWS[:16])) == [16]
+    assert_right_or_refused(model, ROWS[:16])
+    before = samples(model, ROWS[:16])
+    part = next(p for name, p in model.head.named_parameters() if name.startswith("weight_"))
+    with torch.no_grad():
+        part[0] += 1
+    assert len(count_passes(lambda: samples(model, ROWS[:16]))) > 1
+    assert not torch.equal(samples(model, ROWS[:16]), before)
