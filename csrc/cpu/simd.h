@@ -1,10 +1,15 @@
 // BNUQ_CLONES: compile a loop for AVX-512, AVX2 and the baseline, and choose when the library is
-// loaded. GCC 12 is the first that knows these names.
+// loaded. GCC 12 is the first that knows these names. With BNUQ_AVX2_ONLY a processor with AVX-512
+// runs what others do.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && \
     defined(__GNUC__) && __GNUC__ >= 12
+#if defined(BNUQ_AVX2_ONLY)
+#define BNUQ_CLONES __attribute__((target_clones("default", "arch=x86-64-v3")))
+#else
 #define BNUQ_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#endif
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // inside GCC 12's header
@@ -18,7 +23,11 @@ inline bool has_avx2() {
 }
 #define BNUQ_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,avx512cd")))
 inline bool has_avx512() {
+#if defined(BNUQ_AVX2_ONLY)
+  return false;
+#else
   return __builtin_cpu_supports("x86-64-v4");
+#endif
 }
 #else
 #define BNUQ_CLONES
