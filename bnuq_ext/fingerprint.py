@@ -53,8 +53,8 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
                     versions.append(tensor._version)
                 except RuntimeError:  # inference tensors do not count their versions
                     versions.append(-1)
-        hooks = attributes["_forward_pre_hooks"]
-        made = _made_by_hooks(hooks) if hooks else ()
+        before = attributes["_forward_pre_hooks"]
+        made = _made_by_hooks(before) if before else ()
         for name, value in attributes.items():
             if name not in OF_EVERY_MODULE and name not in made:
                 add(name)

@@ -1,14 +1,19 @@
 // BNUQ_CLONES: compile a loop for AVX-512, AVX2 and the baseline, and choose when the library is
-// loaded. GCC 12 is the first that knows these names. With BNUQ_AVX2_ONLY a processor with AVX-512
-// runs what others do.
+// loaded. With BNUQ_AVX2_ONLY a processor with AVX-512 runs what others do.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && \
-    defined(__GNUC__) && __GNUC__ >= 12
+    defined(__GNUC__) && __GNUC__ >= 11
+#if __GNUC__ >= 12
+#define BNUQ_V3 "arch=x86-64-v3"
+#else  // which knows no levels: without fused multiply-add, it must not meet loops that have it
+#define BNUQ_V3 "avx2"
+#define BNUQ_AVX2_ONLY
+#endif
 #if defined(BNUQ_AVX2_ONLY)
-#define BNUQ_CLONES __attribute__((target_clones("default", "arch=x86-64-v3")))
+#define BNUQ_CLONES __attribute__((target_clones("default", BNUQ_V3)))
 #else
-#define BNUQ_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#define BNUQ_CLONES __attribute__((target_clones("default", BNUQ_V3, "arch=x86-64-v4")))
 #endif
 
 #pragma GCC diagnostic push
