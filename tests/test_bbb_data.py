@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from test_bbb import TINY
 
 from bnuq_ext.experiments import bbb
+from bnuq_ext.protocols import batch_size, deep
 
 
 def test_scalings():
@@ -75,3 +77,17 @@ def test_refuses_other_files(tmp_path, files, text):
         bbb.run(tmp_path / "out", ["gaussian"], TINY, data_root=tmp_path, progress=False)
     assert str(caught.value) == f"bbb: data_root must {text}"
     assert not (tmp_path / "out").exists()
+
+
+def test_protocols_refuse_other_labels(tmp_path):
+    for name in ("mnist", "fashion-mnist"):
+        write_idx(tmp_path / name, 126, label=10)
+    settings = replace(batch_size.QUICK, num_validation=20)
+    for load in (
+        partial(deep.load, str(tmp_path), 0),
+        partial(batch_size.load, settings, str(tmp_path), 0),
+    ):
+        with pytest.raises(ValueError) as caught:
+            load()
+        text = "reproduce: data_root must hold labels in [0, 10), got 10 in the train part"
+        assert str(caught.value) == text

@@ -32,6 +32,7 @@ from .. import (
     kl_weight,
     predict,
 )
+from ..data.parts import check_classes
 from ..ops.checks import check_one_of, refuse
 from ..progress import progress_bar
 from ..vi import SCHEMES
@@ -115,12 +116,7 @@ def load_data(root, scaling: str) -> data.Split:
     else:
         folder = Path(root) / "mnist"
         split = data.mnist(folder if folder.is_dir() else root)
-    for name, part in zip(split._fields, split, strict=True):
-        if len(part.x) == 0:
-            refuse("bbb", "data_root", f"hold images for the {name} part", "none")
-        if part.y.max() >= CLASSES:
-            requirement = f"hold labels in [0, {CLASSES})"
-            refuse("bbb", "data_root", requirement, f"{part.y.max()} in the {name} part")
+    check_classes("bbb", split, CLASSES)
     scale = SCALINGS[scaling]
     return data.Split(*(data.Part(scale(x), y) for x, y in split))
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from .. import convert, fit_batch_size, implied_prior, metrics, plug_in, predict
 from ..data import Part, digits, mnist
-from ..data.parts import take
+from ..data.parts import check_classes, take
 from ..experiments.fitting import collect_random, train_epoch
 from ..ops.checks import refuse
 from ..restore import preserved_rng
@@ -105,6 +105,7 @@ def load(settings: Settings, data_root: str | None, seed: int) -> Images:
         return _scaled(known, foreign, 5)
     root = Path(data_root)
     known = mnist(root / "fashion-mnist", num_validation=settings.num_validation)
+    check_classes("reproduce", known, 10)
     foreign = mnist(root / "mnist", num_validation=1).test.x
     some = slice(settings.num_train), slice(None), slice(settings.num_test)
     known = [take(part, rows) for part, rows in zip(known, some, strict=True)]

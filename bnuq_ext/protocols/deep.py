@@ -10,12 +10,14 @@ from torch import nn
 from torch.nn import functional
 
 from .. import data, metrics, plots
+from ..data.parts import check_classes
 from ..plots.canvas import legend_outside, new_figure
 from ..restore import preserved_rng
 from .results import Report, Table, Unit, mean_and_error, shown
 
 TITLE = "Ninety fully connected layers with and without batch norm (Atanov et al. 2018, FC90)"
 WITHOUT_DATA = "digits"
+CLASSES = 10
 NORMS = {"bn": "with BN", "plain": "without BN"}
 INITS = {"torch": "torch's initialisation", "kept": "variance kept"}
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
@@ -65,7 +67,9 @@ def load(data_root: str | None, seed: int) -> data.Split:
     """MNIST of the folder `mnist` in `data_root`, else scikit-learn's digits."""
     if data_root is None:
         return data.digits(num_train=1200, num_validation=297, seed=seed)
-    return data.mnist(Path(data_root) / "mnist")
+    split = data.mnist(Path(data_root) / "mnist")
+    check_classes("reproduce", split, CLASSES)
+    return split
 
 
 def sources(settings: Settings, data_root: str) -> list[Path]:
@@ -112,7 +116,7 @@ def make_network(
             layers.append(nn.BatchNorm1d(settings.width))
         layers.append(ACTIVATIONS[activation]())
         inputs = settings.width
-    return nn.Sequential(*layers, nn.Linear(inputs, 10))
+    return nn.Sequential(*layers, nn.Linear(inputs, CLASSES))
 
 
 def keep_variance(linear: nn.Linear, activation: str) -> None:
@@ -192,7 +196,7 @@ def draw(found: dict, settings: Settings):
             for (norm, kind, init), runs in found.items()
             if kind == activation
         }
-        levels = {"chance, log 10": math.log(10)}
+        levels = {f"chance, log {CLASSES}": math.log(CLASSES)}
         plots.error_over_epochs(curves, levels=levels, ylabel="training loss (nats)", ax=ax)
         ax.set(xlabel="step", title=f"{settings.num_layers} layers, {activation}")
         ax.label_outer()
@@ -209,7 +213,7 @@ def remarks(found: dict, settings: Settings) -> list[str]:
     """Which networks train: those whose loss ends below nine tenths of chance in every run."""
     trained = {True: [], False: []}
     for (norm, activation, init), runs in found.items():
-        good = all(run["final_loss"] < 0.9 * math.log(10) for run in runs)
+        good = all(run["final_loss"] < 0.9 * math.log(CLASSES) for run in runs)
         trained[good].append(f"{activation}, {INITS[init]}, {NORMS[norm]}")
     text = [
         "The slides say that the network fails without and succeeds with batch norm.",
