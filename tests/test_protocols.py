@@ -49,6 +49,12 @@ def test_report(tmp_path, jobs):
         assert entry["result"]["threads"] == 1 and entry["seconds"] >= 0
 
 
+def test_what_is_finished_needs_no_processes(tmp_path, monkeypatch):
+    found = _run(tmp_path)
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", None)
+    assert _run(tmp_path, jobs=2) == found
+
+
 def test_figures_of_any_name_are_linked():
     about = {"title": "T", "seconds": 1.0, "settings": {}, "data_root": "/my/data"}
     about["machine"] = dict.fromkeys(("processor", "torch", "bnuq_ext"), "-")

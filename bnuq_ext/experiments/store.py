@@ -77,9 +77,15 @@ class Store:
         The first result claims the folder: a run that failed before it stands in no other's way, and of two that
         were started in one folder the slower is refused.
         """
-        path = self.folder / "units" / f"{name}.json"
-        if not path.exists():
+        if not self.has(name):
             result = compute()
             self.claim()
-            write_json(path, result)
-        return read_json(path)
+            write_json(self._path(name), result)
+        return read_json(self._path(name))
+
+    def has(self, name: str) -> bool:
+        """Whether the unit is finished."""
+        return self._path(name).exists()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / "units" / f"{name}.json"

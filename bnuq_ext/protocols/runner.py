@@ -70,6 +70,8 @@ def run(
         "data": digest(sources),
     }
     store = Store(folder, {**asdict(settings), **depends_on, "data_root": data_root})
+    if all(store.has(unit.name) for unit in units):
+        jobs = 1  # they are only read
     compute = partial(_compute, module.compute, settings, data_root, store)
     bar = progress_bar(desc=name, total=len(units), unit="unit", shown=progress)
     found = _run_all(compute, units, jobs, bar)
