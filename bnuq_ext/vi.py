@@ -369,6 +369,8 @@ def _is_known(factor) -> bool:
 def _check_factor(name: str, value) -> None:
     """A number, or a tensor of one element, through which a gradient may flow."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.dtype != torch.bool:
+        if value.is_complex():
+            refuse("elbo_loss", name, "be real", value.dtype, TypeError)
         return
     check_number("elbo_loss", name, value)
 

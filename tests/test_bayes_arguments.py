@@ -49,6 +49,7 @@ def test_refused(call, message):
         (dict(batch_weight=math.nan), "batch_weight must be finite and not negative, got nan"),
         (dict(batch_weight=-0.5), "batch_weight must be finite and not negative, got -0.5"),
         (dict(batch_weight="all"), "batch_weight must be a number, got 'all'"),
+        (dict(noise_std=torch.tensor(1j)), "noise_std must be real, got torch.complex64"),
         (dict(noise_std="one"), "noise_std must be a number, got 'one'"),
         (dict(noise_std=math.inf), "noise_std must be finite, got inf"),
         (
