@@ -138,13 +138,16 @@ class BatchNormCounter(TorchDispatchMode):
         self._weights = {storage_of(p) for p in model.parameters()} - {None, 0}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # Weight standardisation (of timm's normaliser-free networks) is batch norm of a weight.
-        if not self._ignored and _is_batch_norm(func) and storage_of(args[0]) not in self._weights:
+        if not self._ignored and _is_batch_norm(func) and not self._is_of_a_weight(args):
             if any(id(arg) in self._excluded_tensors for arg in args):
                 self.excluded += 1
             else:
                 self.uncovered += 1
         return func(*args, **(kwargs or {}))
+
+    def _is_of_a_weight(self, args: tuple) -> bool:
+        """As in normaliser-free networks, which standardise weights, not batches."""
+        return any(isinstance(x, Tensor) and storage_of(x) in self._weights for x in args[:1])
 
     @contextmanager
     def ignoring(self):

@@ -207,7 +207,7 @@ class Folding:
         lasting = True
         try:
             trial = Trial(self.forward, self.modules, self.first_replica, self.flags, way)
-            found = self._proof(trial)
+            found = trial.prove(self.inputs)
         except Undecided as error:
             found, lasting = str(error), False
             self.remember(self.known.undecided, place[1], self.undecided() + 1)
@@ -218,23 +218,6 @@ class Folding:
             lasting = not is_out_of_memory(error)
         self.remember(self.known.trials, place, found, lasting)
         return found, lasting
-
-    def _proof(self, trial: Trial) -> Proof:
-        """What a trial shows; where autocast is too coarse to tell, without it: the forward is the same function, and
-        the chunks at the actual size are still compared with it."""
-        try:
-            return trial.prove(self.inputs)
-        except Undecided as undecided:
-            device = next(tensors(self.inputs)).device.type
-            if not torch.is_autocast_enabled(device):
-                raise
-            try:
-                with torch.autocast(device, enabled=False):
-                    return trial.prove(self.inputs)
-            except DoesNotFold:
-                raise
-            except Exception:  # of inputs that it takes with autocast alone
-                raise undecided from None
 
     def run(self, plan: Plan, first_replica: int, num_samples: int) -> Tensor:
         """The outputs (T, N, ...) of T replicas, T = 1 for the loop."""

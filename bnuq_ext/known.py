@@ -16,6 +16,7 @@ from .nn import named_stochastic_layers
 from .ops.checks import refuse
 from .restore import without_gradients
 from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
+from .untraced import untraced
 from .warn import warn
 
 _LOCK = threading.Lock()
@@ -33,7 +34,7 @@ class Known:
             `StandingFolding`.
         turn: how often those have changed.
         anew: how often in a row it was another model before a plan could stand: a counter that a training loop keeps in
-            it, a rate that it anneals.
+            it, a rate that it anneals. passed_over: batches that have gone without a proof then.
         held: where plans have been held to the training flags; see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.
         planning: held while plans are made.
@@ -51,7 +52,7 @@ class Known:
         self.undecided: dict = {}
         self.standing: dict = {}
         self.turn = 0
-        self.anew = 0
+        self.anew = self.passed_over = 0
         self.held: dict = {}
         self.changes = 0
         self.planning = threading.RLock()
@@ -116,6 +117,7 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
+@untraced
 def know(model: nn.Module, modules: list[nn.Module]) -> Known:
     """What is known of a model with these modules: where it has changed since, nothing but what may stand."""
     seen = fingerprint(modules)
@@ -135,6 +137,7 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
     return known
 
 
+@untraced
 def run_once() -> Known:
     """For a forward of one replica, which needs no proof: knows nothing and is forgotten."""
     return Known(fingerprint([]), [])

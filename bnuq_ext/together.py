@@ -7,12 +7,15 @@ from torch import Tensor, nn
 
 from .folding import CHANGES, LOOP, Plan
 from .forward import Forward
+from .known import Known
 from .passes import DoesNotFold, Undecided
 from .restore import preserved_rng, random_states
 from .samplers import Draw
 from .standing import DrawsNumbers, StandingFolding
 from .state import State
 from .untraced import untraced
+
+_COST = 4  # of a proof, in loops over the samples
 
 
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
@@ -24,8 +27,8 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     dropped and a wider posterior; a model that draws other random numbers takes them one after another.
     """
     folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
-    if forward.known.anew > 1 and folding.proven() is None:
-        return None  # a proof costs four times the loop, and the last two have served one step each
+    if _passes_over(forward.known, folding):
+        return None
     try:
         plan, alone = _decide(folding)
     except Exception as error:  # in eval(), or without gradients, which the model need not bear
@@ -46,6 +49,14 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
         folding.refute(plan, _reason(error))
         return None
     return outputs.flatten(0, 1)
+
+
+def _passes_over(known: Known, folding: StandingFolding) -> bool:
+    """Whether a model that is another one all the time has not yet stayed the same for as long as a proof takes."""
+    if known.anew < 2 or folding.proven() is not None:
+        return False
+    known.passed_over += 1
+    return known.passed_over <= _COST
 
 
 def _reason(error: Exception) -> str:

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "batch_norm.h"
+#include "dispatch.h"
 #include "layout.h"
 #include "seed.h"
 
@@ -15,6 +16,7 @@ constexpr ScalarType acc_of(ScalarType type) {
 
 template <typename T>
 const T* pointer(const Tensor& t) {
+  check_storage(t);  // an address of 0 would stand for no tensor
   return static_cast<const T*>(t.const_data_ptr());
 }
 

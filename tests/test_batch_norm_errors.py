@@ -275,3 +275,13 @@ def test_kernel_never_reads_outside_the_bank(snapshot, device):
         x, mean, var, None, snapshots, 2, None, None, None, 1e-5, 1.0, False
     )
     assert torch.isfinite(y[:2]).all() and torch.isnan(y[2:]).all()
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "mean", "var"])
+def test_freed_storage_is_an_error(name):
+    """As a sharded model leaves it; an address of 0 would stand for no weight."""
+    given = {n: torch.ones(3) for n in ("weight", "bias")} | {"x": torch.ones(4, 3)}
+    given |= {"mean": torch.ones(2, 3), "var": torch.ones(2, 3)}
+    given[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="must have its storage, got one that has been freed"):
+        ops.batch_norm_bank(given.pop("x"), snapshot=torch.tensor([1]), **given)

@@ -4,7 +4,7 @@ from collections import UserDict
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import bnuq_ext as bnuq
 from bnuq_ext.doctor import count_uncovered
@@ -90,6 +90,19 @@ def test_standardised_weights_are_no_batch_norm(recwarn):
     bnuq.collect(model, [x, 2 * x], progress=False)
     bnuq.predict(model, x, likelihood="categorical", num_samples=2)
     assert not recwarn.list
+
+
+@torch.library.custom_op("bnuq_test::joint_batch_norm", mutates_args=())
+def joint_batch_norm(scale: float, xs: list[Tensor]) -> Tensor:
+    return scale * torch.cat(xs)
+
+
+def test_operators_of_others_may_take_lists():
+    class Joint(nn.Module):
+        def forward(self, x):
+            return joint_batch_norm(2.0, [x, x])
+
+    assert counts(bnuq.doctor(Joint(), x)) == (0, 0, 1)
 
 
 def test_names_what_is_not_converted():

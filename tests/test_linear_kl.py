@@ -341,3 +341,14 @@ def test_freed_storage_is_an_error(op, index):
     (x, posterior[0], posterior[1], posterior[3])[index].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="must have its storage, got one that has been freed"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_freed_storage_is_an_error_of_divergences(index):
+    posterior = [torch.zeros(4, 3), torch.zeros(4, 3)]
+    posterior[index].untyped_storage().resize_(0)
+    for call in (ops.gaussian_kl, lambda *given: ops.mixture_kl(*given, ops.new_seed(0), 0)):
+        with pytest.raises(
+            RuntimeError, match="must have its storage, got one that has been freed"
+        ):
+            call(*posterior)

@@ -144,6 +144,21 @@ def test_another_model_in_each_step_is_not_proven_for_ever(monkeypatch):
     assert_right(model)
 
 
+def test_many_batches_with_one_model_of_many_are_proven(monkeypatch):
+    """Gradients accumulated between changes, or an evaluation in each of several settings."""
+    made, model = proofs(monkeypatch), Net(middle=Residual())
+    rows = counted(model)
+    for i in range(4):
+        model.setting = i
+        for _ in range(6):
+            rows.clear()
+            gradients(model, i)
+        assert rows == [T * N]
+        step(model)
+    assert len(made) == 4
+    assert_right(model)
+
+
 def test_dropout_draws_what_it_draws_in_a_chain(monkeypatch):
     """The comparison is made without it: T samples and one alone, then the T of the step with their masks."""
     # A chain's layers would add the divergence's gradients in another order.

@@ -25,6 +25,7 @@ void dispatch_kl(const Tensor& mu, const Tensor& rho, const F& body) {
       mu.is_contiguous() && rho.is_contiguous() && mu.numel() == rho.numel() &&
           mu.scalar_type() == rho.scalar_type(),
       "kl: mu and rho must be contiguous and alike");
+  check_storage(mu), check_storage(rho);
   dispatch_acc(mu, body);
 }
 
