@@ -70,8 +70,8 @@ def predict(
         x: a tensor, a tuple of arguments or a dict of keyword arguments, on the model's device; or a
             loader, any other iterable of batches: an input, or a tuple (input, targets, ...), or a dict with
             one under "input" or "x" and "target(s)", "y" or "label(s)". Arguments that a data set returns in a
-            tuple, beside targets, may have become a list, each with a row for each target. A loader's batches are moved to the model's device and
-            all get the same draws.
+            tuple, beside targets, may have become a list, each with a row for each target. A loader's batches
+            are moved to the model's device and all get the same draws.
         likelihood: "categorical": outputs are logits (N, K, *), softmax over dim 1; K at least 2. "gaussian":
             outputs (N, ...) are means.
         num_samples: T, at least 1.

@@ -179,9 +179,9 @@ def analytic_statistics(
     with m and s^2 mean and variance of a channel, a and c the means of (h - m) and (h - m)^2 over a row's
     positions, to first order in 1/M: for M of 30 or more, as Teye et al. have it (at M = 10 and squares of uniform
     inputs the variance of sigma_B was a fifth larger). For a layer on vectors a row is one value h, so Var(a) = s^2
-    and Var(c) = E(h - m)^4 - s^4, which
-    are the formulas of Teye et al.; f is the share that is left by drawing without replacement. Behind another
-    batch norm they are too wide, since the batch has normalised itself there: see `statistics_normality`.
+    and Var(c) = E(h - m)^4 - s^4, which are the formulas of Teye et al.; f is the share that is left by drawing
+    without replacement. Behind another batch norm they are too wide, since the batch has normalised itself there:
+    see `statistics_normality`.
 
     Args:
         x: (rows, C, *) inputs of the layer, of the whole data or of a sample of it; floating.
