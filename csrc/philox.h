@@ -39,9 +39,11 @@ struct Key {
 };
 
 constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kPhiloxFactor0 = 0xD2511F53, kPhiloxFactor1 = 0xCD9E8D57;
+constexpr uint32_t kPhiloxStep0 = 0x9E3779B9, kPhiloxStep1 = 0xBB67AE85;  // of the key, a round
 
 BNUQ_HD void philox_round(uint32_t (&c)[4], uint32_t k0, uint32_t k1) {
-  const uint64_t p0 = uint64_t(0xD2511F53u) * c[0], p1 = uint64_t(0xCD9E8D57u) * c[2];
+  const uint64_t p0 = uint64_t(kPhiloxFactor0) * c[0], p1 = uint64_t(kPhiloxFactor1) * c[2];
   c[0] = uint32_t(p1 >> 32) ^ c[1] ^ k0;
   c[2] = uint32_t(p0 >> 32) ^ c[3] ^ k1;
   c[1] = uint32_t(p1);
@@ -54,8 +56,8 @@ BNUQ_HD Words4 philox(Key key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c
   BNUQ_UNROLL
   for (int round = 0; round < kPhiloxRounds; ++round) {
     philox_round(c, key.k0, key.k1);
-    key.k0 += 0x9E3779B9u;
-    key.k1 += 0xBB67AE85u;
+    key.k0 += kPhiloxStep0;
+    key.k1 += kPhiloxStep1;
   }
   return {{c[0], c[1], c[2], c[3]}};
 }

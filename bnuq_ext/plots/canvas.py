@@ -93,10 +93,14 @@ def take_numbers(op: str, name: str, values):
         refuse(op, name, "be numbers", type(values).__name__, TypeError)
 
 
+def check_mapping(op: str, name: str, entries, values: str = "values") -> None:
+    if not isinstance(entries, Mapping):
+        refuse(op, name, f"be a dict of label -> {values}", type(entries).__name__, TypeError)
+
+
 def take_entries(op: str, name: str, entries):
     """A dict of label -> values, with an entry."""
-    if not isinstance(entries, Mapping):
-        refuse(op, name, "be a dict of label -> values", type(entries).__name__, TypeError)
+    check_mapping(op, name, entries)
     if not entries:
         refuse(op, name, "have an entry", 0)
     return entries

@@ -1,11 +1,9 @@
 """Batch statistics: how they are distributed, and what was fitted to them."""
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from ..ops.checks import refuse
-from .canvas import BLUE, COLORS, take_axes, take_finite
+from .canvas import BLUE, COLORS, check_mapping, take_axes, take_finite
 
 
 def _density(family: str, location: float, scale: float, points):
@@ -42,9 +40,7 @@ def statistic_marginals(
     """
     ax = take_axes(ax)
     values = take_finite("statistic_marginals", "values", values)
-    if not isinstance(densities, Mapping):
-        requirement = "be a dict of label -> (family, location, scale)"
-        refuse("statistic_marginals", "densities", requirement, type(densities).__name__, TypeError)
+    check_mapping("statistic_marginals", "densities", densities, "(family, location, scale)")
     low, high = values.min(), values.max()
     margin = 0.15 * (high - low) or 0.5
     heights, edges = np.histogram(values, num_bins, density=True)

@@ -23,6 +23,7 @@ from .results import Unit
 
 TITLE = "Epistemic uncertainty against the batch size (Mukhoti et al., Figure 1 and Table 1)"
 WITHOUT_DATA = "digits"
+CLASSES = 10  # of Fashion-MNIST
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,11 @@ def load(settings: Settings, data_root: str | None, seed: int) -> Images:
         return _scaled(known, foreign, 5)
     root = Path(data_root)
     known = mnist(root / "fashion-mnist", num_validation=settings.num_validation)
-    check_classes("reproduce", known, 10)
+    check_classes("reproduce", known, CLASSES)
     foreign = mnist(root / "mnist", num_validation=1).test.x
     some = slice(settings.num_train), slice(None), slice(settings.num_test)
     known = [take(part, rows) for part, rows in zip(known, some, strict=True)]
-    return _scaled(known, foreign[some[2]], 10)
+    return _scaled(known, foreign[some[2]], CLASSES)
 
 
 def _scaled(known, foreign: Tensor, num_classes: int) -> Images:

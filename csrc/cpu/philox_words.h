@@ -39,7 +39,8 @@ BNUQ_CLONES [[gnu::unused]] static void philox_words_portable(
       _mm512_setr_epi32(0, 2, 4, 6, 16, 18, 20, 22, 8, 10, 12, 14, 24, 26, 28, 30);
   const __m512i four = _mm512_setr_epi64(0, 1, 2, 3, 0, 1, 2, 3);
   const __m512i lanes = _mm512_mask_add_epi64(four, 0xf0, four, _mm512_set1_epi64(stride));
-  const __m512i factor0 = _mm512_set1_epi64(0xD2511F53), factor1 = _mm512_set1_epi64(0xCD9E8D57);
+  const __m512i factor0 = _mm512_set1_epi64(kPhiloxFactor0),
+                factor1 = _mm512_set1_epi64(kPhiloxFactor1);
   for (int64_t j = 0; j < calls; j += 8) {
     __m512i a = _mm512_add_epi64(lanes, _mm512_set1_epi64(int64_t(first) + j / 4 * stride));
     __m512i b = _mm512_set1_epi64(int64_t(first >> 32));
@@ -51,7 +52,7 @@ BNUQ_CLONES [[gnu::unused]] static void philox_words_portable(
       a = _mm512_ternarylogic_epi64(high1, b, _mm512_set1_epi64(key.k0), 0x96);  // xor of three
       c = _mm512_ternarylogic_epi64(high0, d, _mm512_set1_epi64(key.k1), 0x96);
       b = p1, d = p0;
-      key.k0 += 0x9E3779B9u, key.k1 += 0xBB67AE85u;
+      key.k0 += kPhiloxStep0, key.k1 += kPhiloxStep1;
     }
     _mm512_storeu_si512(lo + 2 * j, _mm512_permutex2var_epi32(a, order, c));
     _mm512_storeu_si512(hi + 2 * j, _mm512_permutex2var_epi32(b, order, d));
@@ -69,7 +70,8 @@ BNUQ_AVX2 inline void store_low_words(uint32_t* out, __m256i a, __m256i c) {
     uint32_t* lo, uint32_t* hi, Key sub, uint64_t first, uint32_t stride, uint64_t replica,
     int64_t calls) {
   const __m256i lanes = _mm256_setr_epi64x(0, 1, 2, 3);
-  const __m256i factor0 = _mm256_set1_epi64x(0xD2511F53), factor1 = _mm256_set1_epi64x(0xCD9E8D57);
+  const __m256i factor0 = _mm256_set1_epi64x(kPhiloxFactor0),
+                factor1 = _mm256_set1_epi64x(kPhiloxFactor1);
   for (int64_t j = 0; j < calls; j += 4) {
     __m256i a = _mm256_add_epi64(lanes, _mm256_set1_epi64x(int64_t(first) + j / 4 * stride));
     __m256i b = _mm256_set1_epi64x(int64_t(first >> 32));
@@ -81,7 +83,7 @@ BNUQ_AVX2 inline void store_low_words(uint32_t* out, __m256i a, __m256i c) {
       a = _mm256_xor_si256(_mm256_xor_si256(high1, b), _mm256_set1_epi64x(key.k0));
       c = _mm256_xor_si256(_mm256_xor_si256(high0, d), _mm256_set1_epi64x(key.k1));
       b = p1, d = p0;
-      key.k0 += 0x9E3779B9u, key.k1 += 0xBB67AE85u;
+      key.k0 += kPhiloxStep0, key.k1 += kPhiloxStep1;
     }
     store_low_words(lo + 2 * j, a, c);
     store_low_words(hi + 2 * j, b, d);

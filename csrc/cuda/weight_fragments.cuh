@@ -15,8 +15,8 @@ struct RoundKeys {
   BNUQ_DEVICE explicit RoundKeys(Key key) {
 #pragma unroll
     for (int round = 0; round < kPhiloxRounds; ++round) {
-      k[2 * round] = key.k0 + uint32_t(round) * 0x9E3779B9u;
-      k[2 * round + 1] = key.k1 + uint32_t(round) * 0xBB67AE85u;
+      k[2 * round] = key.k0 + uint32_t(round) * kPhiloxStep0;
+      k[2 * round + 1] = key.k1 + uint32_t(round) * kPhiloxStep1;
     }
 #ifdef __CUDA_ARCH__
 #pragma unroll
