@@ -1,7 +1,11 @@
-"""Reads what ptxas and nvdisasm say of compiled kernels."""
+"""Reads what ptxas, nvdisasm and cuobjdump say of compiled kernels."""
 
 import re
+import shutil
+import subprocess
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 
 _PTXAS = re.compile(
     r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"
@@ -56,3 +60,16 @@ def read_disassembly(text):
         elif instruction := _INSTRUCTION.match(line):
             kernel.code.append((instruction[1], instruction[2]))
     return kernels
+
+
+def find_tool(name):
+    """A disassembler: the toolkit's, or the one in triton's package."""
+    spec = find_spec("triton")
+    folder = Path(spec.origin).parent / "backends" / "nvidia" / "bin" if spec else Path()
+    return shutil.which(name) or shutil.which(name, path=str(folder))
+
+
+def extract_ptx(library, folder):
+    """Writes the PTX files that a library holds into a folder."""
+    command = [find_tool("cuobjdump"), "-xptx", "all", library]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -45,14 +44,7 @@ def find_nvcc():
     return next((str(p) for p in found if p.exists()), shutil.which("nvcc"))
 
 
-def find_tool(name):
-    """A disassembler: the toolkit's, or the one in triton's package."""
-    spec = find_spec("triton")
-    folder = Path(spec.origin).parent / "backends" / "nvidia" / "bin" if spec else Path()
-    return shutil.which(name) or shutil.which(name, path=str(folder))
-
-
-NVCC, NVDISASM = find_nvcc(), find_tool("nvdisasm")
+NVCC, NVDISASM = find_nvcc(), sass.find_tool("nvdisasm")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc: the CUDA side is not compiled")
 
 
@@ -275,11 +267,11 @@ def test_libraries_import_only_the_stable_abi(stem):
 
 
 @needs_library
-@pytest.mark.skipif(find_tool("cuobjdump") is None, reason="no cuobjdump")
+@pytest.mark.skipif(sass.find_tool("cuobjdump") is None, reason="no cuobjdump")
 def test_the_library_holds_code_for_ampere_and_hopper():
     if "TORCH_CUDA_ARCH_LIST" in os.environ:
         pytest.skip("TORCH_CUDA_ARCH_LIST chose the architectures")
     path = next(PACKAGE.glob("_cuda*.so"))
-    command = [find_tool("cuobjdump"), "--list-elf", path]
+    command = [sass.find_tool("cuobjdump"), "--list-elf", path]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert {"sm_80", "sm_90"} <= set(re.findall(r"sm_\d+", listing))

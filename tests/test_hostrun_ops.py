@@ -1,6 +1,8 @@
 """The ops of csrc/cuda from Python down to the kernels: the tests of the ops, once more, on the emulated library.
 
-Each run is a process of its own, where that library stands in the place of the CPU's: see hostrun/on_cpu.py.
+Each run is a process of its own, where that library stands in the place of the CPU's: see hostrun/on_cpu.py. Where
+the CUDA library was built, its kernels run as they were compiled, instruction by instruction of their PTX, and
+their approximate instructions err as far as they may.
 """
 
 import json
@@ -11,11 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import sass
 from hostrun import build
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
 
 ROOT = Path(__file__).parent.parent
+LIBRARY = next(iter((ROOT / "bnuq_ext").glob("_cuda*.so")), None)
 FILES = [
     "batch_norm", "batch_norm_errors", "batch_norm_grad", "batch_norm_layout", "batch_norm_library",
     "predictive", "philox", "linear", "kl", "bayes_forward", "bayes", "oracle",
@@ -23,7 +27,8 @@ FILES = [
 ]  # fmt: skip
 # Left to the run of everything: what takes more than a second and launches what others launch.
 SLOW = [
-    "gradcheck", "784-270-20", "100-129-131-20", "beyond_the_caches", "inductor", "dynamic_rows"
+    "gradcheck", "784-270-20", "100-129-131-20", "beyond_the_caches", "inductor", "dynamic_rows",
+    "long_row", "mixture_mean",
 ]  # fmt: skip
 SLOW_ON_A_GPU = [
     "784", "1024", "400-400", "bit_equal", "more_replicas", "peak", "weight_matrix",
@@ -37,6 +42,17 @@ UNREACHED = {
         for rows in (1, 4, 8)
     ),
 }
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What makes kernels run as compiled, in the place of their source; nothing where there is no library."""
+    if LIBRARY is None or sass.find_tool("cuobjdump") is None:
+        return {}
+    folder = tmp_path_factory.mktemp("ptx")
+    sass.extract_ptx(LIBRARY, folder)
+    none = not any(folder.glob("*.ptx"))  # TORCH_CUDA_ARCH_LIST may leave it out
+    return {} if none else {"HOSTRUN_PTX": str(folder), "HOSTRUN_APPROXIMATION": "1"}
 
 
 def run(*arguments, **variables):
@@ -65,15 +81,16 @@ def run_tests(report, files, slow, *plugins, **variables):
     return int(re.search(r"(\d+) passed", output)[1]), launched, absent
 
 
-def test_the_ops_pass_their_tests(tmp_path):
-    passed, _, absent = run_tests(tmp_path / "report.json", FILES, SLOW, HOSTRUN_FUSED="1")
+def test_the_ops_pass_their_tests(tmp_path, compiled):
+    report = tmp_path / "report.json"
+    passed, _, absent = run_tests(report, FILES, SLOW, HOSTRUN_FUSED="1", **compiled)
     assert passed >= 1400
     assert not absent
 
 
-def test_bayes_linear_passes_its_tests_the_direct_way_too(tmp_path):
+def test_bayes_linear_passes_its_tests_the_direct_way_too(tmp_path, compiled):
     report, files = tmp_path / "report.json", ["linear", "bayes_forward"]
-    passed, launched, _ = run_tests(report, files, [*SLOW, "moments"])
+    passed, launched, _ = run_tests(report, files, [*SLOW, "moments"], **compiled)
     assert passed >= 200
     direct = {"direct_forward_kernel", "direct_grad_weight_kernel", "direct_grad_x_kernel"}
     assert direct <= launched
@@ -87,18 +104,32 @@ def test_the_tests_for_a_gpu_pass_as_far_as_the_cpu_has_an_answer(tmp_path):
 
 
 SANITIZED_CASE = """
-import json, runpy, sys
+import json, os, runpy, sys
 from hostrun import on_cpu
 sys.argv = ["sanitize_case.py", "cpu"]
 runpy.run_path("benchmarks/sanitize_case.py", run_name="__main__")
-print(json.dumps(on_cpu.kernels()))
+print(json.dumps([on_cpu.kernels(), on_cpu.instructions() if "HOSTRUN_PTX" in os.environ else None]))
 """
+
+
+def idle(launches):
+    return {kernel for kernel, count in launches.items() if not count}
+
+
+def test_every_form_of_a_kernel_runs_as_compiled(compiled):
+    if not compiled:
+        pytest.skip("no CUDA library with PTX, or no cuobjdump to take it apart")
+    launches, (carried_out, instructions) = json.loads(
+        run("-c", SANITIZED_CASE, **compiled).splitlines()[-1]
+    )
+    assert idle(launches) == UNREACHED
+    assert carried_out > 0.6 * instructions
 
 
 def test_every_form_of_a_kernel_stays_within_what_the_ops_allocate():
     """By AddressSanitizer, over the case that compute-sanitizer is given on a GPU."""
     build.build("torch_sanitized")  # not under the sanitizer
     env = build.sanitizer_environment() | {"HOSTRUN_VARIANT": "torch_sanitized"}
-    launches = json.loads(run("-c", SANITIZED_CASE, **env).splitlines()[-1])
+    launches, _ = json.loads(run("-c", SANITIZED_CASE, **env).splitlines()[-1])
     assert len(launches) > 150
-    assert {kernel for kernel, count in launches.items() if not count} == UNREACHED
+    assert idle(launches) == UNREACHED

@@ -253,12 +253,14 @@ struct Busy {
 
 void launch(
     Origin origin, dim3 grid, dim3 threads, size_t dynamic_bytes,
-    const std::function<void()>& body) {
+    const std::vector<Argument>& arguments, const std::function<void()>& body) {
   static std::recursive_mutex mutex;  // a kernel that launches one is noticed by Busy
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   if (on_launch) on_launch(origin);
   check_launch(grid, threads, dynamic_bytes);
   const Busy busy;
+  if (run_compiled)
+    return run_compiled(origin.kernel, grid, threads, dynamic_bytes, arguments, order_seed);
   block.size = threads.x * threads.y * threads.z;
   if (block.threads.size() < block.size) block.threads.resize(block.size);
   block.body = &body;

@@ -4,7 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <tuple>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 struct dim3 {
   unsigned x, y, z;
@@ -32,10 +35,35 @@ struct Origin {
   void* stream;
 };
 
+// An argument of a kernel, as it lies in memory.
+struct Argument {
+  const void* data;
+  size_t bytes;
+};
+
 // Runs the body for every thread of the grid. Refuses what a GPU of compute capability 9.0 refuses.
 // Kernels of several threads of the process run one after another.
 void launch(
-    Origin origin, dim3 grid, dim3 block, size_t dynamic_bytes, const std::function<void()>& body);
+    Origin origin, dim3 grid, dim3 block, size_t dynamic_bytes,
+    const std::vector<Argument>& arguments, const std::function<void()>& body);
+
+// Where it is set, it runs what a compiler made of the kernel in the place of the body.
+inline void (*run_compiled)(
+    const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes,
+    const std::vector<Argument>& arguments, uint64_t order_seed) = nullptr;
+
+template <typename... P, typename... A>
+void launch_kernel(
+    void (*kernel)(P...), void* stream, dim3 grid, dim3 block, size_t dynamic_bytes, A&&... given) {
+  const std::tuple<P...> values(std::forward<A>(given)...);
+  const auto run = [&](const P&... v) {
+    const Origin origin = {reinterpret_cast<const void*>(kernel), stream};
+    const auto body = [&] { kernel(v...); };
+    // By reference: a copy would be on the heap, and reads of it accesses of the kernel's.
+    launch(origin, grid, block, dynamic_bytes, {Argument{&v, sizeof(v)}...}, std::cref(body));
+  };
+  std::apply(run, values);
+}
 
 // Called at the start of every launch, where it is set.
 inline void (*on_launch)(Origin origin) = nullptr;

@@ -28,7 +28,8 @@ KINDS = {  # of objects: what they are compiled with
     # One instruction for each access of the source, as wide as it is there.
     "accesses": f"{RACES} -fno-builtin -g1 -fno-tree-sra -fno-tree-fre -fno-tree-forwprop",
     "unwatched": "-fno-builtin -DHOSTRUN_RACES",
-    "torch": f"-O2 {TORCH}",
+    "torch": f"-O2 -fvisibility=default {TORCH}",
+    "ptx": "-O2 -march=native -std=c++20 -frounding-math -ffp-contract=off",
     # Bounds alone: the rest is seen where the kernels run without torch.
     "torch_sanitized": f"-O0 -fsanitize=address -fno-omit-frame-pointer -g1 {TORCH}",
 }
@@ -37,6 +38,7 @@ KERNELS = [f"{stem}.cpp" for stem in STEMS]
 MACHINE = ["block.cpp", "fiber.cpp"]
 CSRC = HERE.parent.parent / "csrc"
 OPS = ["torch_library.cpp", CSRC / "ops.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
+PTX = ["ptx_library.cpp", "ptx_parse.cpp", "ptx_arithmetic.cpp", "ptx_memory.cpp", "ptx_run.cpp"]
 VARIANTS = {  # of the module: its objects
     "plain": {"plain": ["module.cpp", *MACHINE, *KERNELS]},
     # With the portable form of the fiber switch.
@@ -45,7 +47,9 @@ VARIANTS = {  # of the module: its objects
     "races": {"unwatched": ["module.cpp", *MACHINE], "races": KERNELS},
     "accesses": {"plain": ["module.cpp", *MACHINE, "accesses.cpp"], "accesses": KERNELS},
     # Libraries for torch.ops.load_library.
-    "torch": {"torch": [*MACHINE, *OPS]},
+    "torch": {"torch": [*MACHINE, *OPS], "ptx": PTX},
+    # For ctypes: PTX that a test writes.
+    "ptx": {"ptx": PTX},
     "torch_sanitized": {"torch_sanitized": [*MACHINE, *OPS]},
 }
 COUNTED = ["memcpy", "_Znwm", "_ZN7hostrun10begin_copyEPvPKvbNS_4SiteE"]  # see accesses.cpp

@@ -17,7 +17,5 @@ using cudaStream_t = void*;
   using name##_shared_t = type extent;  \
   auto& name = ::hostrun::shared_array<name##_shared_t>([] {})
 #define BNUQ_DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(::hostrun::dynamic_shared())
-#define BNUQ_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)               \
-  ::hostrun::launch(                                                              \
-      {reinterpret_cast<const void*>(kernel), stream}, grid, block, shared_bytes, \
-      [&] { kernel(__VA_ARGS__); })
+#define BNUQ_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  ::hostrun::launch_kernel(kernel, stream, grid, block, shared_bytes, __VA_ARGS__)

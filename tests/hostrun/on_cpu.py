@@ -4,7 +4,9 @@
 
 Tensors on the CPU then go through everything that those of a GPU go through: the ops' checks, allocations
 and launches in csrc/cuda/*.cu, and the Python that is registered for CUDA. HOSTRUN_ORDER seeds the order of
-the threads; 0 keeps them in order.
+the threads; 0 keeps them in order. With HOSTRUN_PTX, a folder of PTX files, what nvcc compiled runs in the
+place of the kernels' source; HOSTRUN_APPROXIMATION is then the share of their allowed error that approximate
+instructions make, at most 1.
 """
 
 import ctypes
@@ -91,6 +93,27 @@ LIBRARY.hostrun_set_order.argtypes = [ctypes.c_uint64]
 LIBRARY.hostrun_set_order(int(os.environ.get("HOSTRUN_ORDER", "1")))
 
 
+def load_compiled(folder):
+    """From here on launches run the PTX files of a folder."""
+    LIBRARY.hostrun_load_ptx.restype = LIBRARY.hostrun_ptx_report.restype = ctypes.c_char_p
+    LIBRARY.hostrun_set_approximation.argtypes = [ctypes.c_double]
+    LIBRARY.hostrun_set_approximation(float(os.environ.get("HOSTRUN_APPROXIMATION", "0")))
+    for file in sorted(Path(folder).glob("*.ptx")):
+        if error := LIBRARY.hostrun_load_ptx(str(file).encode()):
+            raise RuntimeError(error.decode())
+
+
+if "HOSTRUN_PTX" in os.environ:
+    load_compiled(os.environ["HOSTRUN_PTX"])
+
+
+def instructions():
+    """(how many instructions of PTX were carried out at least once, how many there are)."""
+    lines = LIBRARY.hostrun_ptx_report().decode().splitlines()
+    total, run = (sum(int(line.split()[i]) for line in lines) for i in (1, 2))
+    return run, total
+
+
 def kernels():
     """{kernel: number of launches}, of every instance that is in the library."""
     listed = subprocess.check_output(["nm", "--demangle", LIBRARY._name], text=True).splitlines()
@@ -125,5 +148,7 @@ def pytest_terminal_summary(terminalreporter):
     counts = kernels()
     launched = sum(count > 0 for count in counts.values())
     terminalreporter.write_line(f"{launched} of {len(counts)} forms of the kernels were launched")
+    if "HOSTRUN_PTX" in os.environ:
+        terminalreporter.write_line("{} of {} instructions of PTX ran".format(*instructions()))
     if "HOSTRUN_REPORT" in os.environ:
         Path(os.environ["HOSTRUN_REPORT"]).write_text(json.dumps(counts))

@@ -1,0 +1,298 @@
+"""The interpreter of PTX: each instruction that asks for more than C++ has, and every kind of broken kernel."""
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+from hostrun import build
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
+
+NUMBER = itertools.count()
+HEADER = """.version 9.0
+.target sm_90
+.address_size 64
+.extern .shared .align 16 .b8 all_of_it[];
+.visible .entry {name}(
+.param .u64 {name}_param_0
+)
+.maxntid 256, 1, 1
+{{
+ld.param.u64 %rd1, [{name}_param_0];
+cvta.to.global.u64 %rd1, %rd1;
+mov.u32 %r1, %tid.x;
+"""
+LANE = np.arange(32, dtype=np.uint32)
+
+
+@pytest.fixture(scope="module")
+def library():
+    library = ctypes.CDLL(build.build("ptx"))
+    library.hostrun_load_ptx.restype = library.hostrun_run_ptx.restype = ctypes.c_char_p
+    size, word = ctypes.c_size_t, ctypes.c_uint
+    library.hostrun_run_ptx.argtypes = [
+        ctypes.c_char_p, word, word, size, ctypes.c_void_p, ctypes.c_uint64
+    ]  # fmt: skip
+    library.hostrun_set_approximation.argtypes = [ctypes.c_double]
+    return library
+
+
+@pytest.fixture
+def run(library, tmp_path):
+    """Runs statements over an array of 32-bit words; %rd1 is its address, %r1 the thread."""
+
+    def run(body, data, threads=32, shared=0, seed=0):
+        name = f"kernel{next(NUMBER)}"
+        path = tmp_path / f"{name}.ptx"
+        path.write_text(HEADER.format(name=name) + body + "\nret;\n}\n")
+        error = library.hostrun_load_ptx(str(path).encode())
+        if not error:
+            data = np.array(data).view(np.uint32).ravel()
+            pointer = data.ctypes.data
+            error = library.hostrun_run_ptx(name.encode(), 1, threads, shared, pointer, seed)
+        if error:
+            raise RuntimeError(error.decode())
+        return data
+
+    return run
+
+
+def each(*statements, words=3):
+    """%r10, %r11, ... are the thread's words, and %r10 becomes the first."""
+    lines = [f"mad.lo.s32 %r2, %r1, {4 * words}, 0;", "cvt.u64.u32 %rd2, %r2;"]
+    lines += ["add.s64 %rd3, %rd1, %rd2;"]
+    lines += [f"ld.global.u32 %r{10 + i}, [%rd3+{4 * i}];" for i in range(words)]
+    return "\n".join([*lines, *statements, "st.global.u32 [%rd3], %r10;"])
+
+
+def words_of(rows):
+    return np.array(rows, np.float32).view(np.uint32)
+
+
+@pytest.mark.parametrize(
+    "statement, words, expected",
+    [
+        ("prmt.b32 %r10, %r10, %r11, 0x7214;", [0x03020100, 0x07060504], 0x07020104),
+        ("prmt.b32 %r10, %r10, %r11, 0x888b;", [0x830201FF, 0], 0xFFFFFFFF),
+        ("prmt.b32 %r10, %r10, %r11, 0x8889;", [0x8302017F, 0], 0x00000000),
+        ("lop3.b32 %r10, %r10, %r11, %r12, 0x96;", [12, 10, 7], 12 ^ 10 ^ 7),
+        ("lop3.b32 %r10, %r10, %r11, %r12, 0xea;", [12, 10, 1], 12 & 10 | 1),
+        ("lop3.b32 %r10, %r10, %r11, %r12, 0xca;", [12, 10, 7], 12 & 10 | ~12 & 7),
+        ("bfi.b32 %r10, %r10, %r11, 8, 16;", [0xABCDEF, 0x11111111], 0x11CDEF11),
+        ("shl.b32 %r10, %r10, 32;", [5], 0),
+        ("shr.s32 %r10, %r10, 40;", [0x80000000], 0xFFFFFFFF),
+        ("shr.u32 %r10, %r10, 40;", [0x80000000], 0),
+        ("min.s32 %r10, %r10, %r11;", [0xFFFFFFFF, 1], 0xFFFFFFFF),
+        ("max.u32 %r10, %r10, %r11;", [0xFFFFFFFF, 1], 0xFFFFFFFF),
+        ("div.s32 %r10, %r10, %r11;", [0xFFFFFFF9, 2], 0xFFFFFFFD),
+        ("rem.s32 %r10, %r10, %r11;", [0xFFFFFFF9, 2], 0xFFFFFFFF),
+        ("cvt.rn.f16x2.f32 %r10, %r10, %r11;", words_of([1, 2]), 0x3C004000),
+        ("cvt.rn.bf16x2.f32 %r10, %r10, %r11;", words_of([1, 2]), 0x3F804000),
+        ("mul.rn.f16x2 %r10, %r10, %r11;", [0x3C014000, 0x3C014200], 0x3C024600),
+        ("fma.rn.bf16x2 %r10, %r10, %r11, %r12;", [0x3F814000, 0x3F814040, 0x80008000], 0x3F8240C0),
+        ("fma.rm.f32 %r10, %r10, %r11, %r12;", words_of([1, 1, 2.0**-40]), 0x3F800000),
+        ("fma.rm.f32 %r10, %r10, %r11, %r12;", words_of([1, 1, -(2.0**-40)]), 0x3F7FFFFF),
+        ("add.rz.f32 %r10, %r10, %r11;", words_of([-1, 2.0**-40]), 0xBF7FFFFF),
+        ("max.f32 %r10, %r10, %r11;", words_of([np.nan, 1]), 0x3F800000),
+        ("max.NaN.f32 %r10, %r10, %r11;", words_of([1, np.nan]), 0x7FC00000),
+        ("cvt.sat.f32.f32 %r10, %r10;", words_of([-3]), 0),
+        ("cvt.sat.f32.f32 %r10, %r10;", words_of([np.nan]), 0),
+        ("ex2.approx.ftz.f32 %r10, %r10;", words_of([-126.5]), 0),
+        ("ex2.approx.ftz.f32 %r10, %r10;", words_of([3]), 0x41000000),
+        ("rsqrt.approx.f32 %r10, %r10;", words_of([4]), 0x3F000000),
+    ],
+)
+def test_one_instruction(run, statement, words, expected):
+    rows = np.zeros((32, 3), np.uint32)
+    rows[:, : len(words)] = words
+    assert (run(each(statement), rows).reshape(32, 3)[:, 0] == expected).all()
+
+
+def test_comparisons_with_nan(run):
+    """As the ISA has them: a name that ends in u is true of a NaN, any other is false."""
+    names = ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "nan"]
+    lines = ["mov.b32 %f1, %r10;", "mov.b32 %f2, %r11;", "mov.u32 %r20, 0;"]
+    for i, name in enumerate(names):
+        lines += [f"setp.{name}.f32 %p1, %f1, %f2;", f"@%p1 add.s32 %r20, %r20, {1 << i};"]
+    rows = np.zeros((32, 3), np.uint32)
+    rows[:, :2] = words_of([np.nan, 1])
+    rows[1, :2] = words_of([1, 2])
+    seen = run(each(*lines, "mov.u32 %r10, %r20;"), rows).reshape(32, 3)[:, 0]
+    of_nan = sum(1 << i for i, name in enumerate(names) if name.endswith("u") or name == "nan")
+    of_less = {"ne", "neu", "lt", "ltu", "le", "leu"}
+    assert seen[0] == of_nan
+    assert seen[1] == sum(1 << i for i, name in enumerate(names) if name in of_less)
+
+
+def test_the_ways_of_a_warp_meet_again(run):
+    """Lanes turn a loop as often as their number says, then read their neighbour's count."""
+    body = """
+    mov.u32 %r20, 0;
+    setp.eq.s32 %p1, %r1, 0;
+    @%p1 bra $done;
+$again:
+    add.s32 %r20, %r20, 3;
+    setp.lt.s32 %p2, %r20, %r10;
+    @%p2 bra $again;
+$done:
+    shfl.sync.bfly.b32 %r21|%p3, %r20, 1, 31, -1;
+    mov.u32 %r10, %r21;"""
+    rows = np.zeros((32, 3), np.uint32)
+    rows[:, 0] = 3 * LANE
+    assert (run(each(body), rows).reshape(32, 3)[:, 0] == 3 * (LANE ^ 1)).all()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_shared_memory_across_a_barrier(run, seed):
+    body = """
+    shl.b32 %r2, %r1, 2;
+    cvt.u64.u32 %rd2, %r2;
+    add.s64 %rd3, %rd1, %rd2;
+    ld.global.u32 %r3, [%rd3];
+    mov.u32 %r4, all_of_it;
+    add.s32 %r5, %r4, %r2;
+    st.shared.u32 [%r5], %r3;
+    bar.sync 0;
+    sub.s32 %r6, 316, %r2;
+    add.s32 %r7, %r4, %r6;
+    ld.shared.u32 %r8, [%r7];
+    st.global.u32 [%rd3], %r8;"""
+    data = np.arange(80, dtype=np.uint32)
+    assert (run(body, data, threads=80, shared=320, seed=seed) == data[::-1]).all()
+
+
+def test_shuffles_within_segments(run):
+    body = each("shfl.sync.idx.b32 %r10|%p1, %r10, 5, 0x181f, -1;")  # width 8
+    rows = np.zeros((32, 3), np.uint32)
+    rows[:, 0] = LANE + 100
+    assert (run(body, rows).reshape(32, 3)[:, 0] == LANE // 8 * 8 + 105).all()
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_matrix_product(run, kind):
+    """Fragments are filled by the ISA's formulas, written down once more here."""
+    rng = np.random.default_rng(1)
+    a, b = rng.integers(-8, 9, (16, 16)), rng.integers(-8, 9, (16, 8))
+    c = rng.standard_normal((16, 8)).astype(np.float32)
+
+    def bits(v):
+        wide = np.array(v, np.float32)
+        return (
+            np.float16(wide).view(np.uint16) if kind == "f16" else wide.view(np.uint32) >> 16
+        ).astype(np.uint32)
+
+    rows = np.zeros((32, 10), np.uint32)
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        for i in range(4):
+            row, column = g + 8 * (i % 2), 2 * t + 8 * (i // 2)
+            low, high = bits(a[row, column]), bits(a[row, column + 1])
+            rows[lane, i] = low | high << 16
+        for i in range(2):
+            rows[lane, 4 + i] = bits(b[2 * t + 8 * i, g]) | bits(b[2 * t + 8 * i + 1, g]) << 16
+        for i in range(4):
+            rows[lane, 6 + i] = c[g + 8 * (i // 2), 2 * t + i % 2].view(np.uint32)
+    product = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%r10,%r11,%r12,%r13}}, "
+        "{%r10,%r11,%r12,%r13}, {%r14,%r15}, {%r16,%r17,%r18,%r19};"
+    )
+    stores = [f"st.global.u32 [%rd3+{4 * i}], %r{10 + i};" for i in range(4)]
+    made = run(each(product, *stores, words=10), rows).reshape(32, 10)[:, :4]
+    expected = (a @ b + c.astype(np.float64)).astype(np.float32)
+    for lane in range(32):
+        for i in range(4):
+            place = lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2
+            assert made[lane, i] == expected[place].view(np.uint32)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_from_shared_memory(run, transposed):
+    """Copied there asynchronously, the last eight lanes' bytes as zeros; then one of them turned once more."""
+    body = f"""
+    shl.b32 %r2, %r1, 4;
+    cvt.u64.u32 %rd2, %r2;
+    add.s64 %rd3, %rd1, %rd2;
+    mov.u32 %r4, all_of_it;
+    add.s32 %r5, %r4, %r2;
+    setp.lt.u32 %p1, %r1, 24;
+    selp.b32 %r6, 16, 0, %p1;
+    cp.async.cg.shared.global [%r5], [%rd3], 16, %r6;
+    cp.async.wait_all;
+    bar.sync 0;
+    ldmatrix.sync.aligned.m8n8.x4.{"trans." if transposed else ""}shared.b16 {{%r10,%r11,%r12,%r13}}, [%r5];
+    movmatrix.sync.aligned.m8n8.trans.b16 %r11, %r11;
+    st.global.v4.u32 [%rd3], {{%r10,%r11,%r12,%r13}};"""
+    numbers = np.random.default_rng(2).integers(0, 1 << 16, (4, 8, 8), np.uint16)
+    made = run(body, numbers, shared=512).view(np.uint16).reshape(32, 4, 2).transpose(1, 0, 2)
+    expected = numbers.copy()
+    expected[3] = 0
+    if transposed:
+        expected = expected.transpose(0, 2, 1)
+    expected = [m.T if i == 1 else m for i, m in enumerate(expected)]
+    assert (made.reshape(4, 8, 8) == expected).all()
+
+
+def test_approximate_instructions_err_as_far_as_they_may(library, run):
+    x = np.random.default_rng(3).uniform(0.1, 0.9, (32, 3)).astype(np.float32)
+    exact = np.log2(x[:, 0].astype(np.float64))
+    try:
+        library.hostrun_set_approximation(1)
+        made = run(each("lg2.approx.ftz.f32 %r10, %r10;"), x).view(np.float32).reshape(32, 3)
+    finally:
+        library.hostrun_set_approximation(0)
+    error = np.abs(made[:, 0] - exact) / np.maximum(1, np.abs(exact))
+    assert 2.0**-23 < error.max() < 2.0**-21.5
+
+
+BROKEN = {
+    "unknown instruction warp.drive": "warp.drive %r1, %r2;",
+    "no label \\$nowhere": "bra $nowhere;",
+    "unknown name nothing": "mov.u32 %r2, nothing;",
+    "only barrier 0": "bar.sync 1;",
+    "not aligned to 8": "ld.global.u64 %rd5, [%rd1+4];",
+    "outside of 64 bytes": "st.shared.u32 [all_of_it+64], %r1;",
+    "outside of 8 bytes": "ld.param.u64 %rd5, [%r1+8];",
+    "a warp diverged before a shuffle": """
+        setp.eq.s32 %p1, %r1, 3;
+        @%p1 bra $on;
+        shfl.sync.bfly.b32 %r2|%p2, %r1, 1, 31, -1;
+    $on:""",
+    "a warp diverged before a collective": """
+        setp.eq.s32 %p1, %r1, 3;
+        @%p1 bra $on;
+        movmatrix.sync.aligned.m8n8.trans.b16 %r2, %r1;
+    $on:""",
+    "a barrier that some lanes of a warp never reach": """
+        setp.eq.s32 %p1, %r1, 3;
+        @%p1 bra $on;
+        bar.sync 0;
+    $on:""",
+    "a barrier diverged": """
+        setp.eq.s32 %p1, %r1, 3;
+        @%p1 bra $other;
+        bar.sync 0;
+        bra $on;
+    $other:
+        bar.sync 0;
+    $on:""",
+    "a copy that it has not waited for": """
+        mov.u32 %r2, all_of_it;
+        cp.async.cg.shared.global [%r2], [%rd1], 16, 16;""",
+    "a copy of other than": """
+        mov.u32 %r2, all_of_it;
+        cp.async.cg.shared.global [%r2], [%rd1], 16, 8;""",
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_broken_kernel_is_noticed(run, message):
+    with pytest.raises(RuntimeError, match=message):
+        run(BROKEN[message], np.zeros((32, 4), np.uint32), shared=64)
+
+
+def test_launches_that_a_gpu_refuses(run):
+    with pytest.raises(RuntimeError, match="288 threads are more than its __launch_bounds__"):
+        run("", [0], threads=288)
+    with pytest.raises(RuntimeError, match="49168 bytes of shared memory"):
+        run("", [0], shared=49168)
