@@ -46,8 +46,14 @@ struct Kernel {
 // One for each .entry of a PTX file.
 std::map<std::string, std::unique_ptr<Kernel>> parse(const std::string& text);
 
-// What carries out an instruction; null if its name means nothing here.
-Execute find_operation(const std::string& name);
+// What carries out an instruction, null if its name means nothing here, and how many operands it has.
+struct Operation {
+  Execute execute = nullptr;
+  int operands = 0;
+};
+
+Operation find_operation(const std::string& name);
+bool is_special(const std::string& name);
 
 struct Copy {
   uint32_t to;

@@ -1,6 +1,8 @@
 // How an instruction of independent lanes is made of a function of numbers.
 #pragma once
+#include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "ptx.h"
@@ -44,11 +46,25 @@ void apply(Warp& warp, const Instruction& i, uint32_t lanes) {
 
 // R f(A...) in each lane.
 template <typename R, typename... A, typename F>
-Execute each(F) {
-  return &apply<F, R, A...>;
+Operation each(F) {
+  return {&apply<F, R, A...>, int(sizeof...(A)) + 1};
 }
 
-using Table = std::map<std::string, Execute>;
+using Table = std::map<std::string, Operation>;
+
+// float32 arithmetic has one NaN.
+template <typename T>
+T canonical(T v) {
+  if constexpr (std::is_same_v<T, float>)
+    if (v != v) return get<float>(0x7fffffff);
+  return v;
+}
+
+inline float toward_zero(double v) {
+  const float near = float(v);
+  if (!std::isfinite(near) || std::fabs(double(near)) <= std::fabs(v)) return near;
+  return get<float>(bits_of(near) - 1);
+}
 
 // How much of their allowed error the approximate instructions make: 0 none, 1 all of it.
 extern double approximation;

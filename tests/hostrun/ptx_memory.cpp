@@ -18,13 +18,20 @@ enum class Space { kGlobal, kShared, kParam };
 
 template <Space kSpace>
 char* address(Warp& warp, const Instruction& i, uint64_t base, int64_t offset, size_t bytes) {
-  const uint64_t at = (kSpace == Space::kShared ? uint32_t(base) : base) + offset;
+  const uint64_t sum = base + uint64_t(offset);
+  const uint64_t at = kSpace == Space::kShared ? uint32_t(sum) : sum;
   if (at % bytes) fail(warp, i, std::to_string(at) + " is not aligned to " + std::to_string(bytes));
   if constexpr (kSpace == Space::kGlobal) return reinterpret_cast<char*>(at);
   const size_t limit = kSpace == Space::kShared ? warp.shared_bytes : warp.kernel->param_bytes;
-  if (at + bytes > limit)
+  if (at > limit || bytes > limit - at)
     fail(warp, i, std::to_string(at) + " is outside of " + std::to_string(limit) + " bytes");
   return (kSpace == Space::kShared ? warp.shared : const_cast<char*>(warp.params)) + at;
+}
+
+template <typename T>
+uint64_t widened(T v) {
+  if constexpr (std::is_signed_v<T>) return uint64_t(int64_t(v));
+  return bits_of(v);
 }
 
 template <Space kSpace, typename T, int kVector>
@@ -35,10 +42,7 @@ void load(Warp& warp, const Instruction& i, uint32_t lanes) {
     T values[kVector];
     std::memcpy(
         values, address<kSpace>(warp, i, base[l], i.offset, sizeof(values)), sizeof(values));
-    for (int v = 0; v < kVector; ++v) {
-      const int64_t wide = std::is_signed_v<T> && std::is_integral_v<T> ? int64_t(values[v]) : 0;
-      warp.write(i.operands[v])[l] = wide ? uint64_t(wide) : bits_of(values[v]);
-    }
+    for (int v = 0; v < kVector; ++v) warp.write(i.operands[v])[l] = widened(values[v]);
   }
 }
 
@@ -57,12 +61,12 @@ void store(Warp& warp, const Instruction& i, uint32_t lanes) {
 template <Space kSpace, typename T>
 void add_accesses(Table& t, const std::string& space, const std::string& type) {
   const std::string ld = "ld." + space, st = "st." + space;
-  t[ld + "." + type] = &load<kSpace, T, 1>;
-  t[ld + ".v2." + type] = &load<kSpace, T, 2>;
-  t[ld + ".v4." + type] = &load<kSpace, T, 4>;
-  t[st + "." + type] = &store<kSpace, T, 1>;
-  t[st + ".v2." + type] = &store<kSpace, T, 2>;
-  t[st + ".v4." + type] = &store<kSpace, T, 4>;
+  t[ld + "." + type] = {&load<kSpace, T, 1>, 2};
+  t[ld + ".v2." + type] = {&load<kSpace, T, 2>, 3};
+  t[ld + ".v4." + type] = {&load<kSpace, T, 4>, 5};
+  t[st + "." + type] = {&store<kSpace, T, 1>, 2};
+  t[st + ".v2." + type] = {&store<kSpace, T, 2>, 3};
+  t[st + ".v4." + type] = {&store<kSpace, T, 4>, 5};
 }
 
 template <Space kSpace>
@@ -115,6 +119,7 @@ float bfloat16(uint32_t pair, int slot) {
 //   A, element e of 8: row groupID for e in {0, 1, 4, 5}, else + 8; column 2 t + (e & 1), + 8 from e = 4
 //   B, element e of 4: row 2 t + (e & 1), + 8 from e = 2; column groupID
 //   C, D, element e of 4: row groupID, + 8 from e = 2; column 2 t + (e & 1)
+// Hardware cuts sums off where this one rounds once.
 template <float (*kValue)(uint32_t, int)>
 void mma(Warp& warp, const Instruction& i, uint32_t lanes) {
   need_all(warp, i, lanes);
@@ -137,7 +142,7 @@ void mma(Warp& warp, const Instruction& i, uint32_t lanes) {
       const int row = (l >> 2) + (e >= 2 ? 8 : 0), column = 2 * (l % 4) + (e & 1);
       double sum = get<float>(warp.read(i.operands[10 + e])[l]);
       for (int k = 0; k < 16; ++k) sum += double(a[row][k]) * b[k][column];
-      d[l][e] = float(sum);
+      d[l][e] = canonical(approximation == 0 ? float(sum) : toward_zero(sum));
     }
   for (int l = 0; l < kLanes; ++l)
     for (int e = 0; e < 4; ++e) warp.write(i.operands[e])[l] = bits_of(d[l][e]);
@@ -206,19 +211,19 @@ void add_memory(Table& t) {
     add_types<Space::kGlobal>(t, space);
   add_types<Space::kShared>(t, "shared");
   add_types<Space::kParam>(t, "param");
-  t["cp.async.cg.shared.global"] = begin_copy;
-  t["cp.async.wait_all"] = finish_copies;
+  t["cp.async.cg.shared.global"] = {begin_copy, 4};
+  t["cp.async.wait_all"] = {finish_copies, 0};
 }
 
 void add_warp(Table& t) {
-  t["shfl.sync.bfly.b32"] = shuffle<true>;
-  t["shfl.sync.idx.b32"] = shuffle<false>;
+  t["shfl.sync.bfly.b32"] = {shuffle<true>, 6};
+  t["shfl.sync.idx.b32"] = {shuffle<false>, 6};
   const std::string product = "mma.sync.aligned.m16n8k16.row.col.f32.";
-  t[product + "f16.f16.f32"] = mma<half>;
-  t[product + "bf16.bf16.f32"] = mma<bfloat16>;
-  t["ldmatrix.sync.aligned.m8n8.x4.shared.b16"] = load_matrices<false>;
-  t["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"] = load_matrices<true>;
-  t["movmatrix.sync.aligned.m8n8.trans.b16"] = transpose_matrix;
+  t[product + "f16.f16.f32"] = {mma<half>, 14};
+  t[product + "bf16.bf16.f32"] = {mma<bfloat16>, 14};
+  t["ldmatrix.sync.aligned.m8n8.x4.shared.b16"] = {load_matrices<false>, 5};
+  t["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"] = {load_matrices<true>, 5};
+  t["movmatrix.sync.aligned.m8n8.trans.b16"] = {transpose_matrix, 2};
 }
 
 }  // namespace hostrun::ptx

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 
@@ -45,8 +46,18 @@ class Body {
   Body(Kernel& kernel, const std::map<std::string, SharedArray>& module)
       : kernel_(kernel), arrays_(module) {}
 
-  void declare(const std::string& statement) { arrays_.insert(shared_array(statement)); }
-  void label(const std::string& name) { labels_[name] = uint32_t(kernel_.code.size()); }
+  void declare_array(const std::string& statement) { arrays_.insert(shared_array(statement)); }
+
+  // ".reg .b32 %r<200>", which stands for %r0 to %r199, or ".reg .b32 %temp".
+  void declare_registers(const std::string& statement) {
+    const size_t name = statement.find('%'), many = statement.find('<');
+    declared_.insert(statement.substr(name, many == std::string::npos ? many : many + 1 - name));
+  }
+
+  void label(const std::string& name, int line) {
+    if (!labels_.insert({name, uint32_t(kernel_.code.size())}).second)
+      fail(line, "label " + name + " for the second time");
+  }
   void param(const std::string& name, size_t offset) { params_[name] = offset; }
 
   void statement(const std::string& text, int line) {
@@ -58,7 +69,7 @@ class Body {
     if (name[0] == '@') {
       i.guarded = true;
       i.negated = name[1] == '!';
-      i.predicate = reg(name.substr(i.negated ? 2 : 1));
+      i.predicate = reg(name.substr(i.negated ? 2 : 1), line);
       words >> name;
     }
     std::string rest;
@@ -72,6 +83,9 @@ class Body {
       if (!labels_.count(label)) fail(kernel_.code[at].line, "no label " + label);
       kernel_.code[at].target = labels_[label];
     }
+    Instruction end;
+    end.flow = Flow::kReturn;
+    kernel_.code.push_back(end);
     kernel_.executed.assign(kernel_.code.size(), 0);
     place_unsized();
   }
@@ -90,9 +104,14 @@ class Body {
       // mov with braces joins or parts registers.
       const bool joins = starts_with(name, "mov.") && rest.find('{') != std::string::npos;
       const bool parts = joins && rest[0] == '{';
-      i.execute = find_operation(joins ? (parts ? "part" : "join") + name.substr(3) : name);
-      if (!i.execute) fail(i.line, "unknown instruction " + name);
+      const auto found = find_operation(joins ? (parts ? "part" : "join") + name.substr(3) : name);
+      if (!found.execute) fail(i.line, "unknown instruction " + name);
+      i.execute = found.execute;
       operands(i, rest);
+      if (i.count != found.operands)
+        fail(
+            i.line, name + " has " + std::to_string(found.operands) + " operands, not " +
+                        std::to_string(i.count));
     }
   }
 
@@ -103,6 +122,7 @@ class Body {
       word = trimmed(word);
       if (word.empty()) return;
       if (i.count == kOperands) fail(i.line, "too many operands");
+      if (address && i.offset) fail(i.line, "an offset of other than the last address");
       i.operands[i.count++] = address ? base(i, word) : value(word, i.line);
       word.clear();
     };
@@ -121,7 +141,7 @@ class Body {
   }
 
   int value(const std::string& word, int line) {
-    if (word[0] == '%') return reg(word);
+    if (word[0] == '%') return reg(word, line);
     if (word[0] == '-' || std::isdigit(word[0])) return constant(number(word));
     if (params_.count(word)) return constant(params_.at(word));
     if (!arrays_.count(word)) fail(line, "unknown name " + word);
@@ -135,7 +155,10 @@ class Body {
     return std::strtoull(word.c_str(), nullptr, 0);
   }
 
-  int reg(const std::string& name) {
+  int reg(const std::string& name, int line) {
+    const std::string family = name.substr(0, name.find_last_not_of("0123456789") + 1);
+    if (!declared_.count(name) && !declared_.count(family + "<") && !is_special(name))
+      fail(line, "unknown register " + name);
     const int next = int(kernel_.registers.size());
     return kernel_.registers.insert({name, next}).first->second;
   }
@@ -171,6 +194,7 @@ class Body {
 
   Kernel& kernel_;
   std::map<std::string, SharedArray> arrays_;
+  std::set<std::string> declared_;
   std::map<std::string, size_t> params_, placed_;
   std::map<std::string, uint32_t> labels_;
   std::vector<std::pair<size_t, std::string>> jumps_;
@@ -203,6 +227,7 @@ class Parser {
       s = trimmed(s.substr(0, s.find("//")));
       if (!s.empty()) body_ ? inside(s) : outside(s);
     }
+    if (body_) fail(line_, kernel_->name + " does not end");
     return std::move(kernels_);
   }
 
@@ -247,9 +272,11 @@ class Parser {
       part = trimmed(part);
       if (part.empty()) continue;
       if (part.back() == ':')
-        body_->label(part.substr(0, part.size() - 1));
+        body_->label(part.substr(0, part.size() - 1), line_);
       else if (starts_with(part, ".shared"))
-        body_->declare(part);
+        body_->declare_array(part);
+      else if (starts_with(part, ".reg"))
+        body_->declare_registers(part);
       else if (part[0] != '.')
         body_->statement(part, line_);
     }

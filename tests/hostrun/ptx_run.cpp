@@ -35,8 +35,8 @@ void set_pc(Warp& warp, uint32_t lanes, uint32_t pc) {
 void run_together(Kernel& kernel, Warp& warp, uint32_t lanes, uint32_t pc, uint32_t limit) {
   for (; pc < limit; ++pc) {
     const Instruction& i = kernel.code[pc];
-    ++kernel.executed[pc];
     const uint32_t on = guarded(warp, i, lanes);
+    kernel.executed[pc] += on || i.flow != Flow::kNext;
     if (i.flow == Flow::kNext) {
       if (on) i.execute(warp, i, on);
       continue;
@@ -51,7 +51,8 @@ void run_together(Kernel& kernel, Warp& warp, uint32_t lanes, uint32_t pc, uint3
   set_pc(warp, lanes, pc);
 }
 
-// The lanes that are furthest behind go first, so that all meet again where their ways join.
+// The lanes that are furthest behind go first. Most ways join behind their parts, so that all meet
+// there; lanes that come to a barrier before the others wait there.
 void run_to_barrier(Kernel& kernel, Warp& warp) {
   while (const uint32_t ready = warp.alive & ~warp.waiting) {
     uint32_t pc = ~0u, limit = uint32_t(kernel.code.size()), lanes = 0;
@@ -161,7 +162,11 @@ std::vector<uint64_t> shuffled(uint64_t count, uint64_t seed, std::mt19937_64& o
 
 }  // namespace
 
-Execute find_operation(const std::string& name) {
+bool is_special(const std::string& name) {
+  return kSpecials.count(name) > 0;
+}
+
+Operation find_operation(const std::string& name) {
   static const Table table = [] {
     Table made;
     add_arithmetic(made);
@@ -170,7 +175,7 @@ Execute find_operation(const std::string& name) {
     return made;
   }();
   const auto found = table.find(name);
-  return found == table.end() ? nullptr : found->second;
+  return found == table.end() ? Operation() : found->second;
 }
 
 void launch(
