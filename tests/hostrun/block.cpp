@@ -26,8 +26,6 @@ namespace {
 
 // Limits of compute capability 9.0.
 constexpr unsigned kMaxThreads = 1024, kMaxBlockZ = 64, kMaxGridX = 0x7fffffff, kMaxGridYZ = 65535;
-// More than this a kernel has to ask for (cudaFuncSetAttribute), and none of csrc/cuda does.
-constexpr size_t kMaxShared = 48 << 10;
 constexpr size_t kRedZone = 64, kCopyBytes = 16;
 
 enum class State { kReady, kBlockBarrier, kWarpCollective, kDone };

@@ -19,6 +19,9 @@ constexpr int warpSize = 32;
 
 namespace hostrun {
 
+// More than this a kernel has to ask for (cudaFuncSetAttribute), and none of csrc/cuda does.
+constexpr size_t kMaxShared = 48 << 10;
+
 // Where in the source a thread waits.
 struct Site {
   const char* file;

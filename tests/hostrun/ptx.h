@@ -24,8 +24,7 @@ struct Instruction {
   Execute execute = nullptr;
   Flow flow = Flow::kNext;
   int operands[kOperands] = {};  // at least 0: a register; less: constant -1 - operand
-  int count = 0;
-  int predicate = 0;  // of the lanes that take part, if guarded
+  int predicate = 0;             // of the lanes that take part, if guarded
   bool guarded = false, negated = false;
   int64_t offset = 0;  // of the address
   uint32_t target = 0;

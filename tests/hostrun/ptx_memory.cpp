@@ -1,5 +1,4 @@
 // Loads and stores, and what a warp does together.
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 

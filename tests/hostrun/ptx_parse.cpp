@@ -21,6 +21,10 @@ std::string trimmed(const std::string& s) {
   return from == std::string::npos ? "" : s.substr(from, to - from + 1);
 }
 
+size_t rounded_up(size_t bytes, size_t alignment) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
 bool starts_with(const std::string& s, const char* start) {
   return s.rfind(start, 0) == 0;
 }
@@ -107,23 +111,25 @@ class Body {
       const auto found = find_operation(joins ? (parts ? "part" : "join") + name.substr(3) : name);
       if (!found.execute) fail(i.line, "unknown instruction " + name);
       i.execute = found.execute;
-      operands(i, rest);
-      if (i.count != found.operands)
+      const int count = operands(i, rest);
+      if (count != found.operands)
         fail(
             i.line, name + " has " + std::to_string(found.operands) + " operands, not " +
-                        std::to_string(i.count));
+                        std::to_string(count));
     }
   }
 
-  void operands(Instruction& i, const std::string& text) {
+  // How many there are.
+  int operands(Instruction& i, const std::string& text) {
+    int count = 0;
     std::string word;
     bool address = false;
     const auto take = [&] {
       word = trimmed(word);
       if (word.empty()) return;
-      if (i.count == kOperands) fail(i.line, "too many operands");
+      if (count == kOperands) fail(i.line, "too many operands");
       if (address && i.offset) fail(i.line, "an offset of other than the last address");
-      i.operands[i.count++] = address ? base(i, word) : value(word, i.line);
+      i.operands[count++] = address ? base(i, word) : value(word, i.line);
       word.clear();
     };
     for (const char c : text) {
@@ -132,6 +138,7 @@ class Body {
       if (!std::strchr(",{}|[]", c)) word += c;
     }
     take();
+    return count;
   }
 
   int base(Instruction& i, const std::string& word) {
@@ -149,8 +156,8 @@ class Body {
   }
 
   static uint64_t number(const std::string& word) {
-    if (starts_with(word, "0f")) return std::strtoull(&word[2], nullptr, 16);
-    if (starts_with(word, "0d")) return std::strtoull(&word[2], nullptr, 16);
+    if (starts_with(word, "0f") || starts_with(word, "0d"))
+      return std::strtoull(&word[2], nullptr, 16);
     if (word[0] == '-') return uint64_t(std::strtoll(word.c_str(), nullptr, 0));
     return std::strtoull(word.c_str(), nullptr, 0);
   }
@@ -177,8 +184,7 @@ class Body {
       return unsized_.back();
     }
     if (!placed_.count(name)) {
-      const size_t a = array.alignment;
-      placed_[name] = (kernel_.shared_bytes + a - 1) / a * a;
+      placed_[name] = rounded_up(kernel_.shared_bytes, array.alignment);
       kernel_.shared_bytes = placed_[name] + array.bytes;
     }
     return constant(placed_[name]);
@@ -186,7 +192,7 @@ class Body {
 
   void place_unsized() {
     if (unsized_.empty()) return;
-    kernel_.shared_bytes = (kernel_.shared_bytes + 15) / 16 * 16;
+    kernel_.shared_bytes = rounded_up(kernel_.shared_bytes, 16);
     for (const int operand : unsized_)
       for (int lane = 0; lane < kLanes; ++lane)
         kernel_.constants[size_t(-1 - operand) * kLanes + lane] = kernel_.shared_bytes;
@@ -284,7 +290,7 @@ class Parser {
 
   void add_param(const std::string& s) {
     const Param p = param(s.back() == ',' ? s.substr(0, s.size() - 1) : s);
-    const size_t offset = (kernel_->param_bytes + p.alignment - 1) / p.alignment * p.alignment;
+    const size_t offset = rounded_up(kernel_->param_bytes, p.alignment);
     kernel_->param_offset.push_back(offset);
     kernel_->param_bytes = offset + p.bytes;
     body_->param(p.name, offset);

@@ -9,9 +9,6 @@
 namespace hostrun::ptx {
 namespace {
 
-// More than this a kernel has to ask for, and none of csrc/cuda does.
-constexpr size_t kMaxShared = 48 << 10;
-
 [[noreturn]] void fail(const Kernel& kernel, const std::string& what) {
   throw std::runtime_error("ptx: " + kernel.name + ": " + what);
 }
