@@ -64,15 +64,26 @@ def assert_close():
 
 
 @pytest.fixture(scope="session")
-def philox_driver(tmp_path_factory):
-    """csrc/philox.h in a program of its own: calls it with arguments, parses what it prints."""
+def cpp_program(tmp_path_factory):
+    """Builds a file of tests/cpp, which needs csrc and no torch, as the extension is built."""
     root = Path(__file__).parent.parent
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    program = tmp_path_factory.mktemp("philox") / "driver"
     flags = "-O3 -std=c++17 -fopenmp-simd -fno-math-errno -fno-trapping-math -pthread".split()
-    source = root / "tests" / "cpp" / "philox_driver.cpp"
-    command = [*compiler.split(), *flags, f"-I{root / 'csrc'}", source, "-o", program]
-    subprocess.run(command, check=True)
+
+    def build(name):
+        program = tmp_path_factory.mktemp("cpp") / name
+        source = root / "tests" / "cpp" / f"{name}.cpp"
+        command = [*compiler.split(), *flags, f"-I{root / 'csrc'}", source, "-o", program]
+        subprocess.run(command, check=True)
+        return program
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def philox_driver(cpp_program):
+    """csrc/philox.h in a program of its own: calls it with arguments, parses what it prints."""
+    program = cpp_program("philox_driver")
 
     def run(*arguments):
         output = subprocess.run([program, *map(str, arguments)], check=True, capture_output=True)

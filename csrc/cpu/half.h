@@ -1,4 +1,4 @@
-// 16-bit types to float32 and back, a block or sixteen lanes at once; float16 by the processor's
+// 16-bit types to float32 and back, a block, eight or sixteen at once; float16 by the processor's
 // instructions if it has them.
 #pragma once
 #include "convert.h"
@@ -66,6 +66,42 @@ BNUQ_CLONES [[gnu::unused]] static void store_all(BFloat16* out, const float* in
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) out[i] = store<BFloat16>(in[i]);
 }
+
+#if defined(BNUQ_FMA)
+BNUQ_FMA inline __m256 load_eight(const Half* in) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
+}
+
+BNUQ_FMA inline __m256 load_eight(const BFloat16* in) {
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+}
+
+BNUQ_FMA inline __m128i words_of(Half, __m256 v) {
+  return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+}
+
+// As Store<BFloat16>.
+BNUQ_FMA inline __m128i words_of(BFloat16, __m256 v) {
+  const __m256i bits = _mm256_castps_si256(v), half = _mm256_set1_epi32(0x7fff);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, half), odd);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m256i words = _mm256_srli_epi32(rounded, 16);
+  const __m256i result = _mm256_blendv_epi8(words, _mm256_set1_epi32(0x7fc0), nan);
+  return _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
+}
+
+// With kStream past the caches, which takes an `out` that is aligned to its 16 bytes.
+template <bool kStream, typename half_t>
+BNUQ_FMA inline void store_eight(half_t* out, __m256 v) {
+  const __m128i words = words_of(half_t(), v);
+  if (kStream)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out), words);
+  else
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), words);
+}
+#endif
 
 #if defined(BNUQ_AVX512)
 // Sixteen lanes, or those of them that `some` names; a whole load or store costs less than a masked

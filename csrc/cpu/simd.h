@@ -26,6 +26,12 @@
 inline bool has_avx2() {
   return __builtin_cpu_supports("avx2");
 }
+#if __GNUC__ >= 12
+#define BNUQ_FMA __attribute__((target("avx2,fma,f16c")))
+inline bool has_fma() {
+  return __builtin_cpu_supports("x86-64-v3");
+}
+#endif
 #define BNUQ_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,avx512cd")))
 inline bool has_avx512() {
 #if defined(BNUQ_AVX2_ONLY)

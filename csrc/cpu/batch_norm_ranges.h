@@ -1,0 +1,284 @@
+// Batch norm, residual and activation over a range of elements of one replica: loops that the
+// compiler vectorises, and for 16-bit types and AVX-512 loops with conversions in registers. All
+// give the same bits on one processor.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "../batch_norm.h"
+#include "half.h"
+#include "simd.h"
+
+namespace bnuq {
+namespace {
+
+// One replica's table, and the elements [begin, end) of its (N, C, S) to work on.
+template <typename acc_t>
+struct Range {
+  const acc_t* mean;
+  const acc_t* scale;
+  const acc_t* bias;
+  int64_t width, S, begin, end;
+  acc_t slope;
+  bool stream;  // whether the result goes past the caches
+};
+
+// y, x and residual point to element `begin`; y may be x or residual.
+template <typename scalar_t, typename acc_t, bool kResidual>
+BNUQ_CLONES void forward_planes(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
+  int64_t begin = range.begin;
+  for (int64_t plane = begin / range.S; begin < range.end; ++plane) {
+    const int64_t c = plane % range.width;
+    const int64_t count = std::min(range.end, (plane + 1) * range.S) - begin;
+    const Affine<acc_t> a = {range.mean[c], range.scale[c], range.bias[c]};
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      acc_t z = normalise(load(x[i]), a);
+      if (kResidual) z += load(residual[i]);
+      y[i] = store<scalar_t>(activate(z, range.slope));
+    }
+    begin += count, y += count, x += count;
+    if (kResidual) residual += count;
+  }
+}
+
+// The same for S = 1: a row holds one value of every entry of the table.
+template <typename scalar_t, typename acc_t, bool kResidual>
+BNUQ_CLONES void forward_rows(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
+  int64_t begin = range.begin;
+  while (begin < range.end) {
+    const int64_t c = begin % range.width, count = std::min(range.end - begin, range.width - c);
+    const acc_t *mean = range.mean + c, *scale = range.scale + c, *bias = range.bias + c;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      acc_t z = normalise(load(x[i]), Affine<acc_t>{mean[i], scale[i], bias[i]});
+      if (kResidual) z += load(residual[i]);
+      y[i] = store<scalar_t>(activate(z, range.slope));
+    }
+    begin += count, y += count, x += count;
+    if (kResidual) residual += count;
+  }
+}
+
+// body(flag...) with the flags known to the compiler.
+template <typename Body>
+void with_known(const Body& body) {
+  body();
+}
+
+template <typename Body, typename... Flags>
+void with_known(const Body& body, bool flag, Flags... flags) {
+  const auto choose = [&](auto known) {
+    with_known([&](auto... others) { body(known, others...); }, flags...);
+  };
+  flag ? choose(std::true_type()) : choose(std::false_type());
+}
+
+template <typename scalar_t, typename acc_t>
+void forward_loop(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<acc_t>& range) {
+  const auto run = [&](auto rows, auto adds) {
+    const auto loop =
+        rows ? forward_rows<scalar_t, acc_t, adds> : forward_planes<scalar_t, acc_t, adds>;
+    loop(y, x, residual, range);
+  };
+  with_known(run, range.S == 1, residual != nullptr);
+}
+
+// Through float32 pieces in the first cache, where a loop ends with fewer single elements than one
+// over 32 lanes of a short plane, and where the processor converts float16.
+template <typename half_t>
+void forward_pieces(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
+  constexpr int64_t kPiece = 1024;
+  alignas(64) float values[kPiece], added[kPiece];
+  Range<float> piece = range;
+  while (piece.begin < range.end) {
+    piece.end = std::min(range.end, piece.begin + kPiece);
+    const int64_t first = piece.begin - range.begin, size = piece.end - piece.begin;
+    load_all(values, x + first, size);
+    if (residual) load_all(added, residual + first, size);
+    forward_loop<float, float>(values, values, residual ? added : nullptr, piece);
+    store_all(y + first, values, size);
+    piece.begin = piece.end;
+  }
+}
+
+template <typename scalar_t, typename acc_t>
+void forward_plain(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<acc_t>& range) {
+  if constexpr (std::is_same_v<scalar_t, acc_t>)
+    forward_loop(y, x, residual, range);
+  else
+    forward_pieces(y, x, residual, range);
+}
+
+// Elements of a row or plane, which lie one after the other.
+inline int64_t length_of_run(const Range<float>& range) {
+  return range.S == 1 ? range.width : range.S;
+}
+
+#if defined(BNUQ_FMA)
+// What eight elements need: one entry of the table for all, or one each.
+struct Eight {
+  __m256 mean, scale, bias;
+};
+
+BNUQ_FMA inline Eight eight_same(const Range<float>& range, int64_t c) {
+  return {
+      _mm256_set1_ps(range.mean[c]), _mm256_set1_ps(range.scale[c]), _mm256_set1_ps(range.bias[c])};
+}
+
+BNUQ_FMA inline Eight eight_entries(const Range<float>& range, int64_t c) {
+  return {
+      _mm256_loadu_ps(range.mean + c), _mm256_loadu_ps(range.scale + c),
+      _mm256_loadu_ps(range.bias + c)};
+}
+
+BNUQ_FMA inline __m256 activate_eight(__m256 z, float slope) {
+  const __m256 zero = _mm256_setzero_ps();
+  if (slope == 0) return _mm256_max_ps(zero, z);  // z where it is NaN or a zero of either sign
+  const __m256 below = _mm256_cmp_ps(z, zero, _CMP_LT_OQ);
+  return _mm256_blendv_ps(z, _mm256_mul_ps(z, _mm256_set1_ps(slope)), below);
+}
+
+// Elements i .. i + 7 of a row or plane that begins at entry c.
+template <typename half_t, bool kRows, bool kResidual>
+BNUQ_FMA inline __m256 forward_eight(
+    const half_t* x, const half_t* residual, const Range<float>& range, int64_t c, int64_t i,
+    const Eight& same) {
+  const Eight a = kRows ? eight_entries(range, c + i) : same;
+  __m256 z = _mm256_fmadd_ps(_mm256_sub_ps(load_eight(x + i), a.mean), a.scale, a.bias);
+  if (kResidual) z = _mm256_add_ps(z, load_eight(residual + i));
+  return activate_eight(z, range.slope);
+}
+
+template <typename half_t, bool kRows, bool kResidual, bool kStream>
+BNUQ_FMA void forward_fma(half_t* y, const half_t* x, const half_t* residual, Range<float> range) {
+  const auto eight = forward_eight<half_t, kRows, kResidual>;
+  const Range<float> whole = range;
+  const int64_t length = length_of_run(range);
+  while (range.begin < whole.end) {
+    const int64_t c = range.begin / range.S % range.width;
+    range.end = std::min(whole.end, (range.begin / length + 1) * length);
+    const int64_t count = range.end - range.begin;
+    if (count < 8) {
+      forward_plain(y, x, residual, range);
+    } else {
+      const Eight same = eight_same(range, c);
+      int64_t i = 0;
+      for (; i + 16 <= count; i += 8)
+        store_eight<kStream>(y + i, eight(x, residual, range, c, i, same));
+      // The end overlaps the eight before it: read before those are written, for y may be x.
+      const __m256 end = eight(x, residual, range, c, count - 8, same);
+      store_eight<kStream>(y + i, eight(x, residual, range, c, i, same));
+      if (i + 8 != count) store_eight<false>(y + count - 8, end);
+    }
+    range.begin = range.end, y += count, x += count;
+    if (kResidual) residual += count;
+  }
+  if (kStream) _mm_sfence();  // before another thread is told
+}
+
+template <typename half_t>
+void forward_fma(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
+  // Beside a store past the caches, an end that is not aligned costs more than that store saves.
+  const bool aligned = reinterpret_cast<uintptr_t>(y) % 16 == 0 && range.begin % 8 == 0 &&
+                       length_of_run(range) % 8 == 0;
+  const auto loop = [&](auto rows, auto adds, auto stream) {
+    forward_fma<half_t, rows, adds, stream>(y, x, residual, range);
+  };
+  with_known(loop, range.S == 1, residual != nullptr, range.stream && aligned);
+}
+#endif
+
+#if defined(BNUQ_AVX512)
+// What sixteen elements need: one entry of the table for all, or one each.
+struct Lanes {
+  __m512 mean, scale, bias;
+};
+
+BNUQ_AVX512 inline Lanes same_entry(const Range<float>& range, int64_t c) {
+  return {
+      _mm512_set1_ps(range.mean[c]), _mm512_set1_ps(range.scale[c]), _mm512_set1_ps(range.bias[c])};
+}
+
+BNUQ_AVX512 inline Lanes entries(const Range<float>& range, int64_t c, __mmask16 some) {
+  return {
+      load_lanes(range.mean + c, some), load_lanes(range.scale + c, some),
+      load_lanes(range.bias + c, some)};
+}
+
+BNUQ_AVX512 inline __m512 activate_lanes(__m512 z, float slope) {
+  const __m512 zero = _mm512_setzero_ps();
+  if (slope == 0) return _mm512_max_ps(zero, z);  // z where it is NaN or a zero of either sign
+  const __mmask16 below = _mm512_cmp_ps_mask(z, zero, _CMP_LT_OQ);
+  return _mm512_mask_mul_ps(z, below, z, _mm512_set1_ps(slope));
+}
+
+// Elements i .. i + 15 of a row or plane that begins at entry c; those of them that `some` names.
+template <typename scalar_t, bool kRows, bool kResidual, bool kStream>
+BNUQ_AVX512 inline void forward_lanes(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<float>& range, int64_t c,
+    int64_t i, const Lanes& same, __mmask16 some) {
+  const Lanes a = kRows ? entries(range, c + i, some) : same;
+  __m512 z = _mm512_fmadd_ps(_mm512_sub_ps(load_lanes(x + i, some), a.mean), a.scale, a.bias);
+  if (kResidual) z = _mm512_add_ps(z, load_lanes(residual + i, some));
+  store_lanes<kStream>(y + i, activate_lanes(z, range.slope), some);
+}
+
+// How many elements lie before the first whole sixteen of y.
+template <typename scalar_t>
+int64_t unaligned(const scalar_t* y) {
+  constexpr uintptr_t kBytes = 16 * sizeof(scalar_t);
+  return (kBytes - reinterpret_cast<uintptr_t>(y) % kBytes) % kBytes / sizeof(scalar_t);
+}
+
+// forward_rows and forward_planes with conversions in registers.
+template <typename scalar_t, bool kRows, bool kResidual, bool kStream>
+BNUQ_AVX512 void forward_avx512(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<float> range) {
+  for (int64_t begin = range.begin; begin < range.end;) {
+    const int64_t plane = begin / range.S, c = plane % range.width;
+    const int64_t stop = kRows ? begin - c + range.width : (plane + 1) * range.S;
+    const int64_t count = std::min(range.end, stop) - begin;
+    const Lanes same = same_entry(range, c);
+    const auto lanes = forward_lanes<scalar_t, kRows, kResidual, kStream>;
+    int64_t i = kStream ? std::min(count, unaligned(y)) : 0;
+    if (i > 0) lanes(y, x, residual, range, c, 0, same, first_lanes(i));
+    for (; i + 16 <= count; i += 16) lanes(y, x, residual, range, c, i, same, kAllLanes);
+    if (i < count) lanes(y, x, residual, range, c, i, same, first_lanes(count - i));
+    begin += count, y += count, x += count;
+    if (kResidual) residual += count;
+  }
+  if (kStream) _mm_sfence();  // before another thread is told
+}
+
+template <typename scalar_t>
+void forward_avx512(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<float>& range) {
+  const auto loop = [&](auto rows, auto adds, auto stream) {
+    forward_avx512<scalar_t, rows, adds, stream>(y, x, residual, range);
+  };
+  with_known(loop, range.S == 1, residual != nullptr, range.stream);
+}
+#endif
+
+template <typename scalar_t, typename acc_t>
+void forward_range(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<acc_t>& range) {
+  [[maybe_unused]] const bool long_runs = range.S == 1 || range.S >= 32;
+#if defined(BNUQ_AVX512)
+  if constexpr (std::is_same_v<acc_t, float>)
+    if (has_avx512() && long_runs) return forward_avx512(y, x, residual, range);
+#endif
+#if defined(BNUQ_FMA)
+  if constexpr (!std::is_same_v<scalar_t, acc_t>)
+    if (has_fma() && long_runs) return forward_fma(y, x, residual, range);
+#endif
+  forward_plain(y, x, residual, range);
+}
+
+}  // namespace
+}  // namespace bnuq
