@@ -33,6 +33,9 @@ def register_adapter(
             module.__class__ = StochasticNorm
             return module
 
+    Its `affine_parameters` may be overridden where `weight`, `bias` and `eps` have other names, its `check_input` to
+    refuse an x as Norm does.
+
     Args:
         cls_or_qualified_name: the class, or "module.QualName" of one that need not be importable;
             it matches modules of exactly that type.

@@ -135,6 +135,8 @@ def fetcher(dataset) -> Callable[[list[int]], object]:
 
 def _loader_source(loader: torch_data.DataLoader) -> Source:
     batch_sampler = loader.batch_sampler
+    if batch_sampler is None and isinstance(loader.sampler, torch_data.BatchSampler):
+        batch_sampler = loader.sampler  # of a data set that takes many rows at once
     generators = [loader.generator]
     if batch_sampler is None or isinstance(loader.dataset, torch_data.IterableDataset):
         # The data set makes its own batches, or its own order: another pass would give the same.

@@ -26,6 +26,9 @@ def sigma_of(rho: Tensor) -> Tensor:
     return functional.softplus(rho, threshold=40.0)
 
 
+_LARGEST = torch.finfo(torch.float64).max  # of initial values; an integer may lie above
+
+
 class BayesLinear(Replicated, nn.Module):
     """A linear layer with an independent Gaussian over every weight and bias.
 
@@ -274,7 +277,7 @@ def _local(
 def check_initial(op: str, name: str, value) -> None:
     """Checks what to initialise with: a finite number, or (low, high)."""
     ends = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(ends) != 2 or not all(isinstance(end, Real) and math.isfinite(end) for end in ends):
+    if len(ends) != 2 or not all(isinstance(end, Real) and abs(end) <= _LARGEST for end in ends):
         refuse(op, name, "be a finite number or (low, high)", value, TypeError)
     if ends[0] > ends[1]:
         refuse(op, name, "have low at most high", value)

@@ -47,8 +47,9 @@ class Stochastic(Replicated):
         return self.finish(y)
 
     def check_input(self, x: Tensor) -> None:
-        """Raises as the original class does for an x with the wrong number of dimensions."""
-        self._check_input_dim(x)
+        """Raises as torch's classes do for an x with the wrong number of dimensions."""
+        if isinstance(self, nn.modules.batchnorm._NormBase):
+            self._check_input_dim(x)
 
     def finish(self, y: Tensor) -> Tensor:
         """What the original class does to the normalised y (N, C, *); here nothing."""

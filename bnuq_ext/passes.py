@@ -82,6 +82,11 @@ class Replicated:
         self.check_input(input)
         return active.visit(self, input)
 
+    def __prepare_scriptable__(self):
+        """Called by torch.jit.script, whose language has no passes."""
+        requirement = "have no stochastic layers (bnuq_ext.revert; torch.jit.trace takes them)"
+        refuse("torch.jit.script", "obj", requirement, type(self).__name__, TypeError)
+
     def plain_forward(self, x: Tensor) -> Tensor:
         """What the class that this one extends does."""
         return super().forward(x)
@@ -167,9 +172,8 @@ class ReplicaPass(Pass):
             self._refuse(key, "an additional call")
         shared = self._is_shared(key, x) if draw.num_samples > 1 else self._record(key, x)
         y = layer.replicate(x, draw, key, stream, shared)
-        if draw.spoilt is not None:
-            replica, value = draw.spoilt
-            y.unflatten(0, (draw.num_samples, -1))[replica] = value
+        if draw.spoil is not None:
+            draw.spoil(y.unflatten(0, (draw.num_samples, -1)))
         return y
 
     def _record(self, key: str, x: Tensor) -> bool:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from .ops import predictive_accumulate_, predictive_statistics
-from .ops.checks import acc_dtype, broadcasts, check_floating, check_number, check_one_of, refuse
+from .ops.checks import (
+    acc_dtype,
+    broadcasts,
+    check_floating,
+    check_number,
+    check_one_of,
+    check_tensor,
+    refuse,
+)
 
 LIKELIHOODS = ("categorical", "gaussian")
 
@@ -93,6 +101,10 @@ def check_likelihood(op: str, likelihood, noise_var) -> None:
     if likelihood != "gaussian":
         refuse(op, "noise_var", f'be None with likelihood "{likelihood}"', noise_var)
     if isinstance(noise_var, Tensor):
+        check_tensor(op, "noise_var", noise_var)
+        if noise_var.is_complex() or noise_var.dtype == torch.bool or noise_var.is_meta:
+            got = f"{noise_var.dtype} on {noise_var.device}"
+            refuse(op, "noise_var", "hold real numbers", got, TypeError)
         good = bool((noise_var >= 0).all() and noise_var.isfinite().all())
     else:
         check_number(op, "noise_var", noise_var)

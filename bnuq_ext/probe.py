@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from itertools import combinations, product
 
 import torch
@@ -15,6 +16,7 @@ from .passes import DoesNotFold, Undecided
 from .samplers import Draw, Fitted, Statistics
 
 ROWS = 3
+CROWD = 9  # replicas of three rows, among which one may lie 5.1 standard deviations from the mean of all
 _LOOKED_AT = 16  # rows of the input
 _APART = 3  # tolerances between what is to be told apart
 
@@ -163,10 +165,44 @@ def check_apart(
     expected = folded.chunk(2)
     for replica, value in product((0, 1), (math.inf, -math.inf)):
         try:
-            outputs = run(draw._replace(spoilt=(replica, value))).chunk(2)
+            outputs = run(draw._replace(spoil=partial(_fill, replica, value))).chunk(2)
         except Exception:  # a forward that takes no infinities tells nothing
             return
         check_equal(outputs[1 - replica], expected[1 - replica], tolerance)
+
+
+def _fill(replica: int, value: float, y: Tensor) -> None:
+    y[replica] = value
+
+
+def check_outlier(
+    alone: Callable[[Draw], Tensor],
+    run: Callable[[Draw], Tensor],
+    draws: list[Draw],
+    tolerance: float,
+) -> None:
+    """Raises DoesNotFold if a row that lies far out in its replica is treated otherwise among several replicas.
+
+    A mask or a clip by the spread or the median of a batch does so: of n rows one lies at most sqrt(n - 1)
+    standard deviations from their mean.
+
+    Args:
+        alone: runs a draw of one replica; `run`: one of all of `draws[:-1]` together, `draws[-1]`.
+    """
+    try:
+        expected = alone(draws[0]._replace(spoil=_outlie))
+        outputs = run(draws[-1]._replace(spoil=_outlie)).chunk(len(draws) - 1)
+    except Exception:  # a forward that takes no such values tells nothing
+        return
+    if expected.isfinite().all():
+        check_equal(outputs[0], expected, tolerance)
+
+
+def _outlie(y: Tensor) -> None:
+    """Makes the first row of the first replica a hundred times as large as its other rows."""
+    row, others = y[0, 0], y[0, 1:]
+    if others.numel():
+        row *= 100 * others.abs().amax() / row.abs().amax().clamp_min(torch.finfo(y.dtype).tiny)
 
 
 def check_gradients(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .batch_norm_like import averages_rows
+from .chain import drops_first, is_chain, is_plain
 from .fingerprint import OURS
 from .folding import Plan
 from .forward import Forward
@@ -119,11 +120,18 @@ class _Session(Pass):
             if module.training and averages_rows(module) and not isinstance(module, Stochastic):
                 got = f"{name} in train()"
                 refuse("replicas", "batch norm that is not stochastic", "be in eval()", got)
+        rows, shared, expands = self._way(inputs)
+        self.active = ReplicaPass(self.forward.layers, self.draw, rows, shared, op="replicas")
+        return expand("replicas", inputs, self.num_samples) if expands else inputs
+
+    def _way(self, inputs: dict) -> tuple[dict[str, int], dict[str, bool], bool]:
+        """Rows of each stochastic call of one replica, which calls share them, and whether the input is expanded."""
+        model, modules = self.forward.model, list(self.forward.model.modules())
+        x = inputs["args"][0] if len(inputs["args"]) == 1 and not inputs["kwargs"] else None
+        if is_plain(modules) and is_chain(model, modules, x):
+            return dict.fromkeys(self.forward.layers, len(x)), {}, drops_first(modules)
         plan = self._plan(inputs)
-        self.active = ReplicaPass(
-            self.forward.layers, self.draw, plan.rows, plan.shared, op="replicas"
-        )
-        return inputs if plan.way == "folded" else expand("replicas", inputs, self.num_samples)
+        return plan.rows, plan.shared, plan.way != "folded"
 
     def _plan(self, inputs: dict) -> Plan:
         model = self.forward.model

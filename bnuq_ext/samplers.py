@@ -52,7 +52,7 @@ class Draw(NamedTuple):
         snapshot: (T,) int64, rows of the tables; None with `Fitted`.
         tables: {key: Statistics | Fitted}, the key naming a layer's call.
         trial: whether the replicas are there to be told apart, not to be believed.
-        spoilt: a replica of the trial and the value that every stochastic call gives in its rows.
+        spoil: changes in place what every stochastic call gives in a trial, (T, rows, ...).
         divergences: of Bayesian layers by their id, which the forward fills where it is not None.
     """
 
@@ -61,7 +61,7 @@ class Draw(NamedTuple):
     snapshot: Tensor | None
     tables: dict[str, Statistics | Fitted]
     trial: bool = False
-    spoilt: tuple[int, float] | None = None
+    spoil: Callable[[Tensor], None] | None = None
     divergences: dict[int, Tensor] | None = None
 
 

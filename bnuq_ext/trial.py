@@ -12,11 +12,13 @@ from .inputs import expand
 from .moved import Moved
 from .passes import DoesNotFold, Undecided
 from .probe import (
+    CROWD,
     ROWS,
     check_apart,
     check_equal,
     check_gradients,
     check_informative,
+    check_outlier,
     probe_draws,
     probe_inputs,
     tolerance_of,
@@ -87,6 +89,7 @@ class Trial(NamedTuple):
 
         if folded is not None:
             check_apart(run, both, folded, tolerance_of(folded, probe, self.modules))
+            self._compare_outlier(probe, rows, tolerance_of(folded, probe, self.modules))
         if self.flags is not None:
             with torch.enable_grad():
                 loop = torch.cat([self.forward.run(probe, draw)[0] for draw in alone])
@@ -107,8 +110,17 @@ class Trial(NamedTuple):
             return False
         return moved.complete
 
-    def _draws(self) -> list[Draw]:
-        return probe_draws(self.forward.draw(self.first_replica, 1))
+    def _compare_outlier(self, probe, rows: dict[str, int], tolerance: float) -> None:
+        arguments = self._arguments(probe, CROWD)
+        check_outlier(
+            lambda draw: self.forward.run(probe, draw)[0],
+            lambda draw: self.forward.run(arguments, draw, rows)[0],
+            self._draws(CROWD),
+            tolerance,
+        )
 
-    def _arguments(self, probe):
-        return probe if self.way == "folded" else expand(self.forward.op, probe, 2)
+    def _draws(self, num_samples: int = 2) -> list[Draw]:
+        return probe_draws(self.forward.draw(self.first_replica, 1), num_samples)
+
+    def _arguments(self, probe, num_samples: int = 2):
+        return probe if self.way == "folded" else expand(self.forward.op, probe, num_samples)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -12,8 +11,8 @@ from torch.nn import functional
 
 from .batch_norm_like import averages_rows
 from .bayes import BayesLinear, check_whole, require_bayes_layers
+from .chain import drops_first, is_chain, is_plain
 from .chunks import keep_freed_pages
-from .fingerprint import HOOKS
 from .forward import Forward
 from .inputs import check_one_input, device_of, expand, num_rows, tensors
 from .known import know, run_once
@@ -37,9 +36,6 @@ from .samplers import Draw, WeightSampler, check_key
 from .together import run_together
 
 SCHEMES = ("uniform", "geometric")
-# Layers that treat every row of an input with two dimensions or more by itself, by their definition.
-_BY_ROW = {BayesLinear, nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU,
-           nn.SiLU, nn.ELU, nn.Softplus}  # fmt: skip
 REDUCTIONS = ("mean", "sum")
 
 
@@ -235,7 +231,7 @@ def elbo_loss(
 
 def _shortcuts(modules: list[nn.Module], x) -> dict[str, bool]:
     """What a `Forward` of plain layers need not do."""
-    plain = _is_plain(modules)
+    plain = is_plain(modules)
     # Autograd takes no tensors of inference mode.
     kept = any(t.is_inference() for t in tensors(x))
     copies = not plain or kept or any([getattr(m, "inplace", False) for m in modules])
@@ -266,9 +262,9 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
     coupled = any(module.training and averages_rows(module) for module in modules)
     if coupled or num_rows(forward.op, x) == 0:
         return None
-    if forward.plain and _is_chain(forward.model, modules, x):
+    if forward.plain and is_chain(forward.model, modules, x):
         rows = dict.fromkeys(forward.layers, len(x))
-        x = expand(forward.op, x, draw.num_samples) if _drops_first(modules) else x
+        x = expand(forward.op, x, draw.num_samples) if drops_first(modules) else x
         return forward.run(x, draw, rows)[0]
     # Of two, the sample that is run alone would cost what going together saves. And processes that wait for each
     # other must make the same forwards, which a proof by each one's own rows would not.
@@ -276,38 +272,6 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
     if draw.num_samples == 2 or any(isinstance(module, waiting) for module in modules):
         return None
     return run_together(forward, modules, x, draw)
-
-
-def _is_chain(model: nn.Module, modules: list[nn.Module], x) -> bool:
-    """Whether plain layers are called one after another, each once: no trial is needed."""
-    once = len(modules) == sum(1 for _ in model.named_modules(remove_duplicate=False))
-    return once and isinstance(x, Tensor) and x.dim() >= 2
-
-
-def _drops_first(modules: list[nn.Module]) -> bool:
-    """Whether dropout comes before the first Bayesian layer of a plain chain: each sample has masks of its own."""
-    before = takewhile(lambda m: not isinstance(m, BayesLinear), modules)
-    return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in before)
-
-
-def _is_plain(modules: list[nn.Module]) -> bool:
-    """Whether these layers treat rows one by one, and do nothing else than torch's."""
-    return (
-        all([type(m) in _BY_ROW or _is_by_row(m) for m in modules])
-        and not any([getattr(m, kind) for m in modules for kind in HOOKS])
-        and not any(["forward" in vars(m) for m in modules])
-        and not any([getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS])
-    )
-
-
-def _is_by_row(module: nn.Module) -> bool:
-    """Of layers that treat rows one by one for some of their arguments."""
-    kind = type(module)
-    if kind is nn.Flatten:
-        return module.start_dim == 1
-    if kind is nn.LayerNorm:
-        return len(module.normalized_shape) == 1
-    return kind is nn.Sequential
 
 
 def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_std) -> Tensor:

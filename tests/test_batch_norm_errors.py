@@ -42,6 +42,16 @@ COMMON = [
         TypeError,
         "x must be float32, float16, bfloat16 or float64, got torch.complex64",
     ),
+    (
+        {"x": torch.ones(4, 3).to_sparse()},
+        TypeError,
+        "x must be a dense tensor, got torch.sparse_coo",
+    ),
+    (
+        {"weight": torch.ones(3).to_sparse()},
+        TypeError,
+        "weight must be a dense tensor, got torch.sparse_coo",
+    ),
     ({"x": torch.ones(3)}, ValueError, "x must have at least 2 dimensions (N, C, *), got [3]"),
     ({"x": torch.ones(3, 3)}, ValueError, "x must have a multiple of 2 rows, got [3, 3]"),
     ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),

@@ -23,6 +23,11 @@ def network():
         (lambda: bnuq.GaussianPrior(True), "GaussianPrior: std must be a number, got True"),
         (lambda: bnuq.GaussianPrior(math.inf), "GaussianPrior: std must be finite, got inf"),
         (lambda: bnuq.GaussianPrior(math.nan), "GaussianPrior: std must be positive, got nan"),
+        (
+            lambda: bnuq.GaussianPrior(10**400),
+            "GaussianPrior: std must fit into a float, got a larger",
+        ),
+        (lambda: bnuq.BayesLinear(2, 2, mu_init=10**400), "mu_init must be a finite number or"),
         (lambda: bnuq.ScaleMixturePrior(None), "ScaleMixturePrior: pi must be a number, got None"),
         (lambda: bnuq.ScaleMixturePrior(0.5, math.inf), "std1 must be finite, got inf"),
         (lambda: bnuq.ScaleMixturePrior(0.5, 1, math.nan), "std2 must be positive, got nan"),

@@ -29,6 +29,7 @@ def test_warns_of_a_loader_that_does_not_shuffle():
         loader(shuffle=False),
         loader(shuffle=False, sampler=part),
         torch_data.DataLoader(Numbered(), batch_sampler=in_order),
+        torch_data.DataLoader(torch_data.TensorDataset(ROWS), sampler=in_order, batch_size=None),
     ):
         with pytest.warns(UserWarning, match=text) as caught:
             bank = bnuq.collect(make_model(), data, 10)

@@ -1,5 +1,7 @@
 """Converted models under torch.compile, torch.fx, TorchScript and torch.export."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -219,3 +221,18 @@ def test_a_compiled_step_leaves_trials_as_they_are(num_samples, recwarn):
     loss = torch.compile(step, backend="aot_eager")(x, y)
     assert not [w for w in recwarn if "Dynamo" in str(w.message)]
     torch.testing.assert_close(loss, step(x, y))
+
+
+def test_torchscript_refuses_stochastic_layers_and_leaves_them():
+    model, x = network("residual")
+    converted = bnuq.convert(model).eval()
+    before = [type(module) for module in converted.modules()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, of script itself
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(
+            TypeError, match="^torch.jit.script: obj must have no stochastic layers"
+        ):
+            torch.jit.script(converted)
+        assert [type(module) for module in converted.modules()] == before
+        assert_same(torch.jit.script(bnuq.revert(converted))(x), model.eval()(x))

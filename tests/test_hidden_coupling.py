@@ -41,6 +41,37 @@ def test_rows_that_meet_on_other_values_than_the_trials(cls):
     assert way(model) == "loop"
 
 
+class Outliers(Norms):
+    """Leaves out what lies `most` standard deviations from the mean of the rows: of n rows none beyond sqrt(n - 1)."""
+
+    most = 3.0
+
+    def forward(self, x):
+        h = self.norm_b(self.b(self.first(x)))
+        far = (h - h.mean(0)).abs() > self.most * h.std(0, correction=0)
+        return self.head(h.masked_fill(far, 0))
+
+
+class BelowMedian(Norms):
+    """Clips at five times the median of all rows."""
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        return self.head(h.minimum(5 * h.abs().median()))
+
+
+@pytest.mark.parametrize(
+    "cls, most", [*((Outliers, most) for most in (1.5, 2, 3, 4, 5)), (BelowMedian, None)]
+)
+def test_what_is_rare_among_few_rows_and_not_among_many(cls, most):
+    model = prepared(cls, ROWS)
+    model.most = most
+    for N in (2, 3, 6, 64):
+        expected = samples(copy.deepcopy(model), ROWS[:N], strategy="loop")
+        torch.testing.assert_close(samples(model, ROWS[:N]), expected, rtol=1e-5, atol=1e-5)
+    assert way(model) == "loop"
+
+
 class Config:
     """A plain object."""
 

@@ -137,6 +137,20 @@ def test_noise_of_another_shape_is_refused(shape):
         bnuq.Prediction.from_samples(torch.randn(4, 2, 3), "gaussian", torch.ones(shape))
 
 
+@pytest.mark.parametrize(
+    "noise, text",
+    [
+        (torch.ones(3) * 1j, "hold real numbers, got torch.complex64 on cpu"),
+        (torch.ones(3) > 0, "hold real numbers, got torch.bool on cpu"),
+        (torch.ones(3, device="meta"), "hold real numbers, got torch.float32 on meta"),
+        (torch.ones(3).to_sparse(), "be a dense tensor, got torch.sparse_coo"),
+    ],
+)
+def test_noise_that_is_no_real_number_is_refused(noise, text):
+    with pytest.raises(TypeError, match=f"^Prediction.from_samples: noise_var must {text}$"):
+        bnuq.Prediction.from_samples(torch.ones(2, 4, 3), "gaussian", noise_var=noise)
+
+
 def test_refused_noise_of_many_values_is_shown_by_its_shape():
     requirement = "noise_var must be finite and not negative, got"
     for noise, got in ((torch.full((340, 1), -1.0), "a tensor of shape [340, 1]"), (-1.0, "-1.0")):

@@ -91,3 +91,13 @@ def test_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="^store: folder must be a folder to write to, got "):
         Store(tmp_path / "file", {})
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null"])
+def test_settings_that_are_none(tmp_path, content):
+    (tmp_path / "settings.json").write_text(content)
+    with pytest.raises(
+        ValueError, match="settings.json must hold the settings of a run .delete it"
+    ):
+        Store(tmp_path, {"a": 1})
+    assert (tmp_path / "settings.json").read_text() == content

@@ -62,6 +62,9 @@ class Store:
         if not path.exists():
             return False
         found, settings = read_json(path), self.settings
+        if not isinstance(found, dict):
+            requirement = "hold the settings of a run (delete it to begin anew)"
+            refuse("store", str(path), requirement, type(found).__name__)
         other = [k for k in sorted({*found, *settings}) if found.get(k) != settings.get(k)]
         if other:
             requirement = (

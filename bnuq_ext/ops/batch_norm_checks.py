@@ -71,7 +71,7 @@ def check_channels(op: str, x: Tensor, name: str, statistics: Tensor) -> None:
 
 def check_parameter(op: str, name: str, value: Tensor, shape: tuple, device) -> None:
     if isinstance(value, Tensor) and value.shape == shape and value.device == device:
-        if value.dtype in DTYPES:
+        if value.dtype in DTYPES and value.layout == torch.strided:
             return
     check_floating(op, name, value)
     check_shape(op, name, value, shape)

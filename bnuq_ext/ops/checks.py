@@ -26,6 +26,8 @@ def refuse(op: str, name: str, requirement: str, got, error=ValueError) -> NoRet
 def check_tensor(op: str, name: str, value) -> None:
     if not isinstance(value, Tensor):
         refuse(op, name, "be a tensor", type(value).__name__, TypeError)
+    if value.layout != torch.strided:
+        refuse(op, name, "be a dense tensor", value.layout, TypeError)
 
 
 def check_dtype(op: str, name: str, value) -> None:
@@ -87,9 +89,13 @@ def check_one_of(op: str, name: str, value, choices) -> None:
 
 
 def check_number(op: str, name: str, value) -> None:
-    """TypeError for what is no real number."""
+    """TypeError for what is no real number, ValueError for an integer beyond every float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         refuse(op, name, "be a number", _readable(value), TypeError)
+    try:
+        float(value)
+    except OverflowError:
+        refuse(op, name, "fit into a float", "a larger number")
 
 
 def _readable(value):

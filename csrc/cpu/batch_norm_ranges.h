@@ -1,6 +1,6 @@
 // Batch norm, residual and activation over a range of elements of one replica: loops that the
-// compiler vectorises, and for 16-bit types and AVX-512 loops with conversions in registers. All
-// give the same bits on one processor.
+// compiler vectorises; for 16-bit types with AVX2, and for all but float64 with AVX-512, loops
+// written by hand. On one processor all give the same bits, but for what a NaN carries.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -87,8 +87,8 @@ void forward_loop(
   with_known(run, range.S == 1, residual != nullptr);
 }
 
-// Through float32 pieces in the first cache, where a loop ends with fewer single elements than one
-// over 32 lanes of a short plane, and where the processor converts float16.
+// Through float32 pieces in the first cache: for short planes, for fewer than eight elements, and
+// for processors without the loops below.
 template <typename half_t>
 void forward_pieces(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
   constexpr int64_t kPiece = 1024;
@@ -155,16 +155,17 @@ BNUQ_FMA inline __m256 forward_eight(
 }
 
 template <typename half_t, bool kRows, bool kResidual, bool kStream>
-BNUQ_FMA void forward_fma(half_t* y, const half_t* x, const half_t* residual, Range<float> range) {
+BNUQ_FMA void forward_fma(
+    half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
   const auto eight = forward_eight<half_t, kRows, kResidual>;
-  const Range<float> whole = range;
   const int64_t length = length_of_run(range);
-  while (range.begin < whole.end) {
-    const int64_t c = range.begin / range.S % range.width;
-    range.end = std::min(whole.end, (range.begin / length + 1) * length);
-    const int64_t count = range.end - range.begin;
+  for (int64_t begin = range.begin; begin < range.end;) {
+    const int64_t c = begin / range.S % range.width;
+    const int64_t count = std::min(range.end, (begin / length + 1) * length) - begin;
     if (count < 8) {
-      forward_plain(y, x, residual, range);
+      Range<float> piece = range;
+      piece.begin = begin, piece.end = begin + count;
+      forward_plain(y, x, residual, piece);
     } else {
       const Eight same = eight_same(range, c);
       int64_t i = 0;
@@ -175,7 +176,7 @@ BNUQ_FMA void forward_fma(half_t* y, const half_t* x, const half_t* residual, Ra
       store_eight<kStream>(y + i, eight(x, residual, range, c, i, same));
       if (i + 8 != count) store_eight<false>(y + count - 8, end);
     }
-    range.begin = range.end, y += count, x += count;
+    begin += count, y += count, x += count;
     if (kResidual) residual += count;
   }
   if (kStream) _mm_sfence();  // before another thread is told
@@ -195,22 +196,22 @@ void forward_fma(half_t* y, const half_t* x, const half_t* residual, const Range
 
 #if defined(BNUQ_AVX512)
 // What sixteen elements need: one entry of the table for all, or one each.
-struct Lanes {
+struct Sixteen {
   __m512 mean, scale, bias;
 };
 
-BNUQ_AVX512 inline Lanes same_entry(const Range<float>& range, int64_t c) {
+BNUQ_AVX512 inline Sixteen sixteen_same(const Range<float>& range, int64_t c) {
   return {
       _mm512_set1_ps(range.mean[c]), _mm512_set1_ps(range.scale[c]), _mm512_set1_ps(range.bias[c])};
 }
 
-BNUQ_AVX512 inline Lanes entries(const Range<float>& range, int64_t c, __mmask16 some) {
+BNUQ_AVX512 inline Sixteen sixteen_entries(const Range<float>& range, int64_t c, __mmask16 some) {
   return {
-      load_lanes(range.mean + c, some), load_lanes(range.scale + c, some),
-      load_lanes(range.bias + c, some)};
+      load_sixteen(range.mean + c, some), load_sixteen(range.scale + c, some),
+      load_sixteen(range.bias + c, some)};
 }
 
-BNUQ_AVX512 inline __m512 activate_lanes(__m512 z, float slope) {
+BNUQ_AVX512 inline __m512 activate_sixteen(__m512 z, float slope) {
   const __m512 zero = _mm512_setzero_ps();
   if (slope == 0) return _mm512_max_ps(zero, z);  // z where it is NaN or a zero of either sign
   const __mmask16 below = _mm512_cmp_ps_mask(z, zero, _CMP_LT_OQ);
@@ -219,13 +220,13 @@ BNUQ_AVX512 inline __m512 activate_lanes(__m512 z, float slope) {
 
 // Elements i .. i + 15 of a row or plane that begins at entry c; those of them that `some` names.
 template <typename scalar_t, bool kRows, bool kResidual, bool kStream>
-BNUQ_AVX512 inline void forward_lanes(
+BNUQ_AVX512 inline void forward_sixteen(
     scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<float>& range, int64_t c,
-    int64_t i, const Lanes& same, __mmask16 some) {
-  const Lanes a = kRows ? entries(range, c + i, some) : same;
-  __m512 z = _mm512_fmadd_ps(_mm512_sub_ps(load_lanes(x + i, some), a.mean), a.scale, a.bias);
-  if (kResidual) z = _mm512_add_ps(z, load_lanes(residual + i, some));
-  store_lanes<kStream>(y + i, activate_lanes(z, range.slope), some);
+    int64_t i, const Sixteen& same, __mmask16 some) {
+  const Sixteen a = kRows ? sixteen_entries(range, c + i, some) : same;
+  __m512 z = _mm512_fmadd_ps(_mm512_sub_ps(load_sixteen(x + i, some), a.mean), a.scale, a.bias);
+  if (kResidual) z = _mm512_add_ps(z, load_sixteen(residual + i, some));
+  store_sixteen<kStream>(y + i, activate_sixteen(z, range.slope), some);
 }
 
 // How many elements lie before the first whole sixteen of y.
@@ -243,12 +244,12 @@ BNUQ_AVX512 void forward_avx512(
     const int64_t plane = begin / range.S, c = plane % range.width;
     const int64_t stop = kRows ? begin - c + range.width : (plane + 1) * range.S;
     const int64_t count = std::min(range.end, stop) - begin;
-    const Lanes same = same_entry(range, c);
-    const auto lanes = forward_lanes<scalar_t, kRows, kResidual, kStream>;
+    const Sixteen same = sixteen_same(range, c);
+    const auto sixteen = forward_sixteen<scalar_t, kRows, kResidual, kStream>;
     int64_t i = kStream ? std::min(count, unaligned(y)) : 0;
-    if (i > 0) lanes(y, x, residual, range, c, 0, same, first_lanes(i));
-    for (; i + 16 <= count; i += 16) lanes(y, x, residual, range, c, i, same, kAllLanes);
-    if (i < count) lanes(y, x, residual, range, c, i, same, first_lanes(count - i));
+    if (i > 0) sixteen(y, x, residual, range, c, 0, same, first_lanes(i));
+    for (; i + 16 <= count; i += 16) sixteen(y, x, residual, range, c, i, same, kAllLanes);
+    if (i < count) sixteen(y, x, residual, range, c, i, same, first_lanes(count - i));
     begin += count, y += count, x += count;
     if (kResidual) residual += count;
   }
@@ -258,10 +259,12 @@ BNUQ_AVX512 void forward_avx512(
 template <typename scalar_t>
 void forward_avx512(
     scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<float>& range) {
+  // Memory that lies between elements never comes to a whole sixteen.
+  const bool aligned = reinterpret_cast<uintptr_t>(y) % sizeof(scalar_t) == 0;
   const auto loop = [&](auto rows, auto adds, auto stream) {
     forward_avx512<scalar_t, rows, adds, stream>(y, x, residual, range);
   };
-  with_known(loop, range.S == 1, residual != nullptr, range.stream);
+  with_known(loop, range.S == 1, residual != nullptr, range.stream && aligned);
 }
 #endif
 

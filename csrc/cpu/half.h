@@ -128,22 +128,22 @@ BNUQ_AVX512 inline void store_words(void* out, __m256i words, __mmask16 some) {
     _mm256_storeu_si256(static_cast<__m256i*>(out), words);
 }
 
-BNUQ_AVX512 inline __m512 load_lanes(const float* in, __mmask16 some) {
+BNUQ_AVX512 inline __m512 load_sixteen(const float* in, __mmask16 some) {
   return some == kAllLanes ? _mm512_loadu_ps(in) : _mm512_maskz_loadu_ps(some, in);
 }
 
-BNUQ_AVX512 inline __m512 load_lanes(const Half* in, __mmask16 some) {
+BNUQ_AVX512 inline __m512 load_sixteen(const Half* in, __mmask16 some) {
   return _mm512_cvtph_ps(load_words(in, some));
 }
 
-BNUQ_AVX512 inline __m512 load_lanes(const BFloat16* in, __mmask16 some) {
+BNUQ_AVX512 inline __m512 load_sixteen(const BFloat16* in, __mmask16 some) {
   const __m512i words = _mm512_cvtepu16_epi32(load_words(in, some));
   return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
 }
 
 // The same, to 64 bytes.
 template <bool kStream = false>
-BNUQ_AVX512 inline void store_lanes(float* out, __m512 v, __mmask16 some) {
+BNUQ_AVX512 inline void store_sixteen(float* out, __m512 v, __mmask16 some) {
   if (some != kAllLanes)
     _mm512_mask_storeu_ps(out, some, v);
   else if (kStream)
@@ -153,13 +153,13 @@ BNUQ_AVX512 inline void store_lanes(float* out, __m512 v, __mmask16 some) {
 }
 
 template <bool kStream = false>
-BNUQ_AVX512 inline void store_lanes(Half* out, __m512 v, __mmask16 some) {
+BNUQ_AVX512 inline void store_sixteen(Half* out, __m512 v, __mmask16 some) {
   store_words<kStream>(out, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), some);
 }
 
 // As Store<BFloat16>.
 template <bool kStream = false>
-BNUQ_AVX512 inline void store_lanes(BFloat16* out, __m512 v, __mmask16 some) {
+BNUQ_AVX512 inline void store_sixteen(BFloat16* out, __m512 v, __mmask16 some) {
   const __m512i bits = _mm512_castps_si512(v), half = _mm512_set1_epi32(0x7fff);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, half), odd);

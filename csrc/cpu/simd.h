@@ -8,6 +8,7 @@
 #define BNUQ_V3 "arch=x86-64-v3"
 #else  // which knows no levels: without fused multiply-add, it must not meet loops that have it
 #define BNUQ_V3 "avx2"
+#undef BNUQ_AVX2_ONLY
 #define BNUQ_AVX2_ONLY
 #endif
 #if defined(BNUQ_AVX2_ONLY)
@@ -26,7 +27,7 @@
 inline bool has_avx2() {
   return __builtin_cpu_supports("avx2");
 }
-#if __GNUC__ >= 12
+#if __GNUC__ >= 12  // on what the clones for x86-64-v3 run on, whose multiply-adds are fused too
 #define BNUQ_FMA __attribute__((target("avx2,fma,f16c")))
 inline bool has_fma() {
   return __builtin_cpu_supports("x86-64-v3");
