@@ -48,6 +48,14 @@ def test_refused(call, message):
         call()
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(2, 4), (4,), ()], ids=str)
+def test_features_of_another_number(shape, training):
+    layer = bnuq.BayesLinear(5, 3).train(training)
+    with pytest.raises(ValueError, match=r"^BayesLinear: x must have shape \(N, \*, 5\), got \["):
+        layer(torch.ones(shape))
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
