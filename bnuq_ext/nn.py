@@ -47,9 +47,10 @@ class Stochastic(Replicated):
         return self.finish(y)
 
     def check_input(self, x: Tensor) -> None:
-        """Raises as torch's classes do for an x with the wrong number of dimensions."""
-        if isinstance(self, nn.modules.batchnorm._NormBase):
-            self._check_input_dim(x)
+        """Raises as the original class does for an x with the wrong number of dimensions, if it checks that."""
+        check = getattr(self, "_check_input_dim", None)
+        if check is not None:
+            check(x)
 
     def finish(self, y: Tensor) -> Tensor:
         """What the original class does to the normalised y (N, C, *); here nothing."""

@@ -38,13 +38,13 @@ def replicas(
     first dimension of each input and of the output (`batch_first=True` of a sequence model).
 
     The replicas are those of `predict` with the same seed. Training flags are the user's and gradients
-    flow. The model must be one that `predict` can fold, which is found out in eval at the first call with a
-    shape, once with the training flags as they are and nothing dropped, and again in eval, by T replicas and one
-    alone, when parameters have changed; dropout in train() draws for each of the T*N rows. What a backward
-    computes again (`torch.utils.checkpoint`) is the same as in the forward. A compiled function breaks its graph at a
-    call of the model, which fullgraph=True does not allow. The state is this thread's (or task's): other threads may
-    use the model with other replicas, or none, at the same time. Bodies for several models may lie in each other; for
-    one model the innermost counts.
+    flow. The model must be one that `predict` can fold, which is known of a plain `nn.Sequential` of Bayesian and
+    other layers; of others it is found out in eval at the first call with a shape, once with the training flags as they
+    are and nothing dropped, and again in eval, by T replicas and one alone, when parameters have changed; dropout in
+    train() draws for each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in
+    the forward. A compiled function breaks its graph at a call of the model, which fullgraph=True does not allow. The
+    state is this thread's (or task's): other threads may use the model with other replicas, or none, at the same time.
+    Bodies for several models may lie in each other; for one model the innermost counts.
 
     Args:
         model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not compiled

@@ -70,6 +70,8 @@ COMMON = [
     ({"weight": torch.ones(3, device=META)}, ValueError, "weight must be on cpu, got meta"),
     ({"bias": torch.ones(3, 1)}, ValueError, "bias must have shape [3], got [3, 1]"),
     ({"bias": torch.ones(3, device=META)}, ValueError, "bias must be on cpu, got meta"),
+    ({"shared": "yes"}, TypeError, "shared must be True or False, got 'yes'"),
+    ({"shared": 2}, TypeError, "shared must be True or False, got 2"),
     ({"eps": -1e-5}, ValueError, "eps must not be negative, got -1e-05"),
     ({"eps": float("nan")}, ValueError, "eps must not be negative, got nan"),
     ({"eps": float("inf")}, ValueError, "eps must be finite, got inf"),

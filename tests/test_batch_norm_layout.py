@@ -201,17 +201,3 @@ def test_a_result_beyond_the_caches_has_the_bits_of_its_parts(dtype, rows, chann
         options = dict(num_samples=1, activation="relu")
         y = ops.batch_norm_bank(part.pop("x"), mean, var, seed, **part, **options)
         assert torch.equal(out.chunk(T)[t], y)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_memory_off_the_elements_own_size(dtype):
-    """Of a file or a message, beyond the caches, where a kernel may store with aligned instructions."""
-    T, shape = 2, (60, 64, 56, 56) if dtype == torch.float32 else (120, 64, 56, 56)
-    x = torch.randn(shape).to(dtype)
-    size = T * x.numel()
-    memory = bytearray(size * x.element_size() + 1)
-    out = torch.frombuffer(memory, dtype=dtype, offset=1, count=size).view(T * shape[0], *shape[1:])
-    arguments = (x, torch.zeros(T, 64), torch.ones(T, 64))
-    options = {"snapshot": torch.arange(T), "shared": True}
-    ops.batch_norm_bank(*arguments, **options, out=out)
-    assert torch.equal(out, ops.batch_norm_bank(*arguments, **options))

@@ -20,6 +20,7 @@ def network():
     "call,message",
     [
         (lambda: bnuq.GaussianPrior("wide"), "GaussianPrior: std must be a number, got 'wide'"),
+        (lambda: bnuq.GaussianPrior(torch.tensor(1.0)), r"std must be a number, got tensor\(1.\)$"),
         (lambda: bnuq.GaussianPrior(True), "GaussianPrior: std must be a number, got True"),
         (lambda: bnuq.GaussianPrior(math.inf), "GaussianPrior: std must be finite, got inf"),
         (lambda: bnuq.GaussianPrior(math.nan), "GaussianPrior: std must be positive, got nan"),

@@ -136,6 +136,8 @@ def check_fitted(op, x, params, seed, stream, num_samples, family) -> None:
 
 def check_input(op, x, num_samples, weight, bias, eps, residual, shared) -> None:
     """Checks what both ops take besides the statistics."""
+    if not isinstance(shared, bool):
+        refuse(op, "shared", "be True or False", repr(shared), TypeError)
     if not shared and x.shape[0] % num_samples != 0:
         refuse(op, "x", f"have a multiple of {num_samples} rows", list(x.shape))
     check_scalar(op, "eps", eps)

@@ -99,8 +99,8 @@ def check_number(op: str, name: str, value) -> None:
 
 
 def _readable(value):
-    """A string in quotes, and the like; a tensor is left to `refuse`."""
-    return value if isinstance(value, Tensor) else repr(value)
+    """A string in quotes, and the like; a tensor of many values is left to `refuse`."""
+    return value if isinstance(value, Tensor) and value.numel() > 1 else repr(value)
 
 
 def check_scalar(op: str, name: str, value) -> None:
