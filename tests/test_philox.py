@@ -304,7 +304,7 @@ SEED = torch.tensor([1, 0])
         (
             lambda: ops.new_seed(0, torch.tensor(3)),
             TypeError,
-            "new_seed: first_replica must be an integer, got 3",
+            "new_seed: first_replica must be an integer, got tensor(3)",
         ),
         (
             lambda: ops.new_seed(torch.tensor(3)),
