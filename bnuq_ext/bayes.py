@@ -149,12 +149,13 @@ class BayesLinear(Replicated, nn.Module):
     def plain_forward(self, x: Tensor) -> Tensor:
         """One sample of the weights in train(), their means in eval()."""
         self._check_kind(x)
-        self._check_features(x if x.dim() > 1 else x[None])
+        rows = x if x.dim() > 1 else x[None]
+        self._check_features(rows)
         if not self.training:
             bias = None if self.bias_mu is None else self.bias_mu.to(x.dtype)
             return functional.linear(x, self.posterior()[0].to(x.dtype), bias)
-        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
-        y = self.sample(rows, Draw(1, new_seed(device=x.device), None, {}), 0, shared=True)
+        draw = Draw(1, new_seed(device=x.device), None, {})
+        y = self.sample(rows.flatten(0, -2), draw, 0, shared=True)
         return _shaped(y, (*x.shape[:-1], self.out_features))
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:

@@ -16,18 +16,14 @@ _BY_ROW = {BayesLinear, nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.LeakyReL
 
 def is_plain(modules: list[nn.Module]) -> bool:
     """Whether these layers treat rows one by one, and do nothing else than torch's."""
+    if not all([type(m) in _BY_ROW or _is_by_row(m) for m in modules]):
+        return False
+    hooks = [hook for m in modules for kind in HOOKS for hook in getattr(m, kind).values()]
     return (
-        all([type(m) in _BY_ROW or _is_by_row(m) for m in modules])
-        and not any([_hooks(m, kind) for m in modules for kind in HOOKS])
+        all([hasattr(hook, OURS) for hook in hooks])
         and not any(["forward" in vars(m) for m in modules])
         and not any([getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS])
     )
-
-
-def _hooks(module: nn.Module, kind: str) -> list:
-    """Those of others than this package."""
-    hooks = getattr(module, kind)
-    return [hook for hook in hooks.values() if not hasattr(hook, OURS)] if hooks else []
 
 
 def _is_by_row(module: nn.Module) -> bool:

@@ -88,8 +88,9 @@ class Trial(NamedTuple):
             return self.forward.run(arguments, draw, rows)[0]
 
         if folded is not None:
-            check_apart(run, both, folded, tolerance_of(folded, probe, self.modules))
-            self._compare_outlier(probe, rows, tolerance_of(folded, probe, self.modules))
+            tolerance = tolerance_of(folded, probe, self.modules)
+            check_apart(run, both, folded, tolerance)
+            self._compare_outlier(probe, rows, tolerance)
         if self.flags is not None:
             with torch.enable_grad():
                 loop = torch.cat([self.forward.run(probe, draw)[0] for draw in alone])

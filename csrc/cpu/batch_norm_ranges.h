@@ -271,6 +271,7 @@ void forward_avx512(
 template <typename scalar_t, typename acc_t>
 void forward_range(
     scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<acc_t>& range) {
+  // Ends, masked or overlapping, take as long as whole groups: not for short planes.
   [[maybe_unused]] const bool long_runs = range.S == 1 || range.S >= 32;
 #if defined(BNUQ_AVX512)
   if constexpr (std::is_same_v<acc_t, float>)
