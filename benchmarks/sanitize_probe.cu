@@ -26,8 +26,9 @@ __global__ void divergent_barrier_kernel(int* y) {
   table[threadIdx.x] = int(threadIdx.x);
   if (threadIdx.x < kThreads - 16) {
     __syncthreads();
-    y[threadIdx.x] = table[kThreads - 1 - threadIdx.x];
   }
+  // By all: the others may leave a kernel without it, which is no error.
+  y[threadIdx.x] = table[kThreads - 1 - threadIdx.x];
 }
 
 }  // namespace bnuq

@@ -117,12 +117,17 @@ class _Unmoved:
             torch.set_rng_state(self.state)
 
 
-def random_states() -> tuple:
-    """The states that `preserved_rng` puts back, to compare."""
+def random_states() -> list:
+    """The states that `preserved_rng` puts back, for `drawn_since`; those of GPUs, once there are any, last."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     _, words, *legacy = np.random.get_state()
     tensors = [state.numpy().tobytes() for state in (torch.get_rng_state(), *cuda)]
-    return *tensors, words.tobytes(), *legacy, random.getstate()
+    return [words.tobytes(), *legacy, random.getstate(), *tensors]
+
+
+def drawn_since(before: list) -> bool:
+    """Whether a generator of `random_states` has moved; one of a GPU that torch has begun to use since has not."""
+    return any(now != then for now, then in zip(random_states(), before, strict=False))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from .forward import Forward
 from .passes import DoesNotFold, Undecided
 from .probe import check_replica, probe_draws, tolerance_of
 from .reads import uncompiled
-from .restore import evaluating, preserved_rng, random_states
+from .restore import drawn_since, evaluating, preserved_rng, random_states
 from .state import State
 
 
@@ -94,7 +94,7 @@ class StandingFolding(Folding):
                 self.undo(state)
             with Undropped() as of_one:
                 alone, _ = self.forward.run(self.inputs, draws[self.chosen()])
-            drawn = random_states() != before
+            drawn = drawn_since(before)
         if of_all.sizes != [self.num_samples * size for size in of_one.sizes]:
             raise SharesDropout("a dropout in its forward would be the same for all replicas")
         if drawn:

@@ -9,7 +9,7 @@ from .folding import CHANGES, LOOP, Plan
 from .forward import Forward
 from .known import Known
 from .passes import DoesNotFold, Undecided
-from .restore import preserved_rng, random_states
+from .restore import drawn_since, preserved_rng, random_states
 from .samplers import Draw
 from .standing import DrawsNumbers, StandingFolding
 from .state import State
@@ -88,7 +88,7 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
         failure = None
         try:
             alone = folding.alone()
-            repeatable = random_states() == before
+            repeatable = not drawn_since(before)
             if not repeatable:
                 failure = folding.failure_without_dropout(plan)
         finally:

@@ -11,10 +11,15 @@ from torch.utils._pytree import tree_leaves
 from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops
 from bnuq_ext.inputs import move
 
-pytestmark = pytest.mark.skipif(
-    torch.version.cuda is None,
-    reason="a CPU-only torch makes no tensors of a GPU, those without values neither",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.version.cuda is None,
+        reason="a CPU-only torch makes no tensors of a GPU, those without values neither",
+    ),
+    pytest.mark.usefixtures(
+        "without_gpu"
+    ),  # with one, the copy of a number to it is hidden from modes
+]
 
 
 class Crossings(TorchDispatchMode):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from zoo import data_parallel
 
 import bnuq_ext as bnuq
 
@@ -21,7 +22,7 @@ def alone():
 
 
 WRAPPERS = {
-    "data parallel": nn.DataParallel,
+    "data parallel": data_parallel,
     "distributed": DistributedDataParallel,
     "compiled": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
 }

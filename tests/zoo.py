@@ -1,6 +1,7 @@
 """Small networks with batch norm in every place where it turns up, and how to compare them."""
 
 import warnings
+from unittest import mock
 
 import torch
 from torch import nn
@@ -49,6 +50,12 @@ def depthwise():
     )
 
 
+def data_parallel(model):
+    """As on a machine without a GPU, for with one the wrapper takes the model there."""
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        return nn.DataParallel(model)
+
+
 ROWS, IMAGES = (6, 3), (4, 3, 5, 6)
 ZOO = {
     "mlp": (mlp, ROWS),
@@ -62,7 +69,7 @@ ZOO = {
     "shared": (Shared, ROWS),
     "root": (lambda: nn.BatchNorm2d(3), IMAGES),
     "graph": (lambda: torch.fx.symbolic_trace(Residual()), IMAGES),
-    "data parallel": (lambda: nn.DataParallel(Residual()), IMAGES),
+    "data parallel": (lambda: data_parallel(Residual()), IMAGES),
     "sync": (lambda: nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4)), ROWS),
 }
 
