@@ -2,8 +2,10 @@
 
 Yardsticks: `eager`, batch norm, add, relu, one replica after another, each into a fresh tensor;
 `in place`, the same with add_ and relu_; `copy_` of the result; for a shared x `expand`, which
-writes the T copies of x and nothing more. "kept" writes into memory that is there, "fresh" does not.
+writes the T copies of x and nothing more; on a GPU `Triton`, forty lines of it. "kept" writes into memory that is there, "fresh" does not.
 """
+
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -80,12 +82,20 @@ def steps(x, residual, mean, var, weight, bias, shared, in_place):
     return results
 
 
+def triton_affine(x, residual, mean, var, weight, bias, shared):
+    from .triton_affine import affine
+
+    scale = weight * (var + 1e-5).rsqrt()
+    shift = bias - mean * scale
+    return lambda: affine(x, scale, shift, shared, residual)
+
+
 def targets(shape, shared, kept, device):
-    """What section "Speed" of the README promises, beyond the cache."""
+    """The least ratios to yardsticks, beyond the cache: the aims of docs/speed.md."""
     if device == "cuda":
         if shape not in (HUGE, SHARED):
             return {}
-        return {"expand": 0.9} if shared else {"copy_": 0.9}
+        return {"Triton": 1.0} | ({"expand": 0.9} if shared else {"copy_": 0.9})
     if shape != LARGE:
         return {}
     return {"copy_": 0.8} if kept else {"eager": 2.0}
@@ -121,6 +131,9 @@ def test_batch_norm_bank(case, device, benchmark):
     if shared:
         copies, target = x.expand(T, *x.shape), out.view(T, *x.shape)
         cases["expand"] = lambda: target.copy_(copies)
+    if device == "cuda" and find_spec("triton"):
+        cases["Triton"] = triton_affine(x, residual, mean, var, weight, bias, shared)
+        torch.testing.assert_close(cases["Triton"](), y, rtol=tolerance, atol=tolerance)
     times = compare(cases, seconds=3, device=device)
     moved = (2 * x.numel() + y.numel()) * x.element_size()
     record(
@@ -130,7 +143,6 @@ def test_batch_norm_bank(case, device, benchmark):
         moved=moved,
         copied=2 * y.nbytes,
         target=targets(shape, shared, kept, device),
-        device=device,
     )
     benchmark.pedantic(cases["ours"], rounds=3)
 
@@ -165,5 +177,5 @@ def test_batch_norm_fitted(shape, device, benchmark):
         device=device,
     )
     name = f"batch_norm_fitted {'x'.join(map(str, shape))} T={T} {family}"
-    record(benchmark, name, times, moved=3 * x.nbytes, device=device)
+    record(benchmark, name, times, moved=3 * x.nbytes)
     benchmark.pedantic(ours, rounds=3)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +20,7 @@ SOURCES = ["setup.py", "pyproject.toml", "csrc", "bnuq_ext", "tests", "benchmark
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".toml"}
 
 TORCH_QUESTION = """
-import importlib.util, json, torch
+import json, torch
 found = torch.cuda.is_available()
 gpu = torch.cuda.get_device_name() if found else None
 capability = "%d.%d" % torch.cuda.get_device_capability() if found else None
@@ -135,11 +136,7 @@ def first_line(command, marker=""):
 
 
 def missing_packages():
-    code = (
-        "import importlib.util as u, json; "
-        f"print(json.dumps([n for n in {PACKAGES!r} if u.find_spec(n) is None]))"
-    )
-    return json.loads(run([sys.executable, "-c", code], 60).output.strip().splitlines()[-1])
+    return [name for name in PACKAGES if find_spec(name) is None]
 
 
 def environment():

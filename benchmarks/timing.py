@@ -68,7 +68,7 @@ def record(benchmark, case: str, times: Times, moved=None, copied=None, **detail
         times: what `compare` returned: of our case, "ours", and of yardsticks.
         moved: bytes that our case moves.
         copied: bytes that the yardstick "copy_" moves.
-        details: what else `report` prints: target, memory_mb, skipped.
+        details: what else `report` prints: target, memory_mb, skipped; and ways, which it does not.
     """
     ratios = {name: times.ratios(name) for name in times if name != "ours"}
     benchmark.extra_info.update(

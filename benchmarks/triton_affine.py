@@ -23,12 +23,13 @@ def affine_kernel(
     value = tl.load(x + t.to(tl.int64) * x_size + i, inside).to(tl.float32)
     value = value * tl.load(scale + row, inside) + tl.load(shift + row, inside)
     if FUSED:
-        value = tl.maximum(value + tl.load(residual + start + i, inside).to(tl.float32), 0.0)
+        added = tl.load(residual + t.to(tl.int64) * x_size + i, inside).to(tl.float32)
+        value = tl.maximum(value + added, 0.0)
     tl.store(y + start + i, value.to(y.dtype.element_ty), inside)
 
 
 def affine(x: Tensor, scale: Tensor, shift: Tensor, shared: bool, residual: Tensor | None = None):
-    """x * scale[t] + shift[t], or relu of that plus the residual; (N, C, *) shared or (T*N, C, *) -> (T*N, C, *)."""
+    """x * scale[t] + shift[t], or relu of that plus a residual like x; (N, C, *) shared or (T*N, C, *) -> (T*N, C, *)."""
     num_samples, channels = scale.shape
     last = x.dim() > 2 and not x.is_contiguous()  # channels_last, or the strides are not supported
     layout = (

@@ -182,6 +182,7 @@ class Bank:
         Raises:
             ValueError: path names a folder or a device, or the bank was changed into what no bank holds.
             FileNotFoundError: its folder is missing.
+            TypeError: path is neither str nor os.PathLike.
         """
         self.check()
         bank_file.save(path, *self.to_file())
@@ -196,6 +197,7 @@ class Bank:
         Raises:
             ValueError: the file is damaged, is no bank, or is of a newer version.
             FileNotFoundError: there is none.
+            TypeError: path is neither str nor os.PathLike.
         """
         tensors, fields = bank_file.load(path)
         return cls.from_file(tensors, fields, os.fspath(path))

@@ -39,17 +39,23 @@ def save(path, tensors: dict[str, Tensor], fields: dict[str, str]) -> None:
         fields: text for the header.
     """
     target = os.path.realpath(_check_path("Bank.save", path))
-    folder = os.path.dirname(target)
-    if not os.path.isdir(folder):
+    if not os.path.isdir(os.path.dirname(target)):
         refuse("Bank.save", "path", "lie in a folder that exists", repr(path), FileNotFoundError)
-    mode = _check_regular("Bank.save", target) if os.path.exists(target) else None
+    if os.path.exists(target):
+        _check_regular("Bank.save", target)
+    replace_whole(target, lambda stream: write(stream, tensors, fields))
+
+
+def replace_whole(target: str, write) -> None:
+    """Let `write` fill a binary stream: `target`, no link, holds its old content or all of the new, and its mode."""
+    folder = os.path.dirname(target)
     # In the same folder, so that the renaming stays inside one file system.
     temporary = os.path.join(folder, f".bnuq-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as stream:
-            if mode is not None:
-                os.chmod(temporary, stat.S_IMODE(mode))
-            write(stream, tensors, fields)
+            if os.path.exists(target):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+            write(stream)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)
@@ -197,13 +203,12 @@ def _check_path(op: str, path) -> str:
     return os.fspath(path)
 
 
-def _check_regular(op: str, name: str) -> int:
-    """Mode of a file, which must be a regular one: reading from a pipe or replacing a device is refused."""
+def _check_regular(op: str, name: str) -> None:
+    """A file must be a regular one: reading from a pipe or replacing a device is refused."""
     mode = os.stat(name).st_mode
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "a special file"
         refuse(op, "path", "name a regular file", f"{kind}, {name!r}")
-    return mode
 
 
 def _sync_folder(folder: str) -> None:

@@ -14,7 +14,7 @@ from .bank import Bank, attach
 from .batches import Source, find_source
 from .inputs import call, copied, device_of, model_input, move, num_rows, tensors
 from .nn import require_stochastic_layers
-from .ops.checks import check_callable, check_integer, refuse
+from .ops.checks import check_callable, check_integer, check_one_of, refuse
 from .passes import Pass, running
 from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
@@ -291,8 +291,7 @@ def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> N
             refuse("collect", "model", "not be wrapped for several devices", got)
     check_integer("collect", "num_batches", num_batches, 1)
     check_callable("collect", "input_fn", input_fn)
-    if on_nonfinite not in ("raise", "skip"):
-        refuse("collect", "on_nonfinite", "be 'raise' or 'skip'", repr(on_nonfinite))
+    check_one_of("collect", "on_nonfinite", on_nonfinite, ("raise", "skip"))
 
 
 def _checked_device(model: nn.Module, device) -> torch.device:

@@ -212,7 +212,7 @@ def _names_of_globals(code: CodeType) -> tuple[str, ...]:
 
 
 def _slots(value) -> list:
-    """The fields in `__slots__` of an object's classes that are set."""
+    """The fields in `__slots__` of an object's classes; None for one that is not set."""
     found = []
     for cls in type(value).__mro__:
         for name, member in vars(cls).items():

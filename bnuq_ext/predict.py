@@ -194,8 +194,7 @@ def _check_options(sampler, seed, loader, strategy, output_fn) -> None:
 
 
 def _check_query(query, sampler: str, strategy: str) -> None:
-    if query not in ("out", "in"):
-        refuse("predict", "query", 'be "out" or "in"', repr(query))
+    check_one_of("predict", "query", query, ("out", "in"))
     if query == "in" and sampler != "batch":
         refuse("predict", "query", f'be "out" with sampler "{sampler}"', '"in"')
     if query == "in" and strategy == "folded":

@@ -21,6 +21,7 @@ from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass,
 from .predict import forward_by_bank, take_model
 from .samplers import check_key
 from .standing import StandingFolding
+from .state import modules_of
 from .untraced import untraced
 
 
@@ -55,6 +56,7 @@ def replicas(
     Raises:
         ValueError: an argument is refused; inside, a model that does not fold, or batch norm in train()
             that is not stochastic and would take the replicas together.
+        TypeError: model is none, or compiled, or wrapped for several devices; another argument has a wrong type.
     """
     op = "replicas"
     if "_orig_mod" in getattr(model, "_modules", ()) or getattr(model, "_compiled_call_impl", None):
@@ -126,17 +128,15 @@ class _Session(Pass):
 
     def _way(self, inputs: dict) -> tuple[dict[str, int], dict[str, bool], bool]:
         """Rows of each stochastic call of one replica, which calls share them, and whether the input is expanded."""
-        model, modules = self.forward.model, list(self.forward.model.modules())
+        model, modules = self.forward.model, modules_of(self.forward.model)
         x = inputs["args"][0] if len(inputs["args"]) == 1 and not inputs["kwargs"] else None
         if is_plain(modules) and is_chain(model, modules, x):
             return dict.fromkeys(self.forward.layers, len(x)), {}, drops_first(modules)
-        plan = self._plan(inputs)
+        plan = self._plan(inputs, modules)
         return plan.rows, plan.shared, plan.way != "folded"
 
-    def _plan(self, inputs: dict) -> Plan:
-        model = self.forward.model
-        modules = list(model.modules())
-        forward = self.forward._replace(known=know(model, modules))
+    def _plan(self, inputs: dict, modules: list[nn.Module]) -> Plan:
+        forward = self.forward._replace(known=know(self.forward.model, modules))
         folding = StandingFolding(forward, modules, self.first, inputs, self.num_samples)
         plan = folding.prove_in_train()
         if plan.way == "loop":

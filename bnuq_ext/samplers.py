@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .moments import Rescaling, fit
 from .ops import new_seed, philox_normal, snapshot_indices
-from .ops.checks import check_integer, check_one_of, refuse
+from .ops.checks import check_integer, check_one_of, check_within, refuse
 from .ops.philox import new_key
 from .restore import without_gradients
 from .warn import warn
@@ -210,8 +210,8 @@ def check_key(op: str, seed) -> None:
     """Checks a seed: None, or an integer in [-2^63, 2^63)."""
     if isinstance(seed, Tensor):
         refuse(op, "seed", "be an integer, not a tensor", seed, TypeError)
-    if seed is not None and check_integer(op, "seed", seed, -(2**63)) >= 2**63:
-        refuse(op, "seed", "lie in [-2^63, 2^63)", seed)
+    if seed is not None:
+        check_within(op, "seed", seed, -(2**63), 2**63, "[-2^63, 2^63)")
 
 
 def draw_key(seed: int | None, device: torch.device) -> int:

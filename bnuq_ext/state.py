@@ -20,7 +20,7 @@ def _held(value):
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """`list(model.modules())` in a third of the time."""
+    """`list(model.modules())` in half the time."""
     found: dict[nn.Module, None] = {}
     ahead = [model]
     while ahead:

@@ -1,4 +1,4 @@
-"""The trial of a way through a model: two replicas of three rows, together and one after the other."""
+"""The trial of a way through a model: a few replicas of three rows, together and one after the other."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class Trial(NamedTuple):
         return rows, seen.shared, folded
 
     def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor | None) -> None:
-        """The same with infinities, unless they would become indices, and with gradients if they will be taken."""
+        """The same with infinities and with a row far out, unless they would become indices, and with gradients
+        if they will be taken."""
         *alone, both = self._draws()
         arguments = self._arguments(probe)
 

@@ -24,6 +24,7 @@ from .ops.checks import (
     check_one_of,
     check_positive_value,
     check_tensor,
+    check_within,
     refuse,
 )
 from .ops.kl import gaussian_kl_sum, total
@@ -33,6 +34,7 @@ from .passes import Pass, current_pass
 from .prediction import check_likelihood, refuse_one_logit
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
+from .state import modules_of
 from .together import run_together
 
 SCHEMES = ("uniform", "geometric")
@@ -52,16 +54,19 @@ def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
         num_batches: M; at least 1.
         scheme: "uniform" or "geometric".
 
+    Returns:
+        The weight, in (0, 1].
+
     Raises:
         ValueError: i outside [0, M), M below 1, or an unknown scheme.
+        TypeError: i or M is no integer.
 
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 3.4.
     """
     num_batches = check_integer("kl_weight", "num_batches", num_batches, 1)
-    i = check_integer("kl_weight", "i", i, -(2**63))
-    if not 0 <= i < num_batches:
-        refuse("kl_weight", "i", f"lie in [0, {num_batches})", i)
+    check_within("kl_weight", "i", i, 0, num_batches, f"[0, {num_batches})")
     check_one_of("kl_weight", "scheme", scheme, SCHEMES)
+    i = int(i)  # NumPy's unsigned ones have no -i
     if scheme == "uniform":
         return 1 / num_batches
     return math.ldexp(1.0, -(i + 1)) / (1 - math.ldexp(1.0, -num_batches))
@@ -207,7 +212,7 @@ def elbo_loss(
     rows = len(y) if y.dim() else 1
     weight = _batch_weight(rows, batch_weight, dataset_size)
     check_key(op, seed)
-    modules = list(model.modules())
+    modules = modules_of(model)
     device = device_of(modules)
     if not any(p.device == y.device for m in modules for p in m.parameters(False)):
         refuse(op, "y", f"be on {device}", y.device)

@@ -79,7 +79,7 @@ COMMON = [
     (
         {"activation": "gelu"},
         ValueError,
-        """activation must be "none", "relu" or "leaky_relu", got 'gelu'""",
+        "activation must be one of none, relu, leaky_relu, got 'gelu'",
     ),
     ({"activation": "leaky_relu", "slope": 0}, ValueError, "slope must be positive, got 0"),
     (

@@ -141,18 +141,18 @@ from benchmarks.triton_affine import TritonAffine, affine
 torch.manual_seed(0)
 for shape, layout in [((3, 7), torch.contiguous_format), ((2, 3, 4, 5, 6), torch.channels_last_3d),
                       ((3, 5, 21, 20), torch.contiguous_format), ((3, 64, 6, 6), torch.channels_last)]:
-    x, residual = torch.randn(3, *shape), torch.randn(3 * shape[0], *shape[1:]).contiguous(memory_format=layout)
+    both = torch.randn(2, 3, *shape)
     scale, shift = torch.rand(3, shape[1]), torch.randn(3, shape[1])
     rows = (3, 1, shape[1]) + (1,) * (len(shape) - 2)
     for shared in (True, False):
-        given = x[:1] if shared else x
-        expected = (given * scale.view(rows) + shift.view(rows)).flatten(0, 1)
-        given = given.flatten(0, 1).contiguous(memory_format=layout)
-        actual = affine(given, scale, shift, shared)
-        torch.testing.assert_close(actual, expected)
-        assert actual.stride() == residual.stride()
-        fused = affine(given, scale, shift, shared, residual)
-        torch.testing.assert_close(fused, (expected + residual).relu())
+        given, added = both[:, :1] if shared else both
+        expected = given * scale.view(rows) + shift.view(rows)
+        x, residual = (v.flatten(0, 1).contiguous(memory_format=layout) for v in (given, added))
+        actual = affine(x, scale, shift, shared)
+        torch.testing.assert_close(actual, expected.flatten(0, 1))
+        assert actual.is_contiguous(memory_format=layout)
+        fused = affine(x, scale, shift, shared, residual)
+        torch.testing.assert_close(fused, (expected + added).relu().flatten(0, 1))
 with torch.no_grad():
     model = models.randomise_batch_norm(models.MLP(12, 8, 3, 5))
     tables, x = yardsticks.random_tables(model, 5), torch.randn(4, 12)

@@ -219,7 +219,7 @@ REFUSED = [
     (
         dict(on_nonfinite="ignore"),
         ValueError,
-        "on_nonfinite must be 'raise' or 'skip', got 'ignore'",
+        "on_nonfinite must be one of raise, skip, got 'ignore'",
     ),
     (dict(input_fn=3), TypeError, "input_fn must be callable, got int"),
     (

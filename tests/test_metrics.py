@@ -264,7 +264,7 @@ REFUSED = [
     (
         lambda: metrics.nll(PROBS, Y, reduction="sum"),
         ValueError,
-        'nll: reduction must be "mean" or "none", got \'sum\'',
+        "nll: reduction must be one of mean, none, got 'sum'",
     ),
     (
         lambda: metrics.mutual_information(PROBS),

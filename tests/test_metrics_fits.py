@@ -282,7 +282,7 @@ REFUSED = [
     (lambda: metrics.best_crps(MEAN, Y[:2]), "best_crps: y must have shape [30], got [2]"),
     (
         lambda: metrics.fit_constant_variance(MEAN, Y, "nll"),
-        'fit_constant_variance: score must be "crps" or "pll", got \'nll\'',
+        "fit_constant_variance: score must be one of crps, pll, got 'nll'",
     ),
     (
         lambda: metrics.fit_constant_variance(MEAN[:0], Y[:0]),
@@ -302,7 +302,7 @@ REFUSED = [
     ),
     (
         lambda: metrics.fit_noise_variance(MEAN[None], Y, "rmse"),
-        'fit_noise_variance: score must be "crps" or "pll", got \'rmse\'',
+        "fit_noise_variance: score must be one of crps, pll, got 'rmse'",
     ),
     (
         lambda: metrics.fit_noise_variance(MEAN[None, :0], Y[:0]),

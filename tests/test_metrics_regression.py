@@ -250,7 +250,7 @@ REFUSED = [
     ),
     (
         lambda: metrics.rmse(MEAN, MEAN, reduction="sum"),
-        'rmse: reduction must be "mean" or "none", got \'sum\'',
+        "rmse: reduction must be one of mean, none, got 'sum'",
     ),
     (
         lambda: metrics.gaussian_crps(MEAN, "1", MEAN),
@@ -306,7 +306,7 @@ REFUSED = [
     ),
     (
         lambda: metrics.ensemble_crps(SAMPLES, MEAN, "pwm"),
-        'ensemble_crps: estimator must be "fair" or "biased", got \'pwm\'',
+        "ensemble_crps: estimator must be one of fair, biased, got 'pwm'",
     ),
 ]
 

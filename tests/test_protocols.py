@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from bnuq_ext import cli, protocols
+from bnuq_ext.metrics import significance
 from bnuq_ext.protocols import results, runner
 
 
@@ -291,11 +292,11 @@ def test_command(registered, tmp_path, capsys, monkeypatch):
 
 def test_mean_and_error():
     values = torch.tensor([1.5, 2.5, -3.0, 7.25], dtype=torch.float64)
-    mean, error = results.mean_and_error(values)
+    mean, error = significance.mean_and_error(values)
     assert mean == pytest.approx(values.mean().item(), rel=1e-14)
     assert error == pytest.approx((values.std() / 2).item(), rel=1e-14)
     assert results.shown(mean, error) == "2.06 ± 2.10"
-    mean, error = results.mean_and_error([3.0])
+    mean, error = significance.mean_and_error([3.0])
     assert mean == 3.0 and math.isnan(error) and results.shown(mean, error, 1) == "3.0"
 
 

@@ -178,7 +178,7 @@ class Uncalled(nn.Module):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"query": "both"}, 'query must be "out" or "in", got \'both\''),
+        ({"query": "both"}, "query must be one of out, in, got 'both'"),
         ({"sampler": "bank", "loader": None}, 'query must be "out" with sampler "bank", got "in"'),
         ({"strategy": "folded"}, 'strategy must be "auto" or "loop" with query "in", got "folded"'),
         ({"num_samples": 99}, "loader must have 99 batches of 2 rows or more, got 25"),

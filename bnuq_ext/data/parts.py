@@ -56,6 +56,9 @@ def add_noise(x: Tensor, std: float, *, seed: int) -> Tensor:
 
     Returns:
         (*) like x.
+
+    Raises:
+        ValueError: std is negative.
     """
     if std < 0:
         refuse("add_noise", "std", "not be negative", std)

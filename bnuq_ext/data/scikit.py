@@ -19,6 +19,7 @@ def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> S
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
+        ValueError: a part would be empty.
     """
     sklearn = _scikit("digits")
     images, labels = sklearn.datasets.load_digits(return_X_y=True)

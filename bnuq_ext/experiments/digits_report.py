@@ -1,12 +1,12 @@
 """What the runs of `digits` show: means over seeds, paired comparisons, the printed table, the figures."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from .. import plots
 from ..environment import environment
+from ..metrics import significance
 from .digits import PLUG_IN, ROWS, SAMPLERS, TEMPERATURE, Settings
 from .store import write_json
 
@@ -26,9 +26,8 @@ SIGNS = {"better": "+", "worse": "-", "level": "="}
 
 def mean_and_error(values: list[float]) -> dict[str, float | None]:
     """Mean over seeds and its standard error, the 1/(n-1) deviation over sqrt(n); None for one seed."""
-    values = torch.tensor(values, dtype=torch.float64)
-    error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else None
-    return {"mean": values.mean().item(), "error": error}
+    mean, error = significance.mean_and_error(values)
+    return {"mean": mean, "error": None if math.isnan(error) else error}
 
 
 def compare(ours: list[float], theirs: list[float], more_is_better: bool) -> str | None:

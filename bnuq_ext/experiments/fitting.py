@@ -11,6 +11,11 @@ from torch.utils.data import TensorDataset
 from .. import Bank, collect
 
 
+def device_at_hand() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def batch_norm_chain(
     inputs: int, widths: Sequence[int], outputs: int, *, bias: bool = False, eps: float = 1e-5
 ) -> nn.Sequential:

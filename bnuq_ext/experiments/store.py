@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+from ..bank_file import replace_whole
 from ..ops.checks import refuse
 
 
@@ -12,16 +13,8 @@ def write_json(path: Path, value) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write through a temporary file beside `path`, synced, then renamed: a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """A reader never sees half of the content."""
+    replace_whole(os.path.realpath(path), lambda stream: stream.write(content))
 
 
 def read_json(path: Path):

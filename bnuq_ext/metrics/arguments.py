@@ -5,7 +5,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_floating, check_shape, refuse
+from ..ops.checks import check_floating, check_one_of, check_shape, refuse
 
 # How far beyond 0 and 1 a probability may lie: more than the rounding of any dtype.
 SLACK = 1e-2
@@ -103,11 +103,6 @@ def take_scale(op: str, name: str, value: float | Tensor, target: Tensor) -> Ten
         refuse(op, name, f"broadcast to the shape {list(target.shape)} of y", list(value.shape))
 
 
-def check_choice(op: str, name: str, value, choices: tuple[str, str]) -> None:
-    if value not in choices:
-        refuse(op, name, f'be "{choices[0]}" or "{choices[1]}"', repr(value))
-
-
 def check_fittable(op: str, name: str, values: Tensor) -> None:
     """Refuses what has no row, and nan and infinity, which an optimum would silently follow."""
     if values.numel() == 0:
@@ -122,5 +117,5 @@ def per_row(values: Tensor, dim: int = 1) -> Tensor:
 
 
 def reduce(op: str, values: Tensor, reduction: str) -> Tensor:
-    check_choice(op, "reduction", reduction, ("mean", "none"))
+    check_one_of(op, "reduction", reduction, ("mean", "none"))
     return values.mean() if reduction == "mean" else values

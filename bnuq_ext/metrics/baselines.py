@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_number, refuse
-from .arguments import check_choice, check_fittable, per_row, reduce, take_means, take_numbers
+from ..ops.checks import check_number, check_one_of, refuse
+from .arguments import check_fittable, per_row, reduce, take_means, take_numbers
 from .regression import LOG_TWO_PI
 
 
@@ -74,7 +74,7 @@ def fit_constant_variance(mean: Tensor, y: Tensor, score: str = "crps") -> float
         the points.
     """
     mean, y = take_means("fit_constant_variance", mean, y)
-    check_choice("fit_constant_variance", "score", score, ("crps", "pll"))
+    check_one_of("fit_constant_variance", "score", score, ("crps", "pll"))
     check_fittable("fit_constant_variance", "mean", mean)
     check_fittable("fit_constant_variance", "y", y)
     squared = (y - mean).square().flatten()

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .arguments import check_choice, check_fittable, take_labels, take_logits, take_samples
+from ..ops.checks import check_one_of
+from .arguments import check_fittable, take_labels, take_logits, take_samples
 from .regression import gaussian_crps, gaussian_pll
 
 
@@ -54,7 +55,7 @@ def fit_noise_variance(samples: Tensor, y: Tensor, score: str = "crps") -> float
     """
     op = "fit_noise_variance"
     samples, y = take_samples(op, samples, y)
-    check_choice(op, "score", score, ("crps", "pll"))
+    check_one_of(op, "score", score, ("crps", "pll"))
     check_fittable(op, "samples", samples)
     check_fittable(op, "y", y)
     spread, mean = torch.var_mean(samples, 0, correction=0)

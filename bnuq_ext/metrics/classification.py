@@ -114,10 +114,15 @@ def ece(probs: Tensor, y: Tensor, num_bins: int = 15) -> Tensor:
     y = take_labels("ece", y, probs)
     num_bins = check_integer("ece", "num_bins", num_bins, 1)
     confidence, guess = probs.max(1)
-    bins = (confidence * num_bins).ceil().long().clamp(1, num_bins) - 1
+    bins = bins_of(confidence, num_bins)
     gap = torch.zeros(num_bins, dtype=torch.float64, device=probs.device)
     gap.index_add_(0, bins.flatten(), ((guess == y).double() - confidence).flatten())
     return gap.abs().sum() / y.numel()
+
+
+def bins_of(confidence: Tensor, num_bins: int) -> Tensor:
+    """The bin of each confidence: of b / num_bins and what lies below it down to the next, number b - 1."""
+    return (confidence * num_bins).ceil().long().clamp(1, num_bins) - 1
 
 
 def predictive_entropy(probs: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -134,7 +139,7 @@ def predictive_entropy(probs: Tensor, *, reduction: str = "mean") -> Tensor:
     """
     probs = take_replicas("predictive_entropy", probs)
     mean = probs.mean(0)
-    return reduce("predictive_entropy", -torch.xlogy(mean, mean).sum(1), reduction)
+    return reduce("predictive_entropy", torch.special.entr(mean).sum(1), reduction)
 
 
 def mutual_information(probs: Tensor, *, reduction: str = "mean") -> Tensor:

@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops.checks import refuse
-from .arguments import check_choice, per_row, reduce, take_means, take_samples, take_scale
+from ..ops.checks import check_one_of, refuse
+from .arguments import per_row, reduce, take_means, take_samples, take_scale
 
 LOG_TWO_PI = math.log(2 * math.pi)
 
@@ -147,7 +147,7 @@ def ensemble_crps(
         can be negative.
     """
     samples, y = take_samples("ensemble_crps", samples, y)
-    check_choice("ensemble_crps", "estimator", estimator, ("fair", "biased"))
+    check_one_of("ensemble_crps", "estimator", estimator, ("fair", "biased"))
     count = len(samples)
     if estimator == "fair" and count < 2:
         refuse("ensemble_crps", "samples", 'have at least 2 replicas with estimator "fair"', count)

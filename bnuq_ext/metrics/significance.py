@@ -1,4 +1,4 @@
-"""Whether the runs of an experiment differ from 0."""
+"""The mean of the runs of an experiment, its standard error, and whether it differs from 0."""
 
 import math
 
@@ -33,6 +33,16 @@ def t_test(values: Tensor | list[float]) -> tuple[float, float]:
         return t, math.nan if math.isnan(t) else 0.0
     far = t * t / (freedom + t * t)
     return t, _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t), far)
+
+
+def mean_and_error(values) -> tuple[float, float]:
+    """Mean and standard error, std / sqrt(n) with 1/(n - 1); the error of a single value is nan."""
+    values = [float(value) for value in values]
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return mean, math.nan
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
 
 
 def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:

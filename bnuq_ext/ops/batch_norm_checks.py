@@ -22,6 +22,7 @@ from .checks import (
 )
 from .modes import has_values
 
+ACTIVATIONS = ("none", "relu", "leaky_relu")
 FAMILIES = {"normal": 0, "lognormal": 1}
 
 
@@ -52,8 +53,7 @@ def slope_of(op: str, activation: str, slope: float) -> float:
         return 1.0
     if activation == "relu":
         return 0.0
-    if activation != "leaky_relu":
-        refuse(op, "activation", 'be "none", "relu" or "leaky_relu"', repr(activation))
+    check_one_of(op, "activation", activation, ACTIVATIONS)
     check_positive_scalar(op, "slope", slope)
     return float(slope)
 

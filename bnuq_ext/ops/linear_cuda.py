@@ -34,10 +34,6 @@ MOST_DIRECT_WEIGHTS = 3 * 2**16
 _ops = torch.ops.bnuq
 
 
-def _is_bfloat16(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16
-
-
 def goes_direct(x: Tensor, mu: Tensor) -> bool:
     """Whether a call takes the direct way."""
     few = x.shape[-2] <= MOST_DIRECT_ROWS and mu.numel() <= MOST_DIRECT_WEIGHTS
@@ -61,7 +57,7 @@ def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
         return _ops.bayes_direct(xs, *weights, *noise).to(x.dtype)
     bias = parts.sample_bias(bias_mu, bias_rho, noise)
     base = (xs @ mu.t()).contiguous()
-    made = _ops.bayes_operands(None, xs, rho.contiguous(), _is_bfloat16(x))
+    made = _ops.bayes_operands(None, xs, rho.contiguous(), x.dtype == torch.bfloat16)
     _, _, operand, scale, sigma, sigma_scale = made
     if xs.shape[1] <= MOST_FUSED_ROWS:
         y = _ops.bayes_forward(operand, sigma, base, bias, scale, sigma_scale, *noise)
@@ -90,7 +86,7 @@ def _backward(
     grad_x = grad_mu = grad_rho = bias_grads = None
     if need_x or need_weight:
         grad_x, grad_mu, grad_rho = _half_backward(
-            grad_y, xs, mu, rho, noise, _is_bfloat16(x), need_x, need_weight
+            grad_y, xs, mu, rho, noise, x.dtype == torch.bfloat16, need_x, need_weight
         )
     if need_bias:
         bias_grads = parts.grad_bias(grad_y, bias_rho, noise)

@@ -3,8 +3,10 @@
 from itertools import cycle
 
 import numpy as np
+import torch
 
 from ..metrics.arguments import SLACK
+from ..metrics.classification import bins_of
 from ..ops.checks import check_integer, refuse
 from .canvas import (
     BLUE,
@@ -72,7 +74,7 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
     probs, y = _take_labelled(op, probs, y)
     num_bins = check_integer(op, "num_bins", num_bins, 1)
     confidence = probs.max(1)
-    bins = np.clip(np.ceil(confidence * num_bins).astype(int), 1, num_bins) - 1
+    bins = bins_of(torch.from_numpy(confidence), num_bins).numpy()
     count, right, total = (
         np.bincount(bins, weights, num_bins) for weights in (None, probs.argmax(1) == y, confidence)
     )

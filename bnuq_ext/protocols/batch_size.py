@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from .. import convert, fit_batch_size, implied_prior, metrics, plug_in, predict
 from ..data import Part, digits, mnist
 from ..data.parts import check_classes, take
-from ..experiments.fitting import collect_random, train_epoch
+from ..experiments.fitting import collect_random, device_at_hand, train_epoch
 from ..ops.checks import refuse
 from ..restore import preserved_rng
 from .batch_size_report import report as report
@@ -161,7 +161,7 @@ def sources(settings: Settings, data_root: str) -> list[Path]:
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """A network trained with M and its scores, or the curves of the choice of M."""
     seed, M = unit.arguments["seed"], unit.arguments["batch_size"]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_at_hand()
     images = load(settings, data_root, seed)
     with preserved_rng():
         torch.manual_seed(seed)

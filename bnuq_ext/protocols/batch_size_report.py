@@ -6,8 +6,9 @@ from pathlib import Path
 from statistics import fmean
 
 from .. import plots
+from ..metrics.significance import mean_and_error
 from ..plots.canvas import new_figure
-from .results import Report, Table, mean_and_error, read_table, shown
+from .results import Report, Table, read_table, shown
 
 SCORES = {
     "plug_in_accuracy": ("accuracy, plug-in BN", 4),

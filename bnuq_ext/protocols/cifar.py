@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import collect, convert, data, metrics, plots, plug_in, predict
-from ..experiments.fitting import shifted
+from ..experiments.fitting import device_at_hand, shifted
+from ..metrics.significance import mean_and_error
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, agrees, mean_and_error, read_table, required_folder, shown
+from .results import Report, Table, Unit, agrees, read_table, required_folder, shown
 
 TITLE = "CIFAR-10: log-likelihood against the number of replicas (Teye et al. 2018, Table 2)"
 WITHOUT_DATA = None
@@ -66,7 +67,7 @@ def sources(settings: Settings, data_root: str) -> list[Path]:
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """Train one network; the log-likelihood of the test images for every T, and of the plug-in."""
     seed = settings.seed + unit.arguments["run"]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_at_hand()
     split = data.cifar10(_folder(data_root), num_validation=settings.num_validation)
     train_part = data.Part(*(value[: settings.num_train].to(device) for value in split.train))
     x, y = (value[: settings.num_test] for value in split.test)

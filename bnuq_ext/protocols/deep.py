@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from .. import data, metrics, plots
 from ..data.parts import check_classes
+from ..metrics.significance import mean_and_error
 from ..plots.canvas import legend_outside, new_figure
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, mean_and_error, shown
+from .results import Report, Table, Unit, shown
 
 TITLE = "Ninety fully connected layers with and without batch norm (Atanov et al. 2018, FC90)"
 WITHOUT_DATA = "digits"

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from .. import Prediction, convert, data, mc_dropout, plug_in, predict
 from ..data.parts import take
-from ..experiments.fitting import collect_random
+from ..experiments.fitting import collect_random, device_at_hand
 from ..ops.checks import refuse
 from ..restore import preserved_rng
 from .ood_networks import NETWORKS, train
@@ -136,7 +136,7 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     arguments = unit.arguments
     images = read_images(arguments["dataset"], settings, data_root)
     inputs = shown_images(images, settings)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_at_hand()
     with preserved_rng():
         seed = settings.seed + 1000 * arguments["run"] + arguments["member"]
         torch.manual_seed(seed)

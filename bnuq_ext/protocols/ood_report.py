@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import metrics, plots
+from ..metrics.significance import mean_and_error
 from ..plots.canvas import COLORS, GREY, legend_outside, new_figure
-from .results import Report, Table, agrees, mean_and_error, read_table, shown
+from .results import Report, Table, agrees, read_table, shown
 
 STATISTICS = {"running": None, "SBN": "lognormal", "MCBN": "bank"}
 METHODS = ("one network", "dropout", "deep ensemble")

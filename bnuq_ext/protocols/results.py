@@ -91,16 +91,6 @@ def _cell(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
 
 
-def mean_and_error(values) -> tuple[float, float]:
-    """Mean and standard error, std / sqrt(n) with 1/(n - 1); the error of a single value is nan."""
-    values = [float(value) for value in values]
-    n = len(values)
-    mean = math.fsum(values) / n
-    if n == 1:
-        return mean, math.nan
-    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
-
-
 def shown(mean: float, error: float, digits: int = 2) -> str:
     """ "mean ± error", or the mean alone where the error is not known."""
     return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import Prediction, convert, data, metrics, plots, plug_in, predict
-from ..experiments.fitting import collect_random
+from ..experiments.fitting import collect_random, device_at_hand
+from ..metrics.significance import mean_and_error
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, mean_and_error, required_folder, shown
+from .results import Report, Table, Unit, required_folder, shown
 
 TITLE = "Segmentation of CamVid with partial MCBN (Teye et al. 2018, section 4.4 and figure 2)"
 WITHOUT_DATA = None
@@ -89,7 +90,7 @@ def sources(settings: Settings, data_root: str) -> list[Path]:
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """Train one network; scores of each way to predict the test frames, and maps of some of them."""
     seed = settings.seed + unit.arguments["run"]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_at_hand()
     split = load(settings, data_root)
     with preserved_rng():
         torch.manual_seed(seed)

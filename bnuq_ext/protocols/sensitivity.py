@@ -6,10 +6,11 @@ from statistics import fmean
 
 import numpy as np
 
+from ..metrics.significance import mean_and_error
 from ..ops.checks import refuse
 from ..plots.canvas import COLORS, GREY, new_figure
 from . import uci
-from .results import Report, Table, Unit, mean_and_error, read_table, shown
+from .results import Report, Table, Unit, read_table, shown
 from .uci_search import Regression, fit_split
 
 TITLE = "UCI regression: MCBN against batch size and number of replicas (Teye et al. 2018, Tables 8 to 11)"

@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from .. import convert, mc_dropout, metrics, plots, predict
 from ..experiments.fitting import batch_norm_chain, collect_random, train_epoch
+from ..metrics.significance import mean_and_error
 from ..plots.canvas import new_figure
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, mean_and_error, shown
+from .results import Report, Table, Unit, shown
 from .uci import run_scores
 
 TITLE = "Toy regression (Teye et al. 2018, Figure 1)"

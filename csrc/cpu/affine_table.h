@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../statistics.h"
+#include "ceil_div.h"
 #include "convert.h"
 #include "pages.h"
 
@@ -57,9 +58,5 @@ inline Tensor fresh_rows(const Tensor& like, int64_t rows, MemoryFormat format) 
 // Ranges of elements that stay in the second cache while T replicas pass over them.
 constexpr int64_t kBlock = 16384;
 constexpr int64_t kGrain = 32768;  // elements below which a second thread costs more than it gives
-
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 }  // namespace bnuq

@@ -10,6 +10,7 @@
 
 #include "../dispatch.h"
 #include "../seed.h"
+#include "ceil_div.h"
 #include "gaussian_kl.h"
 #include "noise.h"
 #include "weight_noise.h"
@@ -32,7 +33,7 @@ void dispatch_kl(const Tensor& mu, const Tensor& rho, const F& body) {
 // The sum of part(begin, end) over slices of [0, n), added in the order of the slices.
 template <typename Part>
 double sum_slices(int64_t n, int64_t slice, const Part& part) {
-  const int64_t slices = (n + slice - 1) / slice;
+  const int64_t slices = ceil_div(n, slice);
   std::vector<double> partial(slices);
   st::parallel_for(0, slices, 1, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k)
@@ -50,7 +51,7 @@ void write_gaussian_grads(
     const acc_t *m = mu.const_data_ptr<acc_t>(), *r = rho.const_data_ptr<acc_t>();
     acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
     const acc_t g = acc_t(grad), precision = gaussian_scale<acc_t>(prior_std).precision;
-    const int64_t n = mu.numel(), slices = (n + kSlice - 1) / kSlice;
+    const int64_t n = mu.numel(), slices = ceil_div(n, kSlice);
     // Which way a slice goes must not depend on the threads either.
     st::parallel_for(0, slices, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * kSlice; i < std::min(n, end * kSlice); i += kSlice)

@@ -45,7 +45,7 @@ constexpr int64_t kSums = 16;     // sums that the replicas of a shared x add to
 // The gradient by the x (T, N, I) of every replica; by a shared x, (R, N, I) to be summed over R.
 Tensor few_rows_x(const LinearCall& call, const Tensor& grad_y) {
   const int64_t T = call.T, N = call.N, O = call.O, I = call.I;
-  const int64_t tiles = tiles_of(I), parts = (tiles + kColumns - 1) / kColumns;
+  const int64_t tiles = tiles_of(I), parts = ceil_div(tiles, kColumns);
   const int64_t R = call.shared ? std::min(T, kSums) : T;
   const Tensor sigma = sigma_of(call.rho);
   Tensor grad_x = torch::stable::new_zeros(call.mu, {R, N, I});

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "../layout.h"
+#include "ceil_div.h"
 #include "simd.h"
 
 #if defined(BNUQ_AVX512)
@@ -88,7 +89,7 @@ inline Tensor in_rows(const Matrix& a) {
   const Tensor out = empty_on(a.in, {a.rows, a.columns}, a.in.scalar_type());
   const float* from = static_cast<const float*>(a.in.const_data_ptr()) + a.offset;
   float* to = out.mutable_data_ptr<float>();
-  const int64_t bands = (a.rows + kSquare - 1) / kSquare;
+  const int64_t bands = ceil_div(a.rows, kSquare);
   torch::stable::parallel_for(0, bands, 1 + 512 / (a.columns + 1), [&](int64_t begin, int64_t end) {
     for (int64_t band = begin; band < end; ++band) write_rows(to, from, a, band * kSquare);
   });

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "ceil_div.h"
 #include "philox_words.h"
 
 namespace bnuq {
@@ -11,7 +12,7 @@ namespace bnuq {
 constexpr int kTile = 16;
 
 inline int64_t tiles_of(int64_t n) {
-  return (n + kTile - 1) / kTile;
+  return ceil_div(n, kTile);
 }
 
 // Rows o and o + 8 of the band, o = 0..7, for the tiles [tile, stop): 16 * (stop - tile) floats
