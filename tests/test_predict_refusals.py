@@ -146,12 +146,12 @@ def test_a_coupled_model_is_refused_with_how_far_it_is_off():
         bnuq.predict(model, batches[0], **options)
 
 
-def test_a_model_that_folds_in_the_trial_only_is_refused():
+def test_a_model_that_couples_rows_of_other_replicas_is_refused():
     model, batches = bnuq.convert(FarNeighbours()), torch.randn(4, 6, D)
     bnuq.collect(model, list(batches), 4, progress=False)
     options = dict(likelihood="gaussian", num_samples=4, seed=0, strategy="folded")
     for _ in range(2):
-        with pytest.raises(ValueError, match="that does not fold: the output differs"):
+        with pytest.raises(ValueError, match="that does not fold: .*the output differs"):
             bnuq.predict(model, batches[0], **options)
 
 

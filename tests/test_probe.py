@@ -1,11 +1,16 @@
 """Rows that are made up where an input has too few of its own for a trial."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.probe import _flipped, _stretched, probe_inputs
+from bnuq_ext import probe
+from bnuq_ext.passes import DoesNotFold
+from bnuq_ext.probe import CROWD, _flipped, _stretched, check_outlier, probe_inputs
 
 D, K = 5, 3
 
@@ -54,8 +59,8 @@ def test_two_rows_are_crossed_column_by_column():
     model = Table().eval()
     x = torch.tensor([[2, 40, 7], [1, 30, 5]])
     torch.testing.assert_close(samples(model, x, "folded"), samples(model, x, "loop"))
-    probe, made_up = probe_inputs(x)
-    assert made_up and probe.tolist() == [[2, 40, 7], [1, 30, 5], [2, 30, 5]]
+    rows, made_up = probe_inputs(x)
+    assert made_up and rows.tolist() == [[2, 40, 7], [1, 30, 5], [2, 30, 5]]
 
 
 def test_a_bag_of_tokens_by_itself_folds():
@@ -88,3 +93,71 @@ def test_no_integers_are_made_up_on_another_device_than_the_cpu():
         assert all(not torch.equal(made, x) for [made] in (*_stretched([x]), *_flipped([x])))
     x = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     assert all(made is x for [made] in (*_stretched([x]), *_flipped([x])))
+
+
+class Neighbours(nn.Module):
+    """A graph convolution over edges (2, E)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(D, D), nn.BatchNorm1d(D)
+        self.head = nn.Linear(D, K)
+
+    def forward(self, x, edges):
+        h = self.norm(self.first(x))
+        return self.head(h.index_add(0, edges[1], h[edges[0]]))
+
+
+def test_rows_are_not_cut_from_under_a_graph_on_a_gpu(monkeypatch):
+    """An index beyond the rows ends the process there."""
+    monkeypatch.setattr(probe, "_checks_indices", lambda t: False)
+    torch.manual_seed(0)
+    model = bnuq.convert(Neighbours())
+    graphs = [(torch.randn(n, D), torch.randint(n, (2, 3 * n))) for n in (9, 20, 20, 20)]
+    bnuq.collect(model, graphs[1:], 3, input_fn=lambda graph: graph, progress=False)
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args))
+    expected = samples(model, graphs[0], "loop")
+    torch.testing.assert_close(samples(model, graphs[0], "auto"), expected)
+    assert all(edges.max() < len(x) for x, edges in seen)
+    refusal = "integers in the input may be numbers of rows, of which a trial has three"
+    with pytest.raises(ValueError, match=refusal):
+        samples(model, graphs[0], "folded")
+    small = torch.tensor([[0, 1], [2, 0]]), torch.tensor([[0, 25], [2, 0]])
+    for edges in small:  # none, or none of these rows
+        probe_inputs((graphs[0][0], edges))
+
+
+class Spoilt(NamedTuple):
+    """What a trial of an outlier needs of a draw."""
+
+    num_samples: int
+    spoil: Callable | None = None
+
+
+def check_rows_far_out(network, rounding):
+    """`check_outlier` of a network of rows (N, 4) whose values come out by a factor of `rounding` other together."""
+    values = torch.linspace(-1, 1, 12).view(3, 4)
+
+    def run(draw):
+        y = values.repeat(draw.num_samples, 1, 1)
+        draw.spoil(y)
+        return network(y.flatten(0, 1) * (1 + (rounding if draw.num_samples > 1 else 0)))
+
+    draws = [Spoilt(1)] * CROWD + [Spoilt(CROWD)]
+    check_outlier(run, run, draws, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("rounding", [0, 2**-23, -(2**-23)])
+def test_a_row_far_out_whose_rounding_grows_tells_nothing(rounding):
+    check_rows_far_out(torch.tanh, rounding)
+    check_rows_far_out(lambda h: torch.sin(1e5 * h), rounding)
+    for steep in (0, 1, 1e3):  # rounding grows to a hundredth of what the mask does
+        with pytest.raises(
+            DoesNotFold, match="where a row lies far out, the output differs .* by 1 of"
+        ):
+            check_rows_far_out(lambda h, a=steep: masked(h + torch.sin(a * h)), rounding)
+
+
+def masked(h):
+    return h.masked_fill(h.abs() > 4 * h.std(), 0)
