@@ -18,8 +18,6 @@ from .samplers import Draw, Fitted, Statistics
 ROWS = 3
 CROWD = 9  # replicas of three rows, among which one may lie 5.1 standard deviations from the mean of all
 _LOOKED_AT = 16  # rows of the input
-_ROUNDED = 4  # runs with values moved as by rounding
-_ROUNDING = 10  # how far rounding may go, in the most that these went
 _APART = 3  # tolerances between what is to be told apart
 
 
@@ -201,8 +199,7 @@ def check_outlier(
     """Raises DoesNotFold if a row that lies far out in its replica is treated otherwise among several replicas.
 
     A mask or a clip by the spread or the median of a batch does so: of n rows one lies at most sqrt(n - 1)
-    standard deviations from their mean. So far out a deep network that saturates may turn rounding into anything,
-    and differences of that size tell nothing.
+    standard deviations from their mean.
 
     Args:
         alone: runs a draw of one replica; `run`: one of all of `draws[:-1]` together, `draws[-1]`.
@@ -217,25 +214,16 @@ def check_outlier(
     try:
         check_equal(outputs[0], expected, tolerance)
     except DoesNotFold as error:
-        rounded = draws[0]._replace(
-            spoil=partial(_outlie_rounded, torch.Generator().manual_seed(0))
-        )
-        noise = max((alone(rounded) - expected).abs().max().item() for _ in range(_ROUNDED))
-        if not (outputs[0] - expected).abs().max().item() <= _ROUNDING * noise:
-            raise DoesNotFold(f"where a row lies far out, {error}") from error
+        raise DoesNotFold(f"where a row lies far out, {error}") from error
 
 
 def _outlie(y: Tensor) -> None:
-    """Makes the first row of the first replica a hundred times as large as its other rows."""
+    """Makes all small but the first row of the first replica: a hundred times as large as its other rows, and still
+    where activations are not saturated."""
+    y *= 0.01
     row, others = y[0, 0], y[0, 1:]
     if others.numel():
         row *= 100 * others.abs().amax() / row.abs().amax().clamp_min(torch.finfo(y.dtype).tiny)
-
-
-def _outlie_rounded(generator: torch.Generator, y: Tensor) -> None:
-    """The same, and all values of the replica moved by a few units in the last place."""
-    _outlie(y)
-    y[0] *= 1 + 4 * torch.finfo(y.dtype).eps * torch.randn(y[0].shape, generator=generator).to(y)
 
 
 def check_gradients(

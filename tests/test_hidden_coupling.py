@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -45,11 +46,18 @@ class Outliers(Norms):
     """Leaves out what lies `most` standard deviations from the mean of the rows: of n rows none beyond sqrt(n - 1)."""
 
     most = 3.0
+    activation = staticmethod(lambda h: h)
 
     def forward(self, x):
-        h = self.norm_b(self.b(self.first(x)))
+        h = self.activation(self.norm_b(self.b(self.first(x))))
         far = (h - h.mean(0)).abs() > self.most * h.std(0, correction=0)
         return self.head(h.masked_fill(far, 0))
+
+
+class BoundedOutliers(Outliers):
+    """Behind an activation that ends at one, where a row lies far out only among small ones."""
+
+    activation = staticmethod(torch.tanh)
 
 
 class BelowMedian(Norms):
@@ -61,7 +69,8 @@ class BelowMedian(Norms):
 
 
 @pytest.mark.parametrize(
-    "cls, most", [*((Outliers, most) for most in (1.5, 2, 3, 4, 5)), (BelowMedian, None)]
+    "cls, most",
+    [*product((Outliers, BoundedOutliers), (1.5, 2, 3, 4, 5)), (BelowMedian, None)],
 )
 def test_what_is_rare_among_few_rows_and_not_among_many(cls, most):
     model = prepared(cls, ROWS)
