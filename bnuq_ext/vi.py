@@ -24,7 +24,6 @@ from .ops.checks import (
     check_one_of,
     check_positive_value,
     check_tensor,
-    check_within,
     refuse,
 )
 from .ops.kl import gaussian_kl_sum, total
@@ -64,9 +63,10 @@ def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 3.4.
     """
     num_batches = check_integer("kl_weight", "num_batches", num_batches, 1)
-    check_within("kl_weight", "i", i, 0, num_batches, f"[0, {num_batches})")
+    i = check_integer("kl_weight", "i", i, -math.inf)
+    if not 0 <= i < num_batches:
+        refuse("kl_weight", "i", f"lie in [0, {num_batches})", i)
     check_one_of("kl_weight", "scheme", scheme, SCHEMES)
-    i = int(i)  # NumPy's unsigned ones have no -i
     if scheme == "uniform":
         return 1 / num_batches
     return math.ldexp(1.0, -(i + 1)) / (1 - math.ldexp(1.0, -num_batches))

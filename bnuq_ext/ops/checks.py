@@ -62,7 +62,7 @@ def check_seed(op: str, seed, device: torch.device | None = None) -> None:
         check_device(op, "seed", seed, device)
 
 
-def check_integer(op: str, name: str, value, least: int) -> int:
+def check_integer(op: str, name: str, value, least: float) -> int:
     """The value as an int: TypeError for what is no integer, ValueError below `least`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
