@@ -30,6 +30,7 @@ def test_kl_weight_is_the_papers():
     [
         ((3, 3), ValueError, r"i must lie in \[0, 3\), got 3"),
         ((-1, 3), ValueError, r"i must lie in \[0, 3\), got -1"),
+        ((-(2**70), 3), ValueError, r"i must lie in \[0, 3\), got -1180591620717411303424"),
         ((0, 0), ValueError, "num_batches must be at least 1, got 0"),
         ((0.5, 3), TypeError, "i must be an integer, got 0.5"),
         ((0, 3, "linear"), ValueError, "scheme must be one of uniform, geometric, got 'linear'"),
