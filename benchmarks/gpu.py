@@ -154,7 +154,7 @@ def judge_sanitizer(outcome):
     result = judge_exit(outcome) | {"summary": summary[-1].strip("= ") if summary else None}
     kernels = re.findall(r"=+ +at (.+?)\+0x", outcome.output)
     if outcome.code == FOUND_ERRORS and kernels and not any("bnuq" in name for name in kernels):
-        return result | {"status": "passed", "found in other kernels": sorted(set(kernels))}
+        return result | {"status": "passed", "foreign": sorted(set(kernels))}
     return result if summary or outcome.status == "timed out" else result | {"status": "failed"}
 
 

@@ -34,6 +34,7 @@ def detail(step):
     if "passed" in step:
         parts.append(f"{step['passed']} passed, {step['failed']} failed, {step['skipped']} skipped")
     parts += [step[key] for key in ("reason", "summary") if step.get(key)]
+    parts += [f"found in another's kernel: {name}" for name in step.get("foreign", [])]
     parts += [f"failed: {name}" for name in step.get("failures", [])]
     parts += [f"skipped: {reason}" for reason in step.get("skip_reasons", [])]
     return "; ".join(part.replace("\n", " ").replace("|", "\\|") for part in parts)

@@ -241,6 +241,12 @@ def test_verdict_on_a_sanitizer(given, status, planted):
     assert gpu.judge_planted(given)["status"] == planted
 
 
+def test_what_is_found_in_others_kernels_is_told():
+    step = gpu.judge_sanitizer(outcome("failed", 86, FOREIGN + FOREIGN + SUMMARY))
+    assert step["foreign"] == ["void cutlass::Kernel<gemm>(T1::Params)"]
+    assert "found in another's kernel: void cutlass::Kernel" in gpu_report.detail(step)
+
+
 def test_a_conftest_that_does_not_start(tmp_path):
     (tmp_path / "conftest.py").write_text("import no_such_package")
     result = run_tests(tmp_path, "def test_it(): pass")

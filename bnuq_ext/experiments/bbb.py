@@ -4,9 +4,9 @@ A network of two hidden layers is trained by plain SGD on the summed loss of a b
 
     nll(batch) + kl_weight(i, M) * KL(posterior || prior),
 
-with the divergence of every layer in it (the code of the report counts the second layer's posterior twice and leaves the last one's
-out). One run per prior; a killed run goes on after its last epoch and comes to the same numbers: the order of the images
-and the noise of every step are functions of the seed and of the step's number.
+with the divergence of every layer in it (the code of the report counts the second layer's posterior twice and
+leaves the last one's out). One run per prior; a killed run goes on after its last epoch and comes to the same
+numbers: the order of the images and the noise of every step are functions of the seed and of the step's number.
 """
 
 import hashlib

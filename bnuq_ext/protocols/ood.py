@@ -46,8 +46,9 @@ class Settings:
     draws each statistic from a normal and a log-normal; MCBN takes stored batches and is no part of that paper.
 
     Classes 0 to 4 are known and 5 to 9 are unseen, but for "mnist-all", which knows all ten as the paper's MNIST
-    does and is shown Fashion-MNIST (there notMNIST). Quick: digits and MNIST alone, 4,000 training images of MNIST (of the digits 400, as always),
-    20 and 10 epochs, ensembles of 3, 20 draws, statistics of 64 batches, at most 800 test images of each kind.
+    does and is shown Fashion-MNIST (there notMNIST). Quick: digits and MNIST alone, 4,000 training images of
+    MNIST (of the digits 400, as always), 20 and 10 epochs, ensembles of 3, 20 draws, statistics of 64 batches,
+    at most 800 test images of each kind.
     """
 
     cases: tuple[tuple[str, str, int], ...] = (
