@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from bnuq_ext import ops
 
 from .timing import DEVICES, FULL, compare, record
+from .yardsticks import scale_and_shift
 
 LARGE, MEDIUM, SMALL, ODD = (64, 64, 56, 56), (8, 64, 28, 28), (16, 256), (7, 129, 13, 11)
 # For a GPU, 64 MB and more in bfloat16; with T = 100 a shared x and residual are 2 % of the traffic.
@@ -85,9 +86,8 @@ def steps(x, residual, mean, var, weight, bias, shared, in_place):
 def triton_affine(x, residual, mean, var, weight, bias, shared):
     from .triton_affine import affine
 
-    scale = weight * (var + 1e-5).rsqrt()
-    shift = bias - mean * scale
-    return lambda: affine(x, scale, shift, shared, residual)
+    tables = scale_and_shift(mean, var, weight, bias, eps=1e-5)
+    return lambda: affine(x, *tables, shared, residual)
 
 
 def targets(shape, shared, kept, device):

@@ -150,6 +150,12 @@ def folded_into_convolutions(model: nn.Module, tables: Tables, x: Tensor) -> Run
 # ---- all replicas as rows ------------------------------------------------------------------------
 
 
+def scale_and_shift(mean, var, weight, bias, eps) -> tuple[Tensor, Tensor]:
+    """Batch norm as x * scale[t] + shift[t], for statistics (T, C)."""
+    scale = weight * (var + eps).rsqrt()
+    return scale, bias - mean * scale
+
+
 class BatchedAffine(nn.Module):
     """(x - mean[t]) / sqrt(var[t] + eps) * weight + bias of folded rows as one `addcmul`.
 
@@ -159,8 +165,8 @@ class BatchedAffine(nn.Module):
     def __init__(self, norm: nn.Module, mean: Tensor, var: Tensor, rows: int):
         super().__init__()
         self.rows = rows
-        self.scale = norm.weight.detach() * (var + norm.eps).rsqrt()  # (T, C)
-        self.shift = norm.bias.detach() - mean * self.scale
+        weight, bias = norm.weight.detach(), norm.bias.detach()
+        self.scale, self.shift = scale_and_shift(mean, var, weight, bias, norm.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         num_samples, channels = self.scale.shape

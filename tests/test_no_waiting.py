@@ -16,9 +16,8 @@ pytestmark = [
         torch.version.cuda is None,
         reason="a CPU-only torch makes no tensors of a GPU, those without values neither",
     ),
-    pytest.mark.usefixtures(
-        "without_gpu"
-    ),  # with one, the copy of a number to it is hidden from modes
+    # With one, the copy of a number to it is hidden from modes.
+    pytest.mark.usefixtures("without_gpu"),
 ]
 
 

@@ -32,7 +32,7 @@ def flexible():
         ({"first_replica": 2**63}, ValueError, "first_replica must be at most 2.63 - "),
         ({"sampler": "mc"}, ValueError, "sampler must be one of bank, batch, joint, lognormal, normal, got 'mc'"),
         ({"seed": 2**63}, ValueError, r"seed must lie in \[-2\^63, 2\^63\), got 9223372036854775808"),
-        ({"seed": -(2**63) - 1}, ValueError, "seed must lie in"),
+        ({"seed": -(2**63) - 1}, ValueError, r"seed must lie in \[-2\^63, 2\^63\), got -9223372036854775809"),
         ({"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
         ({"noise_var": 0.1}, ValueError, 'noise_var must be None with likelihood "categorical", got 0.1'),
         ({"noise_var": -0.1, "likelihood": "gaussian"}, ValueError, "noise_var must be finite and not negative"),
@@ -151,7 +151,9 @@ def test_a_model_that_couples_rows_of_other_replicas_is_refused():
     bnuq.collect(model, list(batches), 4, progress=False)
     options = dict(likelihood="gaussian", num_samples=4, seed=0, strategy="folded")
     for _ in range(2):
-        with pytest.raises(ValueError, match="that does not fold: .*the output differs"):
+        with pytest.raises(
+            ValueError, match="that does not fold: where a row lies far out, the output differs"
+        ):
             bnuq.predict(model, batches[0], **options)
 
 

@@ -12,7 +12,7 @@ from .. import Bank, collect
 
 
 def device_at_hand() -> torch.device:
-    """The GPU where there is one."""
+    """The GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

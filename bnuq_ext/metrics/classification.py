@@ -121,7 +121,7 @@ def ece(probs: Tensor, y: Tensor, num_bins: int = 15) -> Tensor:
 
 
 def bins_of(confidence: Tensor, num_bins: int) -> Tensor:
-    """The bin of each confidence: of b / num_bins and what lies below it down to the next, number b - 1."""
+    """The number b of the bin (b / num_bins, (b + 1) / num_bins] of each confidence; of 0 the first."""
     return (confidence * num_bins).ceil().long().clamp(1, num_bins) - 1
 
 
