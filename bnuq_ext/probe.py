@@ -19,6 +19,7 @@ ROWS = 3
 CROWD = 9  # replicas of three rows, among which one may lie 5.1 standard deviations from the mean of all
 _LOOKED_AT = 16  # rows of the input
 _APART = 3  # tolerances between what is to be told apart
+_ROUNDED = 4  # times the rounding of large channels that small ones may show
 
 
 def leading(inputs, rows: int) -> list[Tensor]:
@@ -151,21 +152,46 @@ def _spread_out(draw: Draw, statistics: Statistics | Fitted) -> Statistics:
 
 
 def check_equal(folded: Tensor, loop: Tensor, tolerance: float) -> None:
-    """Raises DoesNotFold unless the two agree, relative to the largest finite value; NaN only to NaN."""
+    """Raises DoesNotFold unless the two agree, relative to the largest finite value; NaN only to NaN.
+
+    Channels (of the second dimension, and of the last) with much smaller values than the largest must agree relative
+    to their own, as far as the rounding of the largest can be told from a difference.
+    """
     if folded.shape != loop.shape:
         raise DoesNotFold(
             f"the output has shape {list(folded.shape)} instead of {list(loop.shape)}"
         )
     folded, loop = folded.double(), loop.double()
-    finite = loop.isfinite()
-    largest = torch.where(finite, loop, 0).abs().max() if loop.numel() else 0
-    near = (folded - loop).abs() <= tolerance * largest
-    same = near | (folded == loop) | (folded.isnan() & loop.isnan())
-    if not same.all():
-        most = ((folded - loop).abs()[~same].max() / largest).item()
+    largest = _finite(loop).max() if loop.numel() else 0
+    difference = (folded - loop).abs()
+    same = (folded == loop) | (folded.isnan() & loop.isnan())
+    near = difference <= tolerance * largest
+    if not (near | same).all():
+        most = (difference[~(near | same)].max() / largest).item()
         raise DoesNotFold(
             "the output differs from that of one replica after another, "
             f"by {most:.1g} of the largest value where {tolerance:.1g} may be rounding"
+        )
+    for dim in {1, loop.dim() - 1} if loop.dim() > 1 and loop.numel() else ():
+        _check_channels(torch.where(same, 0, difference), _finite(loop), dim, tolerance)
+
+
+def _finite(values: Tensor) -> Tensor:
+    return torch.where(values.isfinite(), values, 0).abs()
+
+
+def _check_channels(difference: Tensor, values: Tensor, dim: int, tolerance: float) -> None:
+    others = [d for d in range(values.dim()) if d != dim]
+    scales, differences = values.amax(others), difference.amax(others)
+    largest = scales.max()
+    # A small channel may be what is left of large numbers, and rounded as these are.
+    rounding = differences[scales >= largest / 10].max().clamp(min=tolerance / 100 * largest)
+    near = differences <= torch.maximum(tolerance * scales, _ROUNDED * rounding)
+    if not near.all():
+        most = (differences / scales)[~near].max().item()
+        raise DoesNotFold(
+            "a channel of the output differs from that of one replica after another, "
+            f"by {most:.1g} of its largest value where {tolerance:.1g} may be rounding"
         )
 
 

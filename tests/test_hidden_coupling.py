@@ -81,6 +81,40 @@ def test_what_is_rare_among_few_rows_and_not_among_many(cls, most):
     assert way(model) == "loop"
 
 
+class Units(Norms):
+    """Beside a large output a small one: in the second dimension, or in the last of three."""
+
+    def __init__(self, small, scale, dim):
+        super().__init__()
+        self.small, self.scale, self.dim = small, scale, dim
+
+    def forward(self, x):
+        z = self.head(self.second(self.first(x)))
+        both = torch.stack([self.scale * z, self.small(z)], 1)
+        return both if self.dim == 1 else both.mT
+
+
+SMALL = {
+    "above the mean": lambda z: (z > z.mean(0)).to(z),
+    "rank": lambda z: z.argsort(0).argsort(0).to(z) / len(z),
+    "most": lambda z: (z == z.amax(0)).to(z),
+    "share": lambda z: (z > 0).to(z).mean(0) + z,
+}
+
+
+@pytest.mark.parametrize("small", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("scale, dtype", [(1e5, torch.float32), (100, torch.bfloat16)])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_rows_that_meet_in_an_output_far_smaller_than_another(small, scale, dtype, dim):
+    x = ROWS.to(dtype)
+    model = prepared(lambda: Units(small, scale, dim).to(dtype), x)
+    expected = samples(copy.deepcopy(model), x[:6], strategy="loop").select(1 + dim, 1)
+    actual = samples(model, x[:6]).select(1 + dim, 1)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert way(model) == "loop"
+
+
 class Config:
     """A plain object."""
 

@@ -6,7 +6,8 @@ from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext import probe
-from bnuq_ext.probe import _flipped, _outlie, _stretched, probe_inputs
+from bnuq_ext.passes import DoesNotFold
+from bnuq_ext.probe import _flipped, _outlie, _stretched, check_equal, probe_inputs
 
 D, K = 5, 3
 
@@ -134,3 +135,28 @@ def test_a_row_far_out_lies_among_small_ones():
     torch.testing.assert_close(far, 100 * others)
     torch.testing.assert_close(far, given[0, 1:].abs().max())
     torch.testing.assert_close(y.flatten(0, 1)[1:], 0.01 * given.flatten(0, 1)[1:])
+
+
+@pytest.mark.parametrize(
+    "large, off, rounding",
+    [
+        (1.0, (0.0, 1.1e-4), 9e-5),
+        (1e3, (0.0, 5e-3), 3.9e-3),  # four times a hundredth of the tolerance
+        (1e3, (0.0, 5e-2), 3.9e-3),
+        (1e6, (10.0, 41.0), 39.0),  # four times what the large channel is off
+    ],
+)
+@pytest.mark.parametrize("dim", [1, 2])
+def test_small_channels_are_held_to_their_own_values(large, off, rounding, dim):
+    """The second of two channels, with ones beside `large`."""
+    loop = torch.tensor([large, 1.0], dtype=torch.float64).expand(3, 4, 2)
+    difference = torch.tensor([off[0], rounding], dtype=torch.float64)
+    far = torch.tensor(off, dtype=torch.float64)
+    check_equal((loop + difference).movedim(2, dim), loop.movedim(2, dim), 1e-4)
+    with pytest.raises(DoesNotFold, match="output differs from that of one replica after another"):
+        check_equal((loop + far).movedim(2, dim), loop.movedim(2, dim), 1e-4)
+
+
+def test_channels_of_infinities_and_zeros_are_equal():
+    loop = torch.tensor([[1.0, 0.0, torch.inf, torch.nan]]).expand(3, 4)
+    check_equal(loop, loop.clone(), 1e-4)
