@@ -68,12 +68,12 @@ def fit(mean: Tensor, var: Tensor, rescaling: Rescaling) -> Moments:
     """Moments over the snapshots, rescaled in spread and shifted in the centre of the spread.
 
     A smaller batch has a smaller biased std. The variance of the population is E[var_M] + Var[mean_M]
-    for every M, hence
+    for every M, and Var[std] / E[std]^2 falls as the other variances do, hence
         E[var](M) = E[var](M0) + Var[mean](M0) - Var[mean](M),
-        E[std](M)^2 = E[var](M) - Var[std](M),
-        E[ln std] = ln E[std] - ln(1 + Var[std] / E[std]^2) / 2   (of a log-normal std),
-    of which only the difference between M and M0 is used: at M0 the centres are the bank's own. E[std]^2 is
-    held above 1/64 of the bank's E[var], the centre of the std above 1/8 of the bank's.
+        E[std](M)^2 = E[var](M) / (1 + Var[std](M) / E[std]^2),
+        E[ln std](M) = ln E[std](M) - Var[ln std](M) / 2   (of a log-normal std),
+    of which only the difference between M and M0 is used: at M0 the centres are the bank's own. E[var](M) is
+    held above 1/64 of the bank's, the centre of the std above 1/8 of the bank's.
 
     Args:
         mean, var: (B, C), B at least 2.
@@ -88,28 +88,24 @@ def fit(mean: Tensor, var: Tensor, rescaling: Rescaling) -> Moments:
     mean_centre, log_centre = mean.mean(0), log_spread.mean(0)
     mean_var, spread_var = mean.var(0), spread.var(0)
 
-    expected = var.mean(0)
-    least = (expected * _LEAST**2).clamp(min=1e-40)
-    then, log_then = _spread_at(expected, spread_var * rescaling.bank_factor, least)
-    now, log_now = _spread_at(
-        expected + mean_var * (rescaling.bank_factor - rescaling.factor),
-        spread_var * rescaling.factor,
-        least,
-    )
+    log_var, added = log_spread.var(0), rescaling.factor - rescaling.bank_factor
+    expected, relative = var.mean(0), spread_var / centre.square().clamp(min=1e-40)
+    shifted = torch.maximum(expected - mean_var * added, expected * _LEAST**2)
+    then = _expected_spread(expected, relative * rescaling.bank_factor)
+    now = _expected_spread(shifted, relative * rescaling.factor)
     scale = rescaling.factor**0.5
     return Moments(
         mean=mean_centre,
         spread=torch.maximum(centre + (now - then), centre * _LEAST),
-        log_spread=log_centre + (log_now - log_then),
+        log_spread=log_centre + (now / then).log() - added * log_var / 2,
         mean_deviations=mean - mean_centre,
         log_deviations=log_spread - log_centre,
         mean_std=scale * mean_var.sqrt(),
         spread_std=scale * spread_var.sqrt(),
-        log_spread_std=scale * log_spread.std(0),
+        log_spread_std=scale * log_var.sqrt(),
     )
 
 
-def _spread_at(expected_var: Tensor, spread_var: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """E[std] and E[ln std] from E[var] and Var[std]."""
-    square = torch.maximum(expected_var - spread_var, least)
-    return square.sqrt(), (square.log() - (spread_var / square).log1p()) / 2
+def _expected_spread(expected_var: Tensor, relative_var: Tensor) -> Tensor:
+    """E[std] from E[var] and Var[std] / E[std]^2."""
+    return (expected_var / (1 + relative_var)).clamp(min=1e-40).sqrt()

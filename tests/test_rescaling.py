@@ -69,6 +69,28 @@ def test_a_channel_far_from_the_formulas_stays_in_its_range(name, M0, M, disjoin
     assert expected / 100 < drawn.sqrt().mean() < expected * 100
 
 
+@pytest.mark.parametrize(
+    "M0, M, share", [(16, 8, 0.05), (16, 10, 0.05), (16, 64, 0.05), (32, 16, 0.02)]
+)
+def test_stds_of_rare_values_are_those_of_batches_of_that_size(M0, M, share):
+    """Ones among zeros, of which many batches have none: 100 features, 64 batches against 2,000. The mean of the
+    medians over the features is known to some 2 %; stds as small as a fifth, or three times as large, would show."""
+    generator = torch.Generator().manual_seed(0)
+    data = (torch.rand(2000, 100, generator=generator) < share).double()
+
+    def batches(M, count):
+        rows = [torch.randperm(2000, generator=generator)[:M] for _ in range(count)]
+        picked = torch.stack([data[row] for row in rows])
+        return picked.mean(1), picked.var(1, correction=0)
+
+    moments = fit(*batches(M0, 64), Rescaling.between(M0, M, 2000, 0.0))
+    true = batches(M, 2000)[1].sqrt().mean(0)
+    by_logarithm = (moments.log_spread + moments.log_spread_std**2 / 2).exp()
+    assert 0.85 < (moments.spread / true).median() < 1.2
+    # At M0 itself a log-normal's mean is 1.3 to 1.4 times too large.
+    assert 1.1 < (by_logarithm / true).median() < 1.6
+
+
 @pytest.mark.parametrize("disjoint", [0.0, 1.0])
 @pytest.mark.parametrize("name", ["joint", "lognormal", "normal"])
 def test_no_spread_at_all_with_the_whole_data_set(name, disjoint):
