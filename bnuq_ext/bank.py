@@ -367,6 +367,14 @@ def _check_layers(layers: dict[str, nn.Module], bank: Bank) -> None:
         refuse("attach", "bank", "have the statistics of the model's layers", got)
     for key, name in names.items():
         layer, num_channels = layers[name], bank.mean[key].shape[1]
-        expected = getattr(layer, "num_features", None) or layer.running_mean.numel()
-        if num_channels != expected:
+        expected = _num_channels(layer)
+        if expected is not None and num_channels != expected:
             refuse("attach", f"bank.mean[{key!r}]", f"have {expected} channels", num_channels)
+
+
+def _num_channels(layer: nn.Module) -> int | None:
+    """C, where an adapter's class tells it."""
+    if getattr(layer, "num_features", None):
+        return layer.num_features
+    tensors = (getattr(layer, "running_mean", None), *layer.affine_parameters()[:2])
+    return next((t.numel() for t in tensors if t is not None), None)

@@ -103,7 +103,8 @@ def _gap(layer: nn.Module) -> float:
     bank, name = getattr(layer, "bank", None), getattr(layer, "bank_name", None)
     if bank is None or name not in bank.mean or f"{name}#1" in bank.mean:
         return 0.0
-    if layer.running_mean is None or not getattr(layer, "num_batches_tracked", None):
+    running_mean = getattr(layer, "running_mean", None)
+    if running_mean is None or not getattr(layer, "num_batches_tracked", None):
         return 0.0  # or they have never been updated
-    gap = bank.mean[name].mean(0).to(layer.running_mean) - layer.running_mean
+    gap = bank.mean[name].mean(0).to(running_mean) - running_mean
     return float((gap.square() / (layer.running_var + layer.eps)).mean().sqrt())

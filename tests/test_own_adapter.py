@@ -1,5 +1,6 @@
-"""The adapter of register_adapter's docstring, for a batch norm that extends no class of torch."""
+"""Adapters of batch norms that extend no class of torch: that of register_adapter's docstring, and others."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,21 +26,63 @@ class StochasticOwnNorm(bnuq.nn.Stochastic, OwnNorm):
         return y.relu()
 
 
-def test_the_adapter_of_the_docstring(monkeypatch):
+class OtherNames(nn.Module):
+    def __init__(self, C, affine=True):
+        super().__init__()
+        self.gain, self.shift = (nn.Parameter(torch.rand(C)) if affine else None for _ in range(2))
+        self.register_buffer("centre", torch.zeros(C))
+        self.register_buffer("spread", torch.ones(C))
+        self.epsilon = 1e-3
+
+    def forward(self, x):
+        y = (x - self.centre) / (self.spread + self.epsilon).sqrt()
+        return y if self.gain is None else y * self.gain + self.shift
+
+
+class StochasticOtherNames(bnuq.nn.Stochastic, OtherNames):
+    def affine_parameters(self):
+        return self.gain, self.shift, self.epsilon
+
+
+@pytest.mark.parametrize(
+    "made, stochastic, buffers",
+    [
+        (lambda: OwnNorm(4), StochasticOwnNorm, ("running_mean", "running_var")),
+        (lambda: OtherNames(4), StochasticOtherNames, ("centre", "spread")),
+        (lambda: OtherNames(4, affine=False), StochasticOtherNames, ("centre", "spread")),
+    ],
+    ids=["docstring", "other names", "no parameters"],
+)
+def test_adapters_of_own_classes(monkeypatch, made, stochastic, buffers):
     monkeypatch.setattr(adapters, "_ADAPTERS", dict(adapters._ADAPTERS))
 
     def adapt(module):
-        module.__class__ = StochasticOwnNorm
+        module.__class__ = stochastic
         return module
 
-    bnuq.register_adapter(OwnNorm, adapt)
-    model = nn.Sequential(nn.Linear(3, 4), OwnNorm(4), nn.Linear(4, 2)).eval()
+    norm = made()
+    bnuq.register_adapter(type(norm), adapt)
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)).eval()
     converted, rows = bnuq.convert(model), torch.randn(9, 3)
     bank = bnuq.collect(converted, [torch.randn(8, 3) for _ in range(3)], progress=False)
+    assert bnuq.doctor(converted, rows).covered == 1
     pred = bnuq.predict(
         converted, rows, likelihood="gaussian", num_samples=3, seed=0, keep_samples=True
     )
     for replica, snapshot in zip(pred.samples, pred.snapshots, strict=True):
-        model[1].running_mean.copy_(bank.mean["1"][snapshot])
-        model[1].running_var.copy_(bank.var["1"][snapshot])
+        for buffer, table in zip(buffers, (bank.mean, bank.var), strict=True):
+            getattr(norm, buffer).copy_(table["1"][snapshot])
         torch.testing.assert_close(replica, model(rows), rtol=1e-5, atol=1e-5)
+
+
+def test_a_bank_of_other_channels_is_refused_where_a_class_tells_its_own(monkeypatch):
+    monkeypatch.setattr(adapters, "_ADAPTERS", dict(adapters._ADAPTERS))
+
+    def adapt(module):
+        module.__class__ = StochasticOtherNames
+        return module
+
+    bnuq.register_adapter(OtherNames, adapt)
+    bank = bnuq.Bank({"0": torch.zeros(3, 5)}, {"0": torch.ones(3, 5)}, 8, batch_size=8)
+    with pytest.raises(ValueError, match=r"bank.mean\['0'\] must have 4 channels, got 5"):
+        bnuq.attach(bnuq.convert(nn.Sequential(OtherNames(4))), bank)
