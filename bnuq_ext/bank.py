@@ -275,6 +275,8 @@ def _check_range(name: str, value: Tensor, least) -> None:
 
 
 def _checked_unused(unused, mean: dict[str, Tensor]) -> tuple[str, ...]:
+    if isinstance(unused, str) or not isinstance(unused, Iterable):
+        refuse("Bank", "unused", "be names of layers, in a list", repr(unused), TypeError)
     unused = tuple(unused)
     if not all(isinstance(name, str) and name not in mean for name in unused):
         refuse("Bank", "unused", "be names of layers without statistics", list(unused))

@@ -103,7 +103,7 @@ def _is_map_style(data) -> bool:
 
 
 def _dataset_source(op: str, dataset, batch_size: int) -> Source:
-    check_integer(op, "batch_size", batch_size, 2)
+    batch_size = check_integer(op, "batch_size", batch_size, 2)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         got = type(dataset).__name__
         refuse(op, "data", "be a map-style data set when batch_size is given", got, TypeError)

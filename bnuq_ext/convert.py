@@ -84,7 +84,7 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         refuse("revert", "model", "contain a stochastic layer", "none")
     for name, module in model.named_modules():
         if isinstance(module, Stochastic) and is_parametrized(module):
-            got = f"{name or 'the model'}, which is"
+            got = f"layer {name!r}" if name else "the model itself"
             refuse("revert", "model", "hold no stochastic layer that is parametrised", got)
     if not inplace:
         model = copy_model("revert", model, {}, _INPLACE)

@@ -188,6 +188,8 @@ REFUSED = [
         ValueError,
         "unused must be names of layers without statistics, got ['a']",
     ),
+    (dict(unused=5), TypeError, "unused must be names of layers, in a list, got 5"),
+    (dict(unused="a"), TypeError, "unused must be names of layers, in a list, got 'a'"),
     (dict(metadata={"a": 1}), TypeError, "metadata must be a dict of str to str, got {'a': 1}"),
 ]
 

@@ -4,6 +4,7 @@ import io
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 from rows import ROWS, WIDTH, N, Numbered, chunks, expected_bank, loader, make_model
@@ -59,6 +60,13 @@ def test_warns_of_large_batches():
     bnuq.collect(make_model(), Numbered(), 3, batch_size=12)
     # Nothing tells how large the data behind an iterable is.
     bnuq.collect(make_model(), iter(chunks(40)), 4)
+
+
+def test_a_batch_size_of_another_integer_type():
+    model, data = make_model(), torch_data.TensorDataset(ROWS)
+    expected = bnuq.collect(model, data, 3, batch_size=8)
+    for batch_size in (torch.tensor(8), np.int64(8)):
+        assert bnuq.collect(model, data, 3, batch_size=batch_size).equal(expected)
 
 
 def test_leaves_out_small_batches():

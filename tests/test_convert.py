@@ -301,7 +301,7 @@ def test_copies_what_torch_cannot_copy(prepare):
 def test_revert_refuses_what_is_parametrised():
     model = bnuq.convert(network("mlp")[0])
     nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
-    message = "^revert: model must hold no stochastic layer that is parametrised, got 1, which is$"
+    message = "^revert: model must hold no stochastic layer that is parametrised, got layer '1'$"
     with pytest.raises(ValueError, match=message):
         bnuq.revert(model)
     nn.utils.parametrize.remove_parametrizations(model[1], "weight")
