@@ -161,9 +161,11 @@ def check_equal(folded: Tensor, loop: Tensor, tolerance: float) -> None:
         raise DoesNotFold(
             f"the output has shape {list(folded.shape)} instead of {list(loop.shape)}"
         )
+    if loop.numel() == 0:
+        return
     folded, loop = folded.double(), loop.double()
-    largest = _finite(loop).max() if loop.numel() else 0
-    difference = (folded - loop).abs()
+    values = torch.where(loop.isfinite(), loop, 0).abs()
+    difference, largest = (folded - loop).abs(), values.max()
     same = (folded == loop) | (folded.isnan() & loop.isnan())
     near = difference <= tolerance * largest
     if not (near | same).all():
@@ -172,26 +174,24 @@ def check_equal(folded: Tensor, loop: Tensor, tolerance: float) -> None:
             "the output differs from that of one replica after another, "
             f"by {most:.1g} of the largest value where {tolerance:.1g} may be rounding"
         )
-    for dim in {1, loop.dim() - 1} if loop.dim() > 1 and loop.numel() else ():
-        _check_channels(torch.where(same, 0, difference), _finite(loop), dim, tolerance)
-
-
-def _finite(values: Tensor) -> Tensor:
-    return torch.where(values.isfinite(), values, 0).abs()
+    for dim in {1, loop.dim() - 1} if loop.dim() > 1 else ():
+        _check_channels(difference.nan_to_num(0), values, dim, tolerance)
 
 
 def _check_channels(difference: Tensor, values: Tensor, dim: int, tolerance: float) -> None:
     others = [d for d in range(values.dim()) if d != dim]
     scales, differences = values.amax(others), difference.amax(others)
+    if (differences <= tolerance * scales).all():
+        return
     largest = scales.max()
     # A small channel may be what is left of large numbers, and rounded as these are.
     rounding = differences[scales >= largest / 10].max().clamp(min=tolerance / 100 * largest)
-    near = differences <= torch.maximum(tolerance * scales, _ROUNDED * rounding)
-    if not near.all():
-        most = (differences / scales)[~near].max().item()
+    far = differences > torch.maximum(tolerance * scales, _ROUNDED * rounding)
+    if far.any():
         raise DoesNotFold(
             "a channel of the output differs from that of one replica after another, "
-            f"by {most:.1g} of its largest value where {tolerance:.1g} may be rounding"
+            f"by {(differences / scales)[far].max().item():.1g} of its largest value "
+            f"where {tolerance:.1g} may be rounding"
         )
 
 
