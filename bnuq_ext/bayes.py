@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
-from .ops.checks import check_floating, check_integer, check_one_of, refuse
+from .ops.checks import acc_dtype, check_floating, check_integer, check_one_of, refuse
 from .ops.linear import bayes_linear_kl
 from .ops.modes import autocasted, is_eager, past_autocast
 from .passes import Replicated
@@ -55,7 +55,8 @@ class BayesLinear(Replicated, nn.Module):
     and "bias".
 
     Shapes: (N, *, in_features) -> (N, *, out_features); outside `predict`, `elbo_loss` and `replicas` a single
-    row (in_features,) too. Under autocast x is rounded and the result of its dtype, as with `torch.nn.Linear`.
+    row (in_features,) too. x has the dtype of the weights, or 16 bits beside float32. Under autocast it is rounded
+    and the result of its dtype, as with `torch.nn.Linear`.
 
     Args:
         in_features, out_features: sizes; positive.
@@ -202,6 +203,10 @@ class BayesLinear(Replicated, nn.Module):
         if x.device != self.weight_mu.device:
             requirement = f"be on {self.weight_mu.device} like the weights"
             refuse("BayesLinear", "x", requirement, x.device)
+        dtype = self.weight_mu.dtype
+        # With weights that were made 16-bit the means still serve in eval().
+        if dtype not in (acc_dtype(x.dtype), x.dtype):
+            refuse("BayesLinear", "x", f"be {dtype} like the weights", x.dtype, TypeError)
 
     def _check_features(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[-1] != self.in_features:

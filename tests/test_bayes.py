@@ -126,9 +126,8 @@ def test_local_estimator_has_the_exact_ones_marginals():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("input_dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.float64])
-def test_local_estimator_is_its_formula(parameter_dtype, input_dtype, bias):
-    m = layer(estimator="local", bias=bias, dtype=parameter_dtype)
+def test_local_estimator_is_its_formula(input_dtype, bias):
+    m = layer(estimator="local", bias=bias, dtype=ops.checks.acc_dtype(input_dtype))
     with torch.no_grad():
         m.weight_rho.normal_(-1)
     inputs = x().to(input_dtype)
@@ -142,7 +141,7 @@ def test_local_estimator_is_its_formula(parameter_dtype, input_dtype, bias):
     eps = ops.philox_normal(ops.new_seed(-1), 0, (6, 7, 3), tag="local").double()
     expected = (mean + var.sqrt() * eps).flatten(0, 1)
     assert y.dtype == input_dtype
-    off = 4 * torch.finfo(min(input_dtype, parameter_dtype, key=lambda d: d.itemsize)).eps
+    off = 4 * torch.finfo(input_dtype).eps
     torch.testing.assert_close(y.double(), expected, rtol=off, atol=4 * off)
 
 

@@ -114,6 +114,34 @@ def test_only_floating_point_is_taken(training, dtype):
         layer(None)
 
 
+@pytest.mark.parametrize("estimator", ["exact", "local"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_another_dtype_than_the_weights_is_refused(dtype, estimator):
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+    layer = bnuq.BayesLinear(5, 2, estimator=estimator, dtype=dtype)
+    inputs, y = x(3, 5).to(other), torch.zeros(3, dtype=torch.long)
+    calls = [
+        lambda: layer.train()(inputs),
+        lambda: layer.eval()(inputs),
+        lambda: bnuq.predict(layer, inputs, likelihood="gaussian"),
+        lambda: bnuq.elbo_loss(layer, inputs, y, batch_weight=1.0, num_samples=3),
+    ]
+    state = torch.get_rng_state()
+    for call in calls:
+        with pytest.raises(TypeError, match=f"^BayesLinear: x must be {dtype} like the weights, got {other}$"):  # fmt: skip
+            call()
+    with bnuq.replicas(layer, 2, seed=0), pytest.raises(TypeError, match="^BayesLinear: x must be"):
+        layer(inputs)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_beside_float32_weights(dtype, training):
+    layer = bnuq.BayesLinear(5, 2).train(training)
+    assert layer(x(3, 5).to(dtype)).dtype == dtype
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_symbolic_trace_keeps_the_layers(training):
     model = nn.Sequential(bnuq.BayesLinear(5, 4, **OPTIONS), nn.Tanh()).train(training)
