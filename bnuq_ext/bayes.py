@@ -26,9 +26,6 @@ def sigma_of(rho: Tensor) -> Tensor:
     return functional.softplus(rho, threshold=40.0)
 
 
-_LARGEST = torch.finfo(torch.float64).max  # of initial values; an integer may lie above
-
-
 class BayesLinear(Replicated, nn.Module):
     """A linear layer with an independent Gaussian over every weight and bias.
 
@@ -93,13 +90,13 @@ class BayesLinear(Replicated, nn.Module):
         in_features = check_integer(op, "in_features", in_features, 1)
         out_features = check_integer(op, "out_features", out_features, 1)
         check_prior(op, prior)
-        if mu_init is not None:
-            check_initial(op, "mu_init", mu_init)
-        check_initial(op, "rho_init", rho_init)
         check_one_of(op, "estimator", estimator, ESTIMATORS)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in (torch.float32, torch.float64):
             refuse(op, "dtype", "be float32 or float64", dtype, TypeError)
+        if mu_init is not None:
+            check_initial(op, "mu_init", mu_init, dtype)
+        check_initial(op, "rho_init", rho_init, dtype)
         self.in_features, self.out_features = in_features, out_features
         self.prior, self.estimator = prior, estimator
         self.mu_init, self.rho_init = mu_init, rho_init
@@ -280,22 +277,33 @@ def _local(
     return (mean + std * z).to(x.dtype)
 
 
-def check_initial(op: str, name: str, value) -> None:
-    """Checks what to initialise with: a finite number, or (low, high)."""
-    ends = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(ends) != 2 or not all(isinstance(end, Real) and abs(end) <= _LARGEST for end in ends):
+def check_initial(op: str, name: str, value, dtype: torch.dtype = torch.float64) -> None:
+    """Checks what to initialise with: a finite number, or (low, high), that parameters of `dtype` can hold."""
+    pair = isinstance(value, (tuple, list))
+    ends = tuple(value) if pair else (value,)
+    if len(ends) != 1 + pair or not all(map(_is_finite, ends)):
         refuse(op, name, "be a finite number or (low, high)", value, TypeError)
-    if ends[0] > ends[1]:
+    largest = torch.finfo(dtype).max / len(ends)  # high - low has to be finite too
+    if any(abs(float(end)) > largest for end in ends):
+        refuse(op, name, f"be at most {largest:.5g} in size for {dtype}", value)
+    if ends[0] > ends[-1]:
         refuse(op, name, "have low at most high", value)
+
+
+def _is_finite(value) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # of an integer beyond every float
+        return False
 
 
 def _fill(parameters: tuple[Tensor | None, ...], initial: float | tuple[float, float]) -> None:
     with torch.no_grad():
         for parameter in filter(lambda p: p is not None, parameters):
             if isinstance(initial, (tuple, list)):
-                parameter.uniform_(*initial)
+                parameter.uniform_(*map(float, initial))
             else:
-                parameter.fill_(initial)
+                parameter.fill_(float(initial))
 
 
 def bayes_layers(

@@ -68,6 +68,7 @@ def to_bayesian(
         refuse(op, "model", "contain a torch.nn.Linear that filter_fn accepts", got)
     for layer, name in chosen.items():
         _check_linear(op, f"layer {name!r}", layer)
+        check_initial(op, "rho_init", rho_init, layer.weight.dtype)
     memo: dict = {}
     model = copy_model(op, model, memo)
     for layer in chosen:

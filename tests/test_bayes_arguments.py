@@ -139,6 +139,41 @@ def test_initial_values():
     assert bnuq.BayesLinear(np.int64(4), 3).weight_mu.shape == (3, 4)
 
 
+@pytest.mark.parametrize("initial", [np.float32(-3), np.float16(-3), np.int64(-3), Fraction(-3)])
+def test_initial_values_may_be_any_number(initial):
+    layer = bnuq.BayesLinear(2, 2, mu_init=(initial, np.float32(-2)), rho_init=initial)
+    assert (layer.weight_rho == -3).all() and layer.weight_mu.min() >= -3
+    assert (bnuq.to_bayesian(nn.Linear(2, 2), rho_init=initial).weight_rho == -3).all()
+
+
+LINEAR = nn.Linear(2, 2)
+LARGE = [
+    (lambda: bnuq.BayesLinear(2, 2, mu_init=1e39), r"mu_init must be at most 3.4028e\+38 in size for torch.float32, got 1e\+39"),
+    (lambda: bnuq.BayesLinear(2, 2, mu_init=10**39), "mu_init must be at most"),
+    (lambda: bnuq.BayesLinear(2, 2, rho_init=(-1e300, 0.0)), r"rho_init must be at most 1.7014e\+38"),
+    (lambda: bnuq.BayesLinear(2, 2, mu_init=(-3e38, 3e38)), r"mu_init must be at most 1.7014e\+38"),
+    (lambda: bnuq.BayesLinear(2, 2, mu_init=(-1e308, 1e308), dtype=torch.float64), r"8.9885e\+307 in size for torch.float64"),
+    (lambda: bnuq.to_bayesian(LINEAR, rho_init=1e39), "to_bayesian: rho_init must be at most"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call,message", LARGE)
+def test_initial_values_beyond_the_dtype_are_refused_before_anything_is_drawn(call, message):
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_largest_initial_values_are_taken():
+    largest = torch.finfo(torch.float32).max
+    assert (bnuq.BayesLinear(2, 2, mu_init=largest).weight_mu == largest).all()
+    assert (bnuq.BayesLinear(2, 2, mu_init=10**38).weight_mu == 1e38).all()
+    assert bnuq.BayesLinear(2, 2, rho_init=(-largest / 2, largest / 2)).weight_rho.isfinite().all()
+    wide = bnuq.BayesLinear(2, 2, rho_init=(-1e300, 0.0), dtype=torch.float64)
+    assert wide.weight_rho.isfinite().all()
+
+
 class Normalised(nn.Module):
     """Batch norm by hand."""
 
