@@ -54,7 +54,7 @@ def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
         scheme: "uniform" or "geometric".
 
     Returns:
-        The weight, in (0, 1].
+        The weight, in [0, 1]; a geometric one is exactly 0 from i = 1074 on, where 2^-(i+1) underflows.
 
     Raises:
         ValueError: i outside [0, M), M below 1, or an unknown scheme.

@@ -25,6 +25,12 @@ def test_kl_weight_is_the_papers():
     assert bnuq.kl_weight(3, M) == 1 / M
 
 
+def test_geometric_weights_underflow_where_the_docstring_says():
+    assert "is exactly 0 from i = 1074 on" in bnuq.kl_weight.__doc__
+    weights = [bnuq.kl_weight(i, 2000, "geometric") for i in (1073, 1074, 1999)]
+    assert weights[0] > 0 and weights[1:] == [0, 0]
+
+
 @pytest.mark.parametrize(
     "args,error,message",
     [
