@@ -84,7 +84,8 @@ class Replicated:
 
     def __prepare_scriptable__(self):
         """Called by torch.jit.script, whose language has no passes."""
-        requirement = "have no stochastic layers (bnuq_ext.revert; torch.jit.trace takes them)"
+        advice = "bnuq_ext.revert undoes those of batch norm; torch.jit.trace takes all"
+        requirement = f"have no stochastic layers ({advice})"
         refuse("torch.jit.script", "obj", requirement, type(self).__name__, TypeError)
 
     def plain_forward(self, x: Tensor) -> Tensor:

@@ -236,3 +236,13 @@ def test_torchscript_refuses_stochastic_layers_and_leaves_them():
             torch.jit.script(converted)
         assert [type(module) for module in converted.modules()] == before
         assert_same(torch.jit.script(bnuq.revert(converted))(x), model.eval()(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: script and trace are deprecated
+@pytest.mark.parametrize("stochastic", [lambda: bnuq.BayesLinear(4, 3), lambda: bnuq.convert(nn.BatchNorm1d(4))])  # fmt: skip
+def test_the_advice_of_torchscript_serves_every_stochastic_layer(stochastic):
+    model, x = nn.Sequential(stochastic()).eval(), torch.randn(5, 4)
+    advice = r"\(bnuq_ext.revert undoes those of batch norm; torch.jit.trace takes all\), got"
+    with pytest.raises(TypeError, match=advice):
+        torch.jit.script(model)
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
