@@ -49,7 +49,7 @@ def error_over_epochs(
     for label, level in (levels or {}).items():
         ax.axhline(level, color=GREY, linestyle="--", linewidth=1, label=label)
     ax.set(xlabel="epoch", ylabel=ylabel, xlim=(1, None), ylim=(0, None))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     ax.legend(edgecolor="none", framealpha=0.9)
     return ax
 
