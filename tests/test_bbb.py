@@ -323,25 +323,41 @@ def test_report(finished):
     row = [line for line in text.splitlines() if line.startswith("    75%")][1]
     ours = [f"{100 * run['pruned'][by]['0.75']:.2f}" for by in ("magnitude", "snr")]
     assert row.split() == ["75%", *ours]
-    same_images = bbb_report.text({**results, "images": [50_000, 10_000, 10_000]})
-    row = [line for line in same_images.splitlines() if line.startswith("    75%")][1]
+    settings = results["settings"] | {"hidden": 400}
+    comparable = bbb_report.text({**results, "comparable": True, "settings": settings}).splitlines()
+    row = [line for line in comparable if line.startswith("    75%")][1]
     assert row.split() == ["75%", *ours, "30.67", "41.05"]
+    titles = [line for line in comparable if line.startswith("Pruned")]
+    assert all(line.endswith("[%] (report: MNIST, mixture, scaling 126)") for line in titles)
 
 
-def test_the_report_s_numbers_stand_beside_the_same_work_only():
-    [line] = bbb_report.reported_lines(400, 50_000)
+def of_counts(split, counts):
+    """The split with as many test images of each class."""
+    y = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return split._replace(test=data.Part(split.test.x[:1].expand(len(y), -1), y))
+
+
+def test_the_report_s_numbers_stand_beside_the_same_work_only(finished):
+    line = bbb_report.reported_line(400)
     assert line.split()[:5] == ["report", "(MNIST)", "600", "1.69%", "23"]
-    assert "47 on a P100" in bbb_report.reported_lines(1200, 50_000)[0]
-    assert bbb_report.reported_lines(400, 1200) == bbb_report.reported_lines(50, 50_000) == []
+    assert "47 on a P100" in bbb_report.reported_line(1200)
+    split, settings = finished[1], bbb.Settings()
+    mnist = of_counts(split, bbb_report.MNIST_COUNTS)
+    fashion = of_counts(split, [1000] * 10)
+    for hidden in (400, 1200):
+        assert bbb_report.is_comparable(mnist, replace(settings, hidden=hidden))
+    assert not bbb_report.is_comparable(fashion, settings)
+    assert not bbb_report.is_comparable(mnist, replace(settings, hidden=50))
+    assert not bbb_report.is_comparable(mnist, replace(settings, num_samples=1))
 
 
 def test_the_report_s_error_is_a_line_in_the_figure_of_the_same_work(finished):
     _, split, states, _ = finished
-    plain = bbb_report.error_figure(states, split, TINY)
-    assert [line.get_linestyle() for line in plain.axes[0].lines].count("--") == 0
-    part = data.Part(split.train.x[:1].expand(50_000, -1), split.train.y[:1].expand(50_000))
-    same = split._replace(train=part)
-    beside = bbb_report.error_figure(states, same, replace(TINY, hidden=400))
+    settings, mnist = bbb.Settings(), of_counts(split, bbb_report.MNIST_COUNTS)
+    for other in (split, of_counts(split, [1000] * 10)):
+        plain = bbb_report.error_figure(states, other, settings)
+        assert [line.get_linestyle() for line in plain.axes[0].lines].count("--") == 0
+    beside = bbb_report.error_figure(states, mnist, settings)
     assert beside.axes[0].lines[-1].get_ydata()[0] == 1.69
     beside.savefig(io.BytesIO())
 
@@ -353,6 +369,7 @@ def test_the_documented_numbers_are_the_recorded_ones():
     assert "one thread a run (two for the uniform weights)" in page
     for name, results in recorded.items():
         assert results["threads"] == (2 if name == "uniform" else 1)
+        results["comparable"] = True  # of MNIST, all of them
         assert bbb_report.text(results) in page and f"Commit {results['commit']}" in page
         settings = bbb.asdict(replace(bbb.Settings(), **changed.get(name, {})))
         del settings["epochs"]

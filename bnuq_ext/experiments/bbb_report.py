@@ -20,9 +20,20 @@ REPORTED = {
 }
 REPORTED_SECONDS = {400: 23, 1200: 47}
 REPORTED_ERROR = 1.69
-REPORTED_IMAGES = 50_000
+REPORTED_SAMPLES = 2
+# The network of the report's whole pruning table.
+REPORTED_PRUNED = "report: MNIST, mixture, scaling 126"
+# Test images of each digit; Fashion-MNIST, as large, has 1,000 of each class.
+MNIST_COUNTS = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 # By prior, so that one has the same in the figures of every run.
 PRIOR_COLORS = dict(zip(PRIORS, COLORS, strict=False))
+
+
+def is_comparable(split: data.Split, settings: Settings) -> bool:
+    """Whether the report's numbers may stand beside: MNIST, by its test labels, with the report's network and samples."""
+    mnist = torch.bincount(split.test.y).tolist() == MNIST_COUNTS
+    known = settings.hidden in REPORTED_SECONDS and settings.num_samples == REPORTED_SAMPLES
+    return mnist and known
 
 
 def pruned_errors(
@@ -61,6 +72,7 @@ def write(folder, split: data.Split, states: dict[str, State], settings: Setting
         "runs": {name: summarise(state, split, settings) for name, state in states.items()},
         "images": [len(part.x) for part in split],
         "pixels": split.train.x.shape[1],
+        "comparable": is_comparable(split, settings),
         "settings": asdict(settings),
         "threads": torch.get_num_threads(),
         "environment": environment(),
@@ -90,24 +102,25 @@ def text(results: dict) -> str:
             f"{name:<16} {run['epochs']:>7} {run['best_epoch']:>5} {run['validation_error']:>11.2%} "
             f"{run['test_error']:>7.2%} {run['final_test_error']:>10.2%} {run['seconds_per_epoch']:>11.2f}"
         )
-    lines += reported_lines(h, train)
+    comparable = results["comparable"]
+    if comparable:
+        lines.append(reported_line(h))
+    beside = f" ({REPORTED_PRUNED})" if comparable else ""
     for name, run in runs.items():
         lines += [
             "",
-            f"Pruned by global rank, {name}, test error [%]",
-            *pruning_lines(run["pruned"], reported=train == REPORTED_IMAGES),
+            f"Pruned by global rank, {name}, test error [%]{beside}",
+            *pruning_lines(run["pruned"], reported=comparable),
         ]
     return "\n".join(lines)
 
 
-def reported_lines(hidden: int, images: int) -> list[str]:
-    """What the report says of the same, where the same was done."""
-    if images != REPORTED_IMAGES or hidden not in REPORTED_SECONDS:
-        return []
-    return [
+def reported_line(hidden: int) -> str:
+    """What the report says of a network with 400 or 1200 hidden units."""
+    return (
         f"{'report (MNIST)':<16} {600:>7} {'':>5} {'':>11} {REPORTED_ERROR / 100:>7.2%} {'':>10} "
         f"{REPORTED_SECONDS[hidden]:>11} on a P100; error with the Gaussian prior"
-    ]
+    )
 
 
 def pruning_lines(pruned: dict[str, dict[str, float]], reported: bool) -> list[str]:
@@ -142,12 +155,11 @@ def figures(folder, split: data.Split, states: dict[str, State], settings: Setti
 
 
 def error_figure(states: dict[str, State], split: data.Split, settings: Settings):
-    reported = len(split.train.x) == REPORTED_IMAGES and settings.hidden in REPORTED_SECONDS
     label = f"report, Gaussian prior, 600 epochs: {REPORTED_ERROR} %"
     ax = plots.error_over_epochs(
         {name: [100 * e["test_error"] for e in state.log] for name, state in states.items()},
         best={name: state.best_epoch for name, state in states.items()},
-        levels={label: REPORTED_ERROR} if reported else None,
+        levels={label: REPORTED_ERROR} if is_comparable(split, settings) else None,
         colors=PRIOR_COLORS,
     )
     ax.set_xlabel("epoch (dots: least validation error)")
