@@ -26,7 +26,8 @@ def demo(arguments) -> str:
     settings = digits.QUICK if arguments.quick else digits.Settings()
     if arguments.seeds is not None:
         settings = digits.with_seeds(settings, arguments.seeds)
-    folder = arguments.output or ("demo-output/quick" if arguments.quick else "demo-output")
+    default = "demo-output/quick" if arguments.quick else "demo-output"
+    folder = default if arguments.output is None else arguments.output
     units = digits.run(folder, settings, progress=not arguments.json)
     results = digits_report.write(folder, units, settings)
     return _shown(arguments, folder, results, digits_report.text(results, settings))
@@ -61,7 +62,8 @@ def reproduce(arguments) -> str:
         return _listed(arguments)
     check_matplotlib()
     size = "full" if arguments.full else "quick"
-    folder = arguments.output or f"reproduce-output/{arguments.name}-{size}"
+    default = f"reproduce-output/{arguments.name}-{size}"
+    folder = default if arguments.output is None else arguments.output
     options = {"data_root": arguments.data_root, "jobs": arguments.jobs}
     options |= {"full": arguments.full, "progress": not arguments.json}
     results = runner.reproduce(arguments.name, folder, **options)

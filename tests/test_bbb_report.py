@@ -108,7 +108,7 @@ def test_labels_and_versions_make_another_run(tmp_path, monkeypatch):
     other = split._replace(test=data.Part(split.test.x, split.test.y.flip(0)))
     assert bbb.fingerprint(split) == bbb.fingerprint(split_of()) != bbb.fingerprint(other)
     monkeypatch.setattr(bbb, "load_data", lambda *_: split)
-    bbb.run(tmp_path, [], TINY, progress=False)
+    bbb.run(tmp_path, ["gaussian"], TINY, progress=False)
     for place, name in ((bbb, "bnuq_ext"), (torch, "torch")):
         with monkeypatch.context() as patch:
             patch.setattr(place, "__version__", "0.0.1")

@@ -133,6 +133,9 @@ def test_bbb_and_reproduce_hand_on_their_arguments(monkeypatch):
     [
         (["demo", "--seeds", "0"], "bnuq: demo: --seeds must be positive, got 0\n"),
         (["demo", "--output", "/dev/null"], "bnuq: store: --output must be a folder to write to, "),
+        (["demo", "--output", ""], "bnuq: store: --output must have a name, got ''\n"),
+        (["bbb", "--output", ""], "bnuq: store: --output must have a name, got ''\n"),
+        (["reproduce", "toy", "--output", ""], "bnuq: store: --output must have a name, got ''\n"),
         (["bbb", "--prior", "flat"], "bnuq: bbb: --prior must be one of gaussian, "),
         (["bbb", "--samples", "0"], "bnuq: bbb: --samples must be positive, got 0\n"),
         (

@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on(finished, tmp_path, monkeypatch):
     assert (tmp_path / "units" / "noisy-0.json").exists()
     assert digits.run(tmp_path, TINY, progress=False) == expected
     assert calls == [0, 1, 1]
-    with pytest.raises(ValueError, match="must be empty or hold a run of the same settings"):
+    with pytest.raises(ValueError, match="must hold no run but one of the same settings"):
         digits.run(tmp_path, replace(TINY, epochs=2), progress=False)
 
 

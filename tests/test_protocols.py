@@ -137,9 +137,7 @@ def _is_running(pid):
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
     _run(tmp_path)
-    message = (
-        "store: folder must be empty or hold a run of the same settings .*, got another numbers"
-    )
+    message = "store: folder must hold no run but one of the same settings .*, got another numbers"
     with pytest.raises(ValueError, match=message):
         _run(tmp_path, squares.FULL)
     assert json.loads((tmp_path / "results.json").read_text())["settings"]["numbers"] == [2, 3, 4]

@@ -53,7 +53,7 @@ def test_other_settings_are_refused(tmp_path):
     with pytest.raises(ValueError) as caught:
         Store(tmp_path, {"epochs": 2, "widths": (2, 3)})
     assert str(caught.value) == (
-        f"store: folder must be empty or hold a run of the same settings ({tmp_path}; choose another, "
+        f"store: folder must hold no run but one of the same settings ({tmp_path}; choose another, "
         "or delete it), got another epochs"
     )
 
@@ -85,6 +85,17 @@ def test_damaged_unit_is_named(tmp_path):
     assert str(caught.value).startswith(
         f"store: {path} must hold JSON (delete it to compute it again), got "
     )
+
+
+def test_a_folder_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="^store: folder must have a name, got ''$"):
+        Store("", {})
+
+
+def test_other_files_are_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert Store(tmp_path, {}).unit("one", lambda: 1) == 1
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_folder_that_cannot_be_made(tmp_path):

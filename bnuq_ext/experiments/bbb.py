@@ -238,10 +238,17 @@ def load(path: Path, network: nn.Sequential) -> State:
     return State(network, best, json.loads(metadata["log"]))
 
 
-def train(folder: Path, name: str, split: data.Split, settings: Settings, progress=True) -> State:
+def train(
+    folder: Path,
+    name: str,
+    split: data.Split,
+    settings: Settings,
+    progress=True,
+    claim=lambda: None,
+) -> State:
     """A run with the prior `name`, from its checkpoint in `folder` on, which is written after every epoch.
 
-    Beside it lies `log.json`, the log alone.
+    Beside it lies `log.json`, the log alone. `claim` is called before an epoch is written.
     """
     folder.mkdir(exist_ok=True)
     path = folder / "checkpoint.safetensors"
@@ -251,6 +258,7 @@ def train(folder: Path, name: str, split: data.Split, settings: Settings, progre
     with progress_bar(desc=name, unit="batch", shown=progress, **done) as bar:
         while len(state.log) < settings.epochs:
             run_epoch(state, split, settings, bar.update)
+            claim()
             # Before the checkpoint: a run that is killed in between does the epoch, and its log, again.
             write_json(folder / "log.json", state.log)
             save(path, state)
@@ -265,7 +273,8 @@ def run(
     """A run per prior, each from where one before left it in `folder`; more epochs continue a run.
 
     Args:
-        folder: where the checkpoints lie; of the same settings and data, or empty.
+        folder: where the checkpoints lie; made if it does not exist. Its first epoch claims it for the settings and
+            the data.
         priors: names in `PRIORS`.
         settings: see `Settings`.
         data_root: see `load_data`.
@@ -275,16 +284,16 @@ def run(
         the data, and the state by prior.
 
     Raises:
-        ValueError: an unknown prior, another run's folder, missing data, a loss that is not finite.
+        ValueError: an unknown prior, the folder of a run of other settings or data, missing data, a loss that is not finite.
     """
     for name in priors:
         check_one_of("bbb", "prior", name, PRIORS)
     split = load_data(data_root, settings.scaling)
     fixed = {k: v for k, v in asdict(settings).items() if k != "epochs"}
     versions = {"bnuq_ext": __version__, "torch": torch.__version__}
-    Store(folder, {**fixed, **versions, "data": fingerprint(split)}).claim()
+    store = Store(folder, {**fixed, **versions, "data": fingerprint(split)})
     return split, {
-        name: train(Path(folder) / name, name, split, settings, progress)
+        name: train(Path(folder) / name, name, split, settings, progress, store.claim)
         for name in dict.fromkeys(priors)
     }
 

@@ -28,14 +28,16 @@ class Store:
     """The units of one run in a folder; a rerun with the same settings computes only what is missing.
 
     Args:
-        folder: made if it does not exist.
+        folder: made if it does not exist; what else lies in it is left alone.
         settings: what the results depend on, as JSON values.
 
     Raises:
-        ValueError: the folder holds a run of other settings.
+        ValueError: the folder has no name, or holds a run of other settings.
     """
 
     def __init__(self, folder, settings: dict):
+        if folder == "":
+            refuse("store", "folder", "have a name", repr(folder))
         self.folder = Path(folder)
         self.settings = json.loads(json.dumps(settings))
         try:
@@ -61,7 +63,7 @@ class Store:
         other = [k for k in sorted({*found, *settings}) if found.get(k) != settings.get(k)]
         if other:
             requirement = (
-                f"be empty or hold a run of the same settings ({self.folder}; choose another, or "
+                f"hold no run but one of the same settings ({self.folder}; choose another, or "
                 "delete it)"
             )
             refuse("store", "folder", requirement, f"another {', '.join(other)}")
