@@ -39,7 +39,7 @@ class ScaleMixturePrior:
     Args:
         pi: weight of the broader component, in [0, 1].
         std1: standard deviation of the broader component; positive, finite.
-        std2: that of the narrower; positive, at most `std1`.
+        std2: that of the narrower; positive, at most `std1`. Weights in float32 need one above 5.42e-20.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or no number.

@@ -327,6 +327,8 @@ REJECTED_MIXTURE = [
     (dict(std1=nn.Parameter(torch.ones(()))), TypeError, "std1 must be a number, got Parameter"),
     (dict(std1=math.inf), ValueError, "std1 must be finite, got inf"),
     (dict(std2=-1.0), ValueError, "std2 must be positive, got -1.0"),
+    (dict(std2=3e-20), ValueError, "std2 must be above 5.42e-20 for torch.float32, got 3e-20"),
+    (dict(mu=ZERO.double(), rho=ZERO.double(), std2=7e-155), ValueError, "std2 must be above 7.46"),
     (dict(seed=ZERO), TypeError, "seed must be int64"),
 ]
 
@@ -342,6 +344,16 @@ def test_mixture_rejects(change, error, message):
     arguments = dict(mu=ZERO, rho=ZERO, seed=ops.new_seed(0), stream=0, num_samples=1)
     with pytest.raises(error, match=f"mixture_kl: {message}"):
         ops.mixture_kl(**(arguments | change))
+
+
+@pytest.mark.parametrize("dtype,std2", [(torch.float32, 5.43e-20), (torch.float64, 7.46e-155)])
+def test_mixture_gradients_are_finite_with_the_least_std(dtype, std2, device):
+    mu, rho = (torch.full((4,), v, dtype=dtype, device=device, requires_grad=True) for v in (0.3, -3.0))  # fmt: skip
+    noise = ops.new_seed(0, device=device), STREAM
+    kl = ops.mixture_kl(mu, rho, *noise, pi=0.5, std1=1.0, std2=std2)
+    expected = ops.mixture_kl(mu, rho, *noise, pi=1.0, std1=1.0, std2=1.0)  # the broad component's
+    for a, e in zip(*(torch.autograd.grad(k, (mu, rho)) for k in (kl, expected)), strict=True):
+        torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (7, 0), (0, 0), (0,)])

@@ -108,7 +108,7 @@ def mixture_kl(
         stream: number of the stochastic layer; at least 0, below 2^32.
         num_samples: T; at least 1.
         pi: weight of the first component, in [0, 1].
-        std1, std2: standard deviations of the components; positive.
+        std1, std2: standard deviations of the components; positive, with 1 / std^2 finite in the dtype of mu.
 
     Returns:
         () the divergence in nats, in the dtype of mu. Deterministic. Gradients with respect to mu, rho.
@@ -128,10 +128,17 @@ def mixture_kl(
     check_scalar(op, "pi", pi)
     if not 0 <= pi <= 1:
         refuse(op, "pi", "lie in [0, 1]", pi)
-    check_positive_scalar(op, "std1", std1)
-    check_positive_scalar(op, "std2", std2)
+    _check_component(op, "std1", std1, mu.dtype)
+    _check_component(op, "std2", std2, mu.dtype)
     noise = seed.contiguous(), stream, num_samples
     return torch.ops.bnuq.mixture_kl(mu.contiguous(), rho.contiguous(), *noise, pi, std1, std2)
+
+
+def _check_component(op: str, name: str, std: float, dtype: torch.dtype) -> None:
+    check_positive_scalar(op, name, std)
+    least = torch.finfo(dtype).max ** -0.5  # 1 / std^2 is infinite from there on
+    if std <= least:
+        refuse(op, name, f"be above {least:.3g} for {dtype}", std)
 
 
 def _check_posterior(op: str, mu: Tensor, rho: Tensor) -> None:
