@@ -70,8 +70,11 @@ inline Extent extent_of(const Tensor& x, MemoryFormat format, int64_t T, bool sh
 inline Tensor empty_on(const Tensor& x, const std::vector<int64_t>& sizes, ScalarType type) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1))
+  double numbers = 1;  // of a result that is too large, stride overflows
+  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) {
     strides[d] = stride;
+    numbers *= double(sizes[d]);
+  }
   int32_t device = 0, index = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
@@ -80,7 +83,7 @@ inline Tensor empty_on(const Tensor& x, const std::vector<int64_t>& sizes, Scala
   const AOTITorchError error = aoti_torch_empty_strided(
       int64_t(sizes.size()), sizes.data(), strides.data(), dtype, device, index, &made);
   STD_TORCH_CHECK(
-      error == AOTI_TORCH_SUCCESS, "bnuq: not enough memory for a result of ", stride, " numbers");
+      error == AOTI_TORCH_SUCCESS, "bnuq: not enough memory for a result of ", numbers, " numbers");
   return Tensor(made);
 }
 

@@ -76,6 +76,15 @@ def test_replicas_beyond_all_integers_are_refused(num_samples):
         ops.mixture_kl(normal(64, 4), normal(64, 4), SEED, 0, num_samples=num_samples)
 
 
+def test_a_result_beyond_all_integers_is_counted_as_it_is():
+    """2^62 samples of 4 rows of 4 outputs are 2^66 numbers, which 64 bits count as none."""
+    noise = dict(seed=SEED, stream=0, num_samples=2**62)
+    with pytest.raises(
+        RuntimeError, match=r"not enough memory for a result of 7.3787e\+19 numbers"
+    ):
+        ops.bayes_linear(normal(4, 2), normal(4, 2), normal(4, 2), **noise)
+
+
 def test_a_divergence_has_one_gradient():
     mu, rho, none = normal(3, 2), normal(3, 2), normal(0)
     for call in (
