@@ -284,7 +284,7 @@ def run(
         the data, and the state by prior.
 
     Raises:
-        ValueError: an unknown prior, the folder of a run of other settings or data, missing data, a loss that is not finite.
+        ValueError: an unknown prior, the folder of another run, missing data, a loss that is not finite.
     """
     for name in priors:
         check_one_of("bbb", "prior", name, PRIORS)

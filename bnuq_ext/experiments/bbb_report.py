@@ -30,7 +30,7 @@ PRIOR_COLORS = dict(zip(PRIORS, COLORS, strict=False))
 
 
 def is_comparable(split: data.Split, settings: Settings) -> bool:
-    """Whether the report's numbers may stand beside: MNIST, by its test labels, with the report's network and samples."""
+    """Whether the report's numbers may stand beside: of MNIST, by its test labels, with its units and samples."""
     mnist = torch.bincount(split.test.y).tolist() == MNIST_COUNTS
     known = settings.hidden in REPORTED_SECONDS and settings.num_samples == REPORTED_SAMPLES
     return mnist and known
