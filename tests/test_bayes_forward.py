@@ -232,6 +232,40 @@ def test_forward_mode_derivatives_are_refused(op):
         DIFFERENTIATED[op](value)  # of what has no tangent, there is nothing to refuse
 
 
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch's own: it imports what it has deprecated, and it has no rule for vmap
+@pytest.mark.parametrize("op", DIFFERENTIATED)
+def test_derivatives_by_torch_func_are_refused(op):
+    value = torch.rand(4, 4)
+
+    def call(value):
+        result = DIFFERENTIATED[op](value)
+        return result if isinstance(result, torch.Tensor) else result.mean
+
+    def loss(value):
+        return call(value).sum()
+
+    def untracked(value):
+        with torch.no_grad():
+            return loss(value)
+
+    refused = pytest.raises(NotImplementedError, match=f"^{op}: derivatives by torch.func are not")
+    for derivative in (torch.func.grad(loss), torch.func.jacrev(call)):
+        with refused:
+            derivative(value)
+    for derivative in (torch.func.vmap(torch.func.grad(loss)), torch.func.grad(in_vmap(loss))):
+        with refused:
+            derivative(value.expand(2, 4, 4))
+    assert not torch.func.grad(lambda v: v.sum() * 0 + untracked(torch.ones(4, 4)))(value).any()
+    torch.func.vmap(call)(value.expand(2, 4, 4))
+
+
+def in_vmap(loss):
+    return lambda values: torch.func.vmap(loss)(values).sum()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: it imports what it has deprecated
 def test_forward_mode_derivatives_through_a_layer_are_refused():
     model = bnuq.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(4)))
     bnuq.collect(model, [torch.randn(8, 4) for _ in range(3)])

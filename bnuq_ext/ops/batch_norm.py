@@ -16,7 +16,7 @@ from .batch_norm_checks import (
     wants_grad,
 )
 from .checks import acc_dtype
-from .modes import mark_written, past_autograd, refuse_forward_mode
+from .modes import mark_written, past_autograd, refuse_other_derivatives
 
 
 def _call(op, *args) -> Tensor:
@@ -75,7 +75,7 @@ def batch_norm_bank(
     op = "batch_norm_bank"
     num_samples = check_bank(op, x, mean, var, seed, snapshot, num_samples)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
-    refuse_forward_mode(op, x, mean, var, weight, bias, residual)
+    refuse_other_derivatives(op, x, mean, var, weight, bias, residual)
     negative_slope = slope_of(op, activation, slope)
     acc = acc_dtype(x.dtype)
     mean, var, weight, bias = (prepare(t, acc) for t in (mean, var, weight, bias))
@@ -101,7 +101,7 @@ def batch_norm_snapshots(
         check_parameter("batch_norm_bank", "mean", mean, (mean.shape[0], x.shape[1]), x.device)
         acc = acc_dtype(x.dtype)
         mean, var = prepare(mean, acc), prepare(var, acc)
-    refuse_forward_mode("batch_norm_bank", x, weight, bias)
+    refuse_other_derivatives("batch_norm_bank", x, weight, bias)
     T, weight, bias = snapshot.shape[0], prepare(weight, acc), prepare(bias, acc)
     args = (x, mean, var, None, snapshot, T, weight, bias, None, eps, 1.0, shared)
     return _call(torch.ops.bnuq.batch_norm_bank.default, *args)
@@ -150,7 +150,7 @@ def batch_norm_fitted(
     op = "batch_norm_fitted"
     check_fitted(op, x, params, seed, stream, num_samples, family)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
-    refuse_forward_mode(op, x, params, weight, bias, residual)
+    refuse_other_derivatives(op, x, params, weight, bias, residual)
     negative_slope = slope_of(op, activation, slope)
     acc = acc_dtype(x.dtype)
     params, weight, bias = (prepare(t, acc) for t in (params, weight, bias))

@@ -17,7 +17,7 @@ from .checks import (
     check_stream,
     refuse,
 )
-from .modes import past_autograd, refuse_forward_mode, refuse_second_derivatives
+from .modes import past_autograd, refuse_other_derivatives, refuse_second_derivatives
 
 
 def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
@@ -150,7 +150,7 @@ def _check_posterior(op: str, mu: Tensor, rho: Tensor) -> None:
         refuse(op, "rho", f"be {mu.dtype}", rho.dtype, TypeError)
     check_shape(op, "rho", rho, mu.shape)
     check_device(op, "rho", rho, mu.device)
-    refuse_forward_mode(op, mu, rho)
+    refuse_other_derivatives(op, mu, rho)
 
 
 @torch.library.register_fake("bnuq::gaussian_kl")

@@ -14,7 +14,7 @@ from .checks import (
     check_stream,
     refuse,
 )
-from .modes import is_eager, past_autograd, refuse_forward_mode, refuse_second_derivatives
+from .modes import is_eager, past_autograd, refuse_other_derivatives, refuse_second_derivatives
 
 
 def bayes_linear(
@@ -111,7 +111,7 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
         check_device(op, name, value, x.device)
     check_seed(op, seed, x.device)
     check_stream(op, stream)
-    refuse_forward_mode(op, x, mu, rho, bias_mu, bias_rho)
+    refuse_other_derivatives(op, x, mu, rho, bias_mu, bias_rho)
 
 
 @torch.library.register_fake("bnuq::bayes_linear")

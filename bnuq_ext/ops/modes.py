@@ -51,12 +51,23 @@ def _autocasts(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
-    """Raises for a tensor with a tangent: a registered op would return one of 0."""
+def refuse_other_derivatives(op: str, *tensors: Tensor | None) -> None:
+    """Raises inside torch.func.grad and the like, which a registered op has no rule for, and for a tensor with a
+    tangent: it would return one of 0."""
+    if _differentiates_functions():
+        message = "derivatives by torch.func are not available; torch.autograd.grad is"
+        raise NotImplementedError(f"{op}: {message}")
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(f"{op}: forward-mode derivatives are not available")
+
+
+def _differentiates_functions() -> bool:
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    transforms = [level.key() for level in torch._C._functorch.get_interpreter_stack()]
+    return torch.is_grad_enabled() and torch._C._functorch.TransformType.Grad in transforms
 
 
 def refuse_second_derivatives(op: str) -> None:

@@ -14,7 +14,7 @@ from .checks import (
     check_within,
     refuse,
 )
-from .modes import mark_written, past_autograd, refuse_forward_mode, refuse_second_derivatives
+from .modes import mark_written, past_autograd, refuse_other_derivatives, refuse_second_derivatives
 
 
 class PredictiveStatistics(NamedTuple):
@@ -46,7 +46,7 @@ def predictive_statistics(logits: Tensor) -> PredictiveStatistics:
         ValueError, TypeError: logits have the wrong shape or dtype.
     """
     _check_logits("predictive_statistics", logits)
-    refuse_forward_mode("predictive_statistics", logits)
+    refuse_other_derivatives("predictive_statistics", logits)
     with past_autograd():
         return PredictiveStatistics(*torch.ops.bnuq.predictive_statistics.default(logits))
 
