@@ -292,13 +292,18 @@ def check_informative(loop: Tensor, tolerance: float) -> None:
     values = loop.double().unsqueeze(-1).flatten(2)
     if not values.isfinite().all():
         raise Undecided("the outputs of the trial are not finite")
-    least = _APART * tolerance * values.abs().max()
+    least, largest = _APART * tolerance, values.abs().max()
     pairs = [
         (values[0], values[1]),
         *((values[:, i], values[:, j]) for i, j in combinations(range(ROWS), 2)),
     ]
-    if not all((a - b).abs().max() > least for a, b in pairs):
-        raise Undecided("the outputs of the trial do not tell replicas and rows apart")
+    closest = min((a - b).abs().max() for a, b in pairs)
+    if not closest > least * largest:
+        share = closest / largest.clamp_min(torch.finfo(values.dtype).tiny)
+        raise Undecided(
+            "the outputs of the trial do not tell replicas and rows apart: two differ by "
+            f"{share.item():.1g} of the largest value, not by more than {least:.1g}"
+        )
 
 
 def check_replica(outputs: Tensor, replica: int, alone: Tensor, tolerance: float) -> None:
