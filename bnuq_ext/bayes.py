@@ -280,13 +280,13 @@ def _local(
 def check_initial(op: str, name: str, value, dtype: torch.dtype = torch.float64) -> None:
     """Checks what to initialise with: a finite number, or (low, high), that parameters of `dtype` can hold."""
     pair = isinstance(value, (tuple, list))
-    ends = tuple(value) if pair else (value,)
-    if len(ends) != 1 + pair or not all(map(_is_finite, ends)):
+    ends = tuple(value) if pair else (value, value)
+    if len(ends) != 2 or not all(map(_is_finite, ends)):
         refuse(op, name, "be a finite number or (low, high)", value, TypeError)
-    largest = torch.finfo(dtype).max / len(ends)  # high - low has to be finite too
+    largest = torch.finfo(dtype).max / (2 if pair else 1)  # high - low has to be finite too
     if any(abs(float(end)) > largest for end in ends):
         refuse(op, name, f"be at most {largest:.5g} in size for {dtype}", value)
-    if ends[0] > ends[-1]:
+    if ends[0] > ends[1]:
         refuse(op, name, "have low at most high", value)
 
 

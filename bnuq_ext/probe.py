@@ -174,8 +174,9 @@ def check_equal(folded: Tensor, loop: Tensor, tolerance: float) -> None:
             "the output differs from that of one replica after another, "
             f"by {most:.1g} of the largest value where {tolerance:.1g} may be rounding"
         )
+    difference = difference.nan_to_num(0)
     for dim in {1, loop.dim() - 1} if loop.dim() > 1 else ():
-        _check_channels(difference.nan_to_num(0), values, dim, tolerance)
+        _check_channels(difference, values, dim, tolerance)
 
 
 def _check_channels(difference: Tensor, values: Tensor, dim: int, tolerance: float) -> None:

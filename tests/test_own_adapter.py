@@ -44,6 +44,17 @@ class StochasticOtherNames(bnuq.nn.Stochastic, OtherNames):
         return self.gain, self.shift, self.epsilon
 
 
+def register(monkeypatch, original, stochastic):
+    """The adapter of the docstring, for the length of a test."""
+
+    def adapt(module):
+        module.__class__ = stochastic
+        return module
+
+    monkeypatch.setattr(adapters, "_ADAPTERS", dict(adapters._ADAPTERS))
+    bnuq.register_adapter(original, adapt)
+
+
 @pytest.mark.parametrize(
     "made, stochastic, buffers",
     [
@@ -54,14 +65,8 @@ class StochasticOtherNames(bnuq.nn.Stochastic, OtherNames):
     ids=["docstring", "other names", "no parameters"],
 )
 def test_adapters_of_own_classes(monkeypatch, made, stochastic, buffers):
-    monkeypatch.setattr(adapters, "_ADAPTERS", dict(adapters._ADAPTERS))
-
-    def adapt(module):
-        module.__class__ = stochastic
-        return module
-
     norm = made()
-    bnuq.register_adapter(type(norm), adapt)
+    register(monkeypatch, type(norm), stochastic)
     model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)).eval()
     converted, rows = bnuq.convert(model), torch.randn(9, 3)
     bank = bnuq.collect(converted, [torch.randn(8, 3) for _ in range(3)], progress=False)
@@ -76,13 +81,7 @@ def test_adapters_of_own_classes(monkeypatch, made, stochastic, buffers):
 
 
 def test_a_bank_of_other_channels_is_refused_where_a_class_tells_its_own(monkeypatch):
-    monkeypatch.setattr(adapters, "_ADAPTERS", dict(adapters._ADAPTERS))
-
-    def adapt(module):
-        module.__class__ = StochasticOtherNames
-        return module
-
-    bnuq.register_adapter(OtherNames, adapt)
+    register(monkeypatch, OtherNames, StochasticOtherNames)
     bank = bnuq.Bank({"0": torch.zeros(3, 5)}, {"0": torch.ones(3, 5)}, 8, batch_size=8)
     with pytest.raises(ValueError, match=r"bank.mean\['0'\] must have 4 channels, got 5"):
         bnuq.attach(bnuq.convert(nn.Sequential(OtherNames(4))), bank)
