@@ -11,9 +11,17 @@ from torch import Tensor, nn
 
 from . import bank_file
 from .nn import require_stochastic_layers
-from .ops.checks import acc_dtype, check_floating, check_integer, check_tensor, refuse
+from .ops.checks import (
+    acc_dtype,
+    check_floating,
+    check_fraction,
+    check_integer,
+    check_tensor,
+    refuse,
+)
 from .passes import split_key
 from .restore import without_gradients
+from .samplers import Statistics
 
 
 class Bank:
@@ -75,8 +83,7 @@ class Bank:
         if dataset_size is None:
             dataset_size = len(self) * batch_size
         self.dataset_size = check_integer("Bank", "dataset_size", dataset_size, batch_size)
-        if not isinstance(disjoint, (int, float)) or not 0 <= disjoint <= 1:
-            refuse("Bank", "disjoint", "lie in [0, 1]", disjoint)
+        check_fraction("Bank", "disjoint", disjoint)
         self.disjoint = float(disjoint)
         self.unused = _checked_unused(unused, mean)
         self.metadata = _checked_metadata(metadata)
@@ -136,8 +143,8 @@ class Bank:
             for key in mine
         )
 
-    def on(self, device) -> dict[str, tuple[Tensor, Tensor]]:
-        """{key: (mean, var)} on a device, copied there once; safe from several threads."""
+    def on(self, device) -> dict[str, Statistics]:
+        """The tables on a device, copied there once; safe from several threads."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -147,7 +154,7 @@ class Bank:
             if known != stamp:
                 with without_gradients():
                     tables = {
-                        key: (mean.to(device), self.var[key].to(device))
+                        key: Statistics(mean.to(device), self.var[key].to(device))
                         for key, mean in self.mean.items()
                     }
                 self._cache[device] = stamp, tables
@@ -227,7 +234,7 @@ class Bank:
             raise ValueError(f"Bank.load: file {name!r} must hold a bank, got {error}") from error
 
     def _groups(self) -> tuple[dict[str, Tensor], ...]:
-        return self.count, self.mean, self.var
+        return tuple(getattr(self, group) for group in _GROUPS)
 
 
 _GROUPS = ("count", "mean", "var")  # the widest elements first keep a file's tensors aligned

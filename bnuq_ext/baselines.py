@@ -18,12 +18,13 @@ from .nn import check_model
 from .ops import new_seed, snapshot_indices
 from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
 from .passes import Pass, running
-from .predict import check_x, forward_by_bank, take_model, unwrapped
+from .predict import check_bank_sampler, check_x, forward_by_bank, take_model, unwrapped
 from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
 from .predictor import STRATEGIES, Predictor, Request
 from .reads import uncompiled
 from .restore import evaluating, unmoved_by_errors
 from .samplers import check_key, draw_key, snapshots_of
+from .state import modules_of
 from .untraced import untraced
 
 _SEEDS = 2**31 - 1
@@ -236,7 +237,7 @@ def pooled(parts: list[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Task:
-    """The arguments that all of them share, checked."""
+    """The arguments that `plug_in`, `mc_dropout` and `ensemble` share, checked."""
 
     op: str
     x: object
@@ -265,11 +266,12 @@ class _Task:
         op = self.op
         check_model(op, model)
         model = unwrapped(model)
-        modules = list(model.modules())
+        modules = modules_of(model)
         device = device_of(modules)
         check_x(op, self.x, device, self.single)
         if sampler is not None:
             take_model(op, model)
+            check_bank_sampler(op, sampler, batch_size)
             return forward_by_bank(op, model, modules, sampler, batch_size, seed, self.output_fn)
         if batch_size is not None:
             refuse(op, "batch_size", "be None without a sampler", batch_size)
@@ -279,7 +281,7 @@ class _Task:
     def predictor(
         self, forward, first_replica: int, count: int, strategy="loop", chunk=1
     ) -> Predictor:
-        modules = list(forward.model.modules())
+        modules = modules_of(forward.model)
         request = Request(first_replica, count, strategy, chunk, self.keep, self.progress)
         return Predictor(forward, modules, request, self.likelihood, device_of(modules))
 
@@ -287,7 +289,7 @@ class _Task:
         """The prediction of a predictor over these models."""
         with torch.no_grad(), ExitStack() as flags:
             for model in models:
-                flags.enter_context(evaluating(list(model.modules())))
+                flags.enter_context(evaluating(modules_of(model)))
             result = predictor.run(self.x) if self.single else predictor.run_all(self.x)
         check_noise_shape(self.op, self.noise_var, result["mean"])
         count = predictor.request.count

@@ -18,6 +18,7 @@ from .ops.checks import check_callable, check_integer, check_one_of, refuse
 from .passes import Pass, running
 from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
+from .state import modules_of
 from .untraced import untraced
 from .warn import warn
 
@@ -109,7 +110,7 @@ def gather(
     batches are gone through at most until `num_batches` could be used.
     """
     record = _Record(op, require_stochastic_layers(op, model), input_fn, device, on_nonfinite)
-    with preserved_rng(*source.generators), evaluating(list(model.modules())), without_gradients():
+    with preserved_rng(*source.generators), evaluating(modules_of(model)), without_gradients():
         # Closed with the body, so that a loader's workers end with it.
         with closing(source.batches(most or num_batches)) as batches:
             shown = progress_bar(batches, op, num_batches, shown=progress)

@@ -83,7 +83,7 @@ class Contents:
                 self._look_into(value, depth)
 
     def append_function(self, function: Callable) -> None:
-        """Its code in place of itself, what it holds, and the globals that it names; of another callable what it is."""
+        """Notes a function by its code, what it holds and the globals that it names, any other callable as an object."""
         if isinstance(function, MethodType):
             self._append_callable(function.__self__)
             function = function.__func__

@@ -17,6 +17,7 @@ from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .passes import Pass, running
 from .reads import ONE_MODE, storage_of
 from .restore import evaluating, preserved_rng, without_gradients
+from .state import modules_of
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def doctor(model: nn.Module, x) -> Report:
     check_one_input("doctor", x)
     layers = named_stochastic_layers(model)
     with (
-        evaluating(list(model.modules())),
+        evaluating(modules_of(model)),
         preserved_rng(),
         without_gradients(),
         count_uncovered(model) as counter,

@@ -1,4 +1,4 @@
-"""Which tensors a forward has made: from these a backward computes parts of it again."""
+"""The tensors that a forward has made, from which a backward may compute parts of it again."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice

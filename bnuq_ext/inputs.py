@@ -56,8 +56,8 @@ def split_batch(op: str, batch) -> tuple:
 
 
 def _collated(batch) -> tuple[Tensor, ...] | None:
-    """The arguments in a list, which a DataLoader makes of those that a data set returns in a tuple; each has a row
-    for each of the targets, as a list of images of other sizes has not."""
+    """The arguments that a DataLoader has collated from a data set's tuples into a list: each has a row per target,
+    which a list of images of several sizes has not."""
     first, targets = batch[0], batch[1] if len(batch) > 1 else None
     if isinstance(first, list) and isinstance(targets, Tensor) and targets.dim() > 0:
         if all(isinstance(t, Tensor) and t.shape[:1] == targets.shape[:1] for t in first):

@@ -30,18 +30,16 @@ class Known:
         seen: the fingerprint of its modules.
         modules: which they are.
         plans, trials: see `Folding`; undecided: how many trials could not tell.
-        standing: plans of earlier states, for as long as nothing but the values of parameters has changed; see
+        earlier_plans: of earlier states, for as long as nothing but the values of parameters has changed; see
             `StandingFolding`.
-        turn: how often those have changed.
-        anew: how often in a row it was another model before a plan could stand: a counter that a training loop keeps in
-            it, a rate that it anneals. passed_over: batches that have gone without a proof then.
-        held: where plans have been held to the training flags; see `StandingFolding`.
+        generation: how often those have changed.
+        times_changed: how often in a row it was another model before a plan could be kept: a training loop counts
+            something in it, or anneals a rate of it. skipped: batches that have gone without a proof then.
+        checked_in_train: where plans have been compared with the training flags as they are; see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
-        banks: its bank, or None without stochastic batch norm, once it has been looked for.
-        stamp: of the bank, when the samplers were made.
-        samplers: of its bank, as they have been asked for.
+        samplers: of its bank.
     """
 
     def __init__(self, seen: Fingerprint, modules: list[nn.Module]):
@@ -50,45 +48,14 @@ class Known:
         self.plans: dict = {}
         self.trials: dict = {}
         self.undecided: dict = {}
-        self.standing: dict = {}
-        self.turn = 0
-        self.anew = self.passed_over = 0
-        self.held: dict = {}
+        self.earlier_plans: dict = {}
+        self.generation = 0
+        self.times_changed = self.skipped = 0
+        self.checked_in_train: dict = {}
         self.changes = 0
         self.planning = threading.RLock()
         self.examined = False
-        self.banks: list[Bank | None] = []
-        self.stamp: tuple | None = None
-        self.samplers: dict[tuple, Sampler] = {}
-
-    def sampler(
-        self, op: str, model: nn.Module, name: str, batch_size: int | None, device: torch.device
-    ) -> Sampler:
-        """The sampler of the model's bank; see `make_sampler`."""
-        bank = self._bank(op, model)
-        if bank is None and name != "bank":
-            refuse(op, "model", f'contain stochastic batch norm for sampler "{name}"', "none")
-        stamp = None if bank is None else bank.stamp()
-        if self.stamp != stamp:
-            self.samplers, self.stamp = {}, stamp
-        samplers = self.samplers  # another thread may begin anew
-        place = (name, batch_size, device, _stream(device))
-        if place not in samplers:
-            with without_gradients():
-                samplers[place] = (
-                    WeightSampler(device)
-                    if bank is None
-                    else make_sampler(op, name, bank, batch_size, device)
-                )
-        if batch_size is not None:
-            warn_of_rescaling(op, bank, batch_size)
-        return samplers[place]
-
-    def _bank(self, op: str, model: nn.Module) -> Bank | None:
-        """The bank of the model; None where it has no stochastic batch norm."""
-        if not self.banks:
-            self.banks = [find_bank(model, op) if named_stochastic_layers(model) else None]
-        return self.banks[0]
+        self.samplers = BankSamplers()
 
     def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
         """Around a forward; around the first one that draws statistics for `layers`, it warns of batch norm that
@@ -112,6 +79,45 @@ class Known:
         self.examined = True  # not where the warning is an error, and somebody has caught it
 
 
+class BankSamplers:
+    """The samplers of a model's bank, each made when it is first asked for, and again after a change of the bank."""
+
+    def __init__(self):
+        self._looked, self._bank = False, None
+        self._made: dict[tuple, Sampler] = {}
+        self._stamp: tuple | None = None  # of the bank that they are made from
+
+    def get(
+        self, op: str, model: nn.Module, name: str, batch_size: int | None, device: torch.device
+    ) -> Sampler:
+        """See `make_sampler`; a model without stochastic batch norm has a `WeightSampler`."""
+        bank = self._bank_of(op, model)
+        if bank is None and name != "bank":
+            refuse(op, "model", f'contain stochastic batch norm for sampler "{name}"', "none")
+        stamp = None if bank is None else bank.stamp()
+        if self._stamp != stamp:
+            self._made, self._stamp = {}, stamp
+        made = self._made  # another thread may begin anew
+        place = (name, batch_size, device, _stream(device))
+        if place not in made:
+            with without_gradients():
+                made[place] = (
+                    WeightSampler(device)
+                    if bank is None
+                    else make_sampler(op, name, bank, batch_size, device)
+                )
+        if batch_size is not None:
+            warn_of_rescaling(op, bank, batch_size)
+        return made[place]
+
+    def _bank_of(self, op: str, model: nn.Module) -> Bank | None:
+        """The bank of the model; None where it has no stochastic batch norm."""
+        if not self._looked:
+            self._bank = find_bank(model, op) if named_stochastic_layers(model) else None
+            self._looked = True
+        return self._bank
+
+
 def _stream(device: torch.device) -> int:
     """The current stream of a GPU, which alone waits for what a sampler makes and keeps; 0 on the CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -130,14 +136,14 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
             known.planning = before.planning
             known.examined = before.examined and before.modules == known.modules
             if before.seen.structure == seen.structure:
-                known.standing, known.turn = before.standing, before.turn + 1
-                known.held, known.changes = before.held, before.changes
-            elif before.turn == 0:
-                known.anew = before.anew + 1
+                known.earlier_plans, known.generation = before.earlier_plans, before.generation + 1
+                known.checked_in_train, known.changes = before.checked_in_train, before.changes
+            elif before.generation == 0:
+                known.times_changed = before.times_changed + 1
     return known
 
 
 @untraced
 def run_once() -> Known:
     """For a forward of one replica, which needs no proof: knows nothing and is forgotten."""
-    return Known(fingerprint([]), [])
+    return Known(Fingerprint([], []), [])

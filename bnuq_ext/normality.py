@@ -21,6 +21,7 @@ from .passes import Pass, running
 from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
 from .samplers import check_key, draw_key
+from .state import modules_of
 from .statistics_kl import (
     StatisticsGaussian,
     finite_population_correction,
@@ -149,7 +150,7 @@ def statistics_normality(
         torch.manual_seed(key)
         bank, _ = gather(OP, model, source, num_batches, device=device, progress=progress)
         moments = _MomentsPass(layers, bank, device)
-        with evaluating(list(model.modules())), without_gradients(), running(moments):
+        with evaluating(modules_of(model)), without_gradients(), running(moments):
             fetch, starts = fetcher(data), range(0, N, rows_at_a_time)
             for start in progress_bar(starts, OP, shown=progress):
                 rows = list(range(start, min(start + rows_at_a_time, N)))

@@ -103,7 +103,7 @@ class Pass:
         layers: the stochastic layers of the model and their names, `named_stochastic_layers(model)`.
 
     Attributes:
-        streams: of each layer's first call; 65,536 calls later comes the next layer's.
+        streams: of each layer's first call; the next layer's is 65,536 further on.
         calls: of each layer so far.
         outer: the pass around it, which other models are left to.
     """
@@ -171,16 +171,17 @@ class ReplicaPass(Pass):
         draw = self.draw
         if layer.needs_bank and key not in draw.tables:
             self._refuse(key, "an additional call")
-        shared = self._is_shared(key, x) if draw.num_samples > 1 else self._record(key, x)
+        if draw.num_samples == 1:
+            self._record(key, x)
+        shared = draw.num_samples > 1 and self._is_shared(key, x)
         y = layer.replicate(x, draw, key, stream, shared)
         if draw.spoil is not None:
             draw.spoil(y.unflatten(0, (draw.num_samples, -1)))
         return y
 
-    def _record(self, key: str, x: Tensor) -> bool:
+    def _record(self, key: str, x: Tensor) -> None:
         self.rows[key] = x.shape[0]
         self.largest = max(self.largest, x.numel() * x.element_size())
-        return False
 
     def _is_shared(self, key: str, x: Tensor) -> bool:
         rows, recorded, T = x.shape[0], self.rows.get(key), self.draw.num_samples
@@ -234,8 +235,8 @@ class Replay(Pass):
     """
 
     def __init__(self, done: ReplicaPass, start: int):
-        self.names, self.streams, self.done = done.names, done.streams, done
-        self.start = start
+        self.names, self.streams, self.draw = done.names, done.streams, done.draw
+        self.done, self.start = done, start
 
     @unserializable_hook
     def enter(self, grad: Tensor) -> None:
@@ -250,7 +251,7 @@ class Replay(Pass):
         if calls > 1 and not layer.one_draw:
             requirement = "be called once in a forward that is computed again"
             refuse(done.op, f"layer {name!r}", requirement, f"{calls} calls")
-        y = layer.replicate(x, done.draw, name, self.streams[name], self._is_shared(name, x))
+        y = layer.replicate(x, self.draw, name, self.streams[name], self._is_shared(name, x))
         if y.requires_grad:
             # A reentrant checkpoint runs a backward of its own, over nodes of the thread that it runs in.
             y.register_hook(Replay(done, 0).enter)

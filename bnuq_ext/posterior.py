@@ -13,7 +13,7 @@ from .batch_norm_like import describe
 from .bayes import BayesLinear, check_initial, check_whole, require_bayes_layers, sigma_of
 from .convert import copy_model
 from .nn import check_model
-from .ops.checks import check_callable, check_number, check_one_of, refuse
+from .ops.checks import check_callable, check_fraction, check_one_of, refuse
 from .priors import GaussianPrior, check_prior
 from .state import OF_EVERY_MODULE
 
@@ -95,7 +95,7 @@ def _check_linear(op: str, place: str, layer: nn.Linear) -> None:
         refuse(op, place, "have its weight in float32 or float64", layer.weight.dtype, TypeError)
     if "weight" not in layer._parameters:
         requirement = "have its weight as a parameter (remove weight norm or pruning first)"
-        refuse(op, place, requirement, f"it made of {list(layer._parameters)}")
+        refuse(op, place, requirement, f"one made of {list(layer._parameters)}")
     if "forward" in vars(layer):
         requirement = "have the forward of its class (take the other one off first)"
         refuse(op, place, requirement, "one that is set on the object")
@@ -206,9 +206,7 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
 
     Source: Blundell et al. (2015), section 5.1; Graves, Practical Variational Inference (2011).
     """
-    check_number("prune", "fraction", fraction)
-    if not 0 <= fraction <= 1:
-        refuse("prune", "fraction", "lie in [0, 1]", fraction)
+    check_fraction("prune", "fraction", fraction)
     check_one_of("prune", "by", by, RANKINGS)
     layers = require_bayes_layers("prune", model)
     check_whole("prune", layers)

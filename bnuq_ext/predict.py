@@ -116,20 +116,13 @@ def predict(
     single = is_one_input(x)
     check_x("predict", x, device, single)
 
-    known = know(model, modules)
-    if query == "in":
-        layers, drawn = require_stochastic_layers("predict", model), WeightSampler(device)
-    elif sampler == "batch":
-        layers = named_stochastic_layers(model)
-        drawn = _batch_sampler(model, loader, first_replica + num_samples, device)
-    else:
-        layers = layers_by_bank(modules)
-        drawn = known.sampler("predict", model, sampler, batch_size, device)
-    # In this order the weights are those of elbo_loss.
-    layers = bayes_layers(model, modules) | layers
     with unmoved_by_errors(seed):
-        key = draw_key(seed, device)
-        forward = Forward(model, layers, drawn, key, output_fn, known)
+        if sampler == "batch":
+            count = first_replica + num_samples
+            forward = _forward_by_loader(model, modules, loader, count, query, seed, output_fn)
+        else:
+            options = sampler, batch_size, seed, output_fn
+            forward = forward_by_bank("predict", model, modules, *options)
         if query == "in":
             batches = take_batches("predict", loader, first_replica, num_samples, device)
             forward, strategy = JoiningForward(forward, batches, first_replica), "loop"
@@ -138,7 +131,8 @@ def predict(
             predictor = Predictor(forward, modules, request, likelihood, device)
             result = predictor.run(x) if single else predictor.run_all(x)
         check_noise_shape("predict", noise_var, result["mean"])
-        result["snapshots"] = snapshots_of(drawn, key, first_replica, num_samples)
+        drawn = forward.sampler, forward.key
+        result["snapshots"] = snapshots_of(*drawn, first_replica, num_samples)
         return Prediction(likelihood, num_samples, noise_var=noise_var, **result)
 
 
@@ -169,13 +163,32 @@ def forward_by_bank(
     op: str, model: nn.Module, modules: list[nn.Module], sampler: str, batch_size, seed, output_fn
 ) -> Forward:
     """How to run a model with replicas from its bank."""
+    known, device = know(model, modules), device_of(modules)
+    drawn = known.samplers.get(op, model, sampler, batch_size, device)
+    # In this order the weights are those of elbo_loss.
+    layers = bayes_layers(model, modules) | layers_by_bank(modules)
+    return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known, op)
+
+
+def check_bank_sampler(op: str, sampler: str, batch_size) -> None:
+    """`check_sampler` where no loader is at hand."""
     check_sampler(op, sampler, batch_size)
     if sampler == "batch":
         refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
+
+
+def _forward_by_loader(
+    model: nn.Module, modules: list[nn.Module], loader, count: int, query: str, seed, output_fn
+) -> Forward:
+    """How to run a model with the statistics of a loader's batches; with query "in" those are not drawn before."""
     known, device = know(model, modules), device_of(modules)
-    drawn = known.sampler(op, model, sampler, batch_size, device)
-    layers = bayes_layers(model, modules) | layers_by_bank(modules)
-    return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known, op)
+    if query == "in":
+        layers, drawn = require_stochastic_layers("predict", model), WeightSampler(device)
+    else:
+        layers = named_stochastic_layers(model)
+        drawn = _batch_sampler(model, loader, count, device)
+    layers = bayes_layers(model, modules) | layers
+    return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known)
 
 
 def layers_by_bank(modules: list[nn.Module]) -> dict[str, nn.Module]:

@@ -100,7 +100,7 @@ class Predictor:
         done, plan = 0, self._plan(folding)
         while done < self.request.count:
             size = self._size(plan, self.request.count - done)
-            outputs, short = None, False
+            outputs = None
             try:
                 outputs = self._outputs(folding, plan, done, size)
                 samples = self._keep(samples, outputs, done)
@@ -110,23 +110,22 @@ class Predictor:
                     moments = moments or make_moments(self.forward.op, self.likelihood)
                     moments.add(outputs)
             except Exception as error:
-                short = is_out_of_memory(error)
-                if short and size == 1:
-                    raise out_of_memory(
-                        self.forward.op, num_rows(self.forward.op, inputs), error
-                    ) from error
-                if not short:
+                if not is_out_of_memory(error):
                     if outputs is not None or size == 1:
                         raise
                     plan = self._checked(folding.give_up(plan, error))
+                    continue
+                if size == 1:
+                    op = self.forward.op
+                    raise out_of_memory(op, num_rows(op, inputs), error) from error
             else:
                 done += size
                 if bar is not None:
                     bar.update(size)
-            if short:
-                # The exception is gone here, and with it the tensors of the frames that it held.
-                self.most = size // 2
-                free_memory(self.device)
+                continue
+            # The exception is gone here, and with it the tensors of the frames that it held.
+            self.most = size // 2
+            free_memory(self.device)
         return (summary or moments.summary()) | {"samples": samples}
 
     def _size(self, plan: Plan, left: int) -> int:

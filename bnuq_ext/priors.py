@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .ops import gaussian_kl, mixture_kl
-from .ops.checks import check_number, check_positive, refuse
+from .ops.checks import check_fraction, check_positive, refuse
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class ScaleMixturePrior:
 
     def __post_init__(self):
         op = "ScaleMixturePrior"
-        check_number(op, "pi", self.pi)
-        if not 0 <= self.pi <= 1:
-            refuse(op, "pi", "lie in [0, 1]", self.pi)
+        check_fraction(op, "pi", self.pi)
         check_positive(op, "std1", self.std1)
         check_positive(op, "std2", self.std2)
         if not self.std1 >= self.std2:

@@ -27,7 +27,7 @@ def leading(inputs, rows: int) -> list[Tensor]:
     return list({id(t): t for t in tensors(inputs) if t.dim() > 0 and t.shape[0] == rows}.values())
 
 
-def probe_inputs(inputs) -> tuple:
+def probe_inputs(op: str, inputs) -> tuple:
     """The input cut to three rows that differ from each other, and whether integers in them are made up.
 
     Rows of the input itself; then, of floating-point ones, these with their values weighted from a quarter
@@ -35,7 +35,7 @@ def probe_inputs(inputs) -> tuple:
     values, each twice, and these flipped along their dimensions, which leaves integers valid where all are of one
     kind; last, for constant rows, these with a ramp added.
     """
-    rows = num_rows("predict", inputs)
+    rows = num_rows(op, inputs)
     cut = leading(inputs, rows)
     if any(_may_number_rows(t, rows) for t in tensors(inputs) if not any(t is own for own in cut)):
         raise Undecided("integers in the input may be numbers of rows, of which a trial has three")

@@ -32,6 +32,7 @@ class JoiningForward:
 
     def __init__(self, inner: Forward, batches: list[Tensor], first_replica: int):
         self.inner, self.op, self.known, self.model = inner, inner.op, inner.known, inner.model
+        self.sampler, self.key = inner.sampler, inner.key
         self.batches, self.first_replica = batches, first_replica
 
     def draw(self, first_replica: int, num_samples: int) -> tuple[Tensor, Draw]:
@@ -82,13 +83,13 @@ class JointPass(CollectPass):
     `counter`, if any, counts the batch-norm calls of others.
     """
 
-    def __init__(self, op: str, layers: dict[str, nn.Module], own: Draw):
+    def __init__(self, op: str, layers: dict[str, nn.Module], draw: Draw):
         super().__init__(op, layers)
-        self.own, self.counter = own, None
+        self.draw, self.counter = draw, None
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         if not layer.needs_bank:
-            return layer.replicate(x, self.own, key, stream, False)
+            return layer.replicate(x, self.draw, key, stream, False)
         with self.counter.ignoring() if self.counter else nullcontext():
             return super().normalise(layer, x, key, stream)
 

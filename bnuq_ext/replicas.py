@@ -18,7 +18,7 @@ from .known import know
 from .nn import Stochastic
 from .ops.checks import check_first_replica, check_integer, refuse
 from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass, running
-from .predict import forward_by_bank, take_model
+from .predict import check_bank_sampler, forward_by_bank, take_model
 from .samplers import check_key
 from .standing import StandingFolding
 from .state import modules_of
@@ -68,6 +68,7 @@ def replicas(
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     first_replica = check_first_replica(op, first_replica, num_samples)
     check_key(op, seed)
+    check_bank_sampler(op, sampler, batch_size)
     outer = _outer_session(model)
     forward = forward_by_bank(op, model, modules, sampler, batch_size, seed, _flat)
     session = _Session(forward._replace(call=_call), first_replica, num_samples, outer)

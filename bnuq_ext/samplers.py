@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .moments import Rescaling, fit
 from .ops import new_seed, philox_normal, snapshot_indices
-from .ops.checks import check_integer, check_one_of, check_within, refuse
+from .ops.checks import check_integer, check_key_range, check_one_of, refuse
 from .ops.philox import new_key
 from .restore import without_gradients
 from .warn import warn
@@ -40,7 +40,7 @@ class Fitted(NamedTuple):
     family: str
 
 
-Tables = dict[str, tuple[Tensor, Tensor]]  # (mean, variance) of each call, (B, C)
+Tables = dict[str, Statistics]  # of each call
 
 
 class Draw(NamedTuple):
@@ -49,7 +49,7 @@ class Draw(NamedTuple):
     Attributes:
         num_samples: T.
         seed: (2,) int64, key and first replica.
-        snapshot: (T,) int64, rows of the tables; None with `Fitted`.
+        snapshot: (T,) int64, rows of the tables; None without tables of snapshots.
         tables: {key: Statistics | Fitted}, the key naming a layer's call.
         trial: whether the replicas are there to be told apart, not to be believed.
         spoil: changes in place what every stochastic call gives in a trial, (T, rows, ...).
@@ -78,7 +78,7 @@ class BankSampler:
 
     def __init__(self, bank: Bank, device: torch.device):
         self.num_snapshots, self.device = len(bank), device
-        self.tables = {key: Statistics(*pair) for key, pair in bank.on(device).items()}
+        self.tables = bank.on(device)
         self._last = (None, None)
 
     def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
@@ -108,7 +108,7 @@ class BatchSampler:
 
     def __init__(self, bank: Bank, device: torch.device):
         self.device = device
-        self.tables = {key: Statistics(*pair) for key, pair in bank.on(device).items()}
+        self.tables = bank.on(device)
 
     def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
         seed = new_seed(key, first_replica, self.device)
@@ -211,7 +211,7 @@ def check_key(op: str, seed) -> None:
     if isinstance(seed, Tensor):
         refuse(op, "seed", "be an integer, not a tensor", seed, TypeError)
     if seed is not None:
-        check_within(op, "seed", seed, -(2**63), 2**63, "[-2^63, 2^63)")
+        check_key_range(op, seed)
 
 
 def draw_key(seed: int | None, device: torch.device) -> int:

@@ -50,18 +50,18 @@ class StandingFolding(Folding):
         self.training = tuple(m.training for m in modules)
         self.flags = self.training if torch.is_grad_enabled() else None
 
-    def proven(self) -> Plan | None:
+    def cached_plan(self) -> Plan | None:
         """The plan, if it has been proven in this very state."""
         plan = self.known.plans.get(self.place)
         return plan if plan is not None and self.num_samples in plan.checked else None
 
-    def stood(self) -> Plan | None:
+    def earlier_plan(self) -> Plan | None:
         """The plan of an earlier state of the parameters."""
-        return self.known.standing.get(self.place)
+        return self.known.earlier_plans.get(self.place)
 
-    def standing(self) -> Plan | None:
+    def revalidated_plan(self) -> Plan | None:
         """The plan of an earlier state of the parameters, if it holds in this one too."""
-        plan = None if self.place in self.known.plans else self.stood()
+        plan = None if self.place in self.known.plans else self.earlier_plan()
         if plan is None or plan.way == "loop":
             return plan
         plan = plan._replace(checked={self.num_samples})
@@ -69,13 +69,13 @@ class StandingFolding(Folding):
         flags = evaluating(self.modules, warns=False) if plan.repeatable is None else nullcontext()
         with self.known.planning, preserved_rng(), flags:
             try:
-                self.hold_without_dropout(plan)
+                self.accept_without_dropout(plan)
             except Exception:
-                self.known.standing.pop(self.place, None)
+                self.known.earlier_plans.pop(self.place, None)
                 return None
         return plan
 
-    def hold_without_dropout(self, plan: Plan, state: State | None = None) -> None:
+    def accept_without_dropout(self, plan: Plan, state: State | None = None) -> None:
         """Takes a plan as proven in this state if T replicas with nothing dropped are those run alone.
 
         Args:
@@ -99,68 +99,68 @@ class StandingFolding(Folding):
             raise SharesDropout("a dropout in its forward would be the same for all replicas")
         if drawn:
             raise DrawsNumbers("its forward draws random numbers, and not for dropout")
-        self.hold(plan, outputs, alone)
+        self.accept(plan, outputs, alone)
 
     def failure_without_dropout(self, plan: Plan, state: State | None = None) -> Exception | None:
-        """What `hold_without_dropout` raises, or a forward of the model in it."""
+        """What `accept_without_dropout` raises, or a forward of the model in it."""
         try:
-            self.hold_without_dropout(plan, state)
+            self.accept_without_dropout(plan, state)
         except Exception as error:
             return error
         return None
 
-    def hold(self, plan: Plan, outputs: Tensor, alone: Tensor) -> None:
+    def accept(self, plan: Plan, outputs: Tensor, alone: Tensor) -> None:
         """Takes a plan as proven in this state, if `alone` is the replica of the outputs (T, N, ...) that it
         should be."""
         tolerance = tolerance_of(alone, self.inputs, self.modules)
         check_replica(outputs, self.chosen(), alone, tolerance)
         self.remember(self.known.plans, self.place, plan)
 
-    def stand(self, plan: Plan) -> None:
+    def keep(self, plan: Plan) -> None:
         """Lets a proven plan stand for other values of the parameters, if it may."""
         if self.flags is not None and plan.lasting and plan.steady:
-            checked, repeatable, before = set(plan.checked), None, self.stood()
+            checked, repeatable, before = set(plan.checked), None, self.earlier_plan()
             if before is not None and before.way == plan.way:
                 checked, repeatable = before.checked | checked, before.repeatable
             plan = plan._replace(checked=checked, repeatable=repeatable)
-            self.remember(self.known.standing, self.place, plan)
+            self.remember(self.known.earlier_plans, self.place, plan)
 
     def mark(self, repeatable: bool) -> None:
         """Says of the plan that stands whether outputs of a training step can be compared."""
-        plan = self.stood()
+        plan = self.earlier_plan()
         if plan is not None:
-            self.known.standing[self.place] = plan._replace(repeatable=repeatable)
+            self.known.earlier_plans[self.place] = plan._replace(repeatable=repeatable)
 
     def refute(self, plan: Plan, reason: str) -> None:
         """Sends the replicas one after another, now and with other values of the parameters."""
         loop = plan._replace(way="loop", shared={}, reason=reason)
         self.remember(self.known.plans, self.place, loop)
-        self.remember(self.known.standing, self.place, loop)
+        self.remember(self.known.earlier_plans, self.place, loop)
 
     def prove(self) -> Plan:
         """The plan, tried in eval at the actual size."""
         with torch.no_grad():
-            plan = self.standing()
+            plan = self.revalidated_plan()
             if plan is None:
                 with evaluating(self.modules, warns=False):
                     plan = self._tried(self.plan())
-        self.stand(plan)
+        self.keep(plan)
         return plan
 
     def prove_in_train(self) -> Plan:
         """`prove`, held once to the training flags as they are. What needs gradients or draws random numbers besides
         those of dropout of its rows cannot be; of the last each replica has rows of its own from the start."""
-        plan, held = self.prove(), self.known.held
+        plan, checked = self.prove(), self.known.checked_in_train
         while plan.way != "loop" and any(self.training):
             place = (plan.way, self.place, self.num_samples, self.training)
-            if place in held:
+            if place in checked:
                 break
             state = State(self.modules)
             with torch.no_grad(), preserved_rng():
                 failure = self.failure_without_dropout(plan, state)
                 self.undo(state)
             if not _refutes(failure, plan):
-                self.remember(held, place, True)
+                self.remember(checked, place, True)
                 break
             plan = self.next_way(plan, failure)
         return plan
@@ -177,15 +177,15 @@ class StandingFolding(Folding):
 
     def next_way(self, plan: Plan, reason: Exception) -> Plan:
         """The plan for the next way that passes in eval, after one that has failed with the flags as they are."""
-        self.known.standing.pop(self.place, None)
+        self.known.earlier_plans.pop(self.place, None)
         with torch.no_grad(), evaluating(self.modules, warns=False):
             plan = self._tried(self.give_up(plan, reason))
-        self.stand(plan)
+        self.keep(plan)
         return plan
 
     def chosen(self) -> int:
         """Which of the replicas is run alone: another one in each state of the parameters."""
-        return (self.num_samples - 1 - self.known.turn) % self.num_samples
+        return (self.num_samples - 1 - self.known.generation) % self.num_samples
 
     def alone(self) -> Tensor:
         """The output of the chosen replica."""

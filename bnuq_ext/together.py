@@ -27,7 +27,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     dropped and a wider posterior; a model that draws other random numbers takes them one after another.
     """
     folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
-    if _passes_over(forward.known, folding):
+    if _skips_proof(forward.known, folding):
         return None
     try:
         plan, alone = _decide(folding)
@@ -39,11 +39,11 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     try:
         outputs = folding.together(plan, draw)
         if alone is not None:
-            folding.hold(plan, outputs.detach(), alone)
+            folding.accept(plan, outputs.detach(), alone)
     except Undecided:
         # The samples are nearly the same. Their posterior can be widened.
         folding.mark(repeatable=False)
-        if folding.proven() is None:
+        if folding.cached_plan() is None:
             return None
     except Exception as error:  # the model's own too, of more rows than it is made for
         folding.refute(plan, _reason(error))
@@ -51,12 +51,12 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     return outputs.flatten(0, 1)
 
 
-def _passes_over(known: Known, folding: StandingFolding) -> bool:
+def _skips_proof(known: Known, folding: StandingFolding) -> bool:
     """Whether a model that is another one all the time has not yet stayed the same for as long as a proof takes."""
-    if known.anew < 2 or folding.proven() is not None:
+    if known.times_changed < 2 or folding.cached_plan() is not None:
         return False
-    known.passed_over += 1
-    return known.passed_over <= _COST
+    known.skipped += 1
+    return known.skipped <= _COST
 
 
 def _reason(error: Exception) -> str:
@@ -66,16 +66,16 @@ def _reason(error: Exception) -> str:
 @untraced
 def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
     """The plan, and the chosen replica run alone where it has still to be compared."""
-    plan = folding.proven()
+    plan = folding.cached_plan()
     # Without gradients train() and eval() have the same place.
     if plan is not None and (folding.flags or not any(folding.training)):
         return plan, None
-    plan = folding.stood()
+    plan = folding.earlier_plan()
     if plan is not None and plan.repeatable and folding.num_samples in plan.checked:
         with torch.no_grad():
             return plan._replace(checked={folding.num_samples}), folding.alone()
-    plan, stood = folding.prove(), folding.stood()
-    if plan.way == "loop" or (stood is not None and stood.repeatable is not None):
+    plan, earlier = folding.prove(), folding.earlier_plan()
+    if plan.way == "loop" or (earlier is not None and earlier.repeatable is not None):
         return plan, None
     return _examined(folding, plan)
 
@@ -95,7 +95,7 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
             changed = folding.undo(state)
     if changed and not folding.changes_again():
         # Both: no version tells of a change by way of `.data`, and the plan would count as proven.
-        for plans in (folding.known.standing, folding.known.plans):
+        for plans in (folding.known.earlier_plans, folding.known.plans):
             plans.pop(folding.place, None)
         return LOOP, None
     if changed or isinstance(failure, DrawsNumbers):

@@ -53,7 +53,7 @@ class Trial(NamedTuple):
 
     def prove(self, inputs) -> Proof:
         """What the trial on three rows of an input shows; raises DoesNotFold or Undecided."""
-        probe, made_up = probe_inputs(inputs)
+        probe, made_up = probe_inputs(self.forward.op, inputs)
         try:
             return self._prove(probe)
         except IndexError as error:

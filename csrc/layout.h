@@ -1,4 +1,4 @@
-// Memory formats and result shapes of the batch-norm ops, for both backends.
+// Memory formats and result shapes of the ops, for both backends.
 //
 // A tensor is (N, C, S) with S the product of the trailing dimensions; channels_last is
 // (N*S, C, 1). A result is channels_last where x is that and not contiguous; else contiguous.

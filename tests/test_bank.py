@@ -182,7 +182,8 @@ REFUSED = [
     (dict(dataset_size="9"), TypeError, "dataset_size must be an integer, got '9'"),
     (dict(disjoint=1.5), ValueError, "disjoint must lie in [0, 1], got 1.5"),
     (dict(disjoint=NAN), ValueError, "disjoint must lie in [0, 1], got nan"),
-    (dict(disjoint="1"), ValueError, "disjoint must lie in [0, 1], got 1"),
+    (dict(disjoint=True), TypeError, "disjoint must be a number, got True"),
+    (dict(disjoint="1"), TypeError, "disjoint must be a number, got '1'"),
     (
         dict(unused=["a"]),
         ValueError,

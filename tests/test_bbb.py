@@ -155,7 +155,7 @@ def test_best_is_the_first_of_the_least_validation_error(monkeypatch):
         bbb.run_epoch(state, split, TINY, lambda: None)
         kept.append({k: v.clone() for k, v in state.network.state_dict().items()})
     assert state.best_epoch == 2
-    for k, v in state.best_network().state_dict().items():
+    for k, v in state.load_best().state_dict().items():
         assert torch.equal(v, kept[1][k])
 
 
@@ -294,7 +294,7 @@ def test_pruning_leaves_the_network_as_it_was(finished):
 def test_pruned_errors_are_those_of_weights_set_to_zero(finished, by):
     _, split, states, results = finished
     state = states["mixture"]
-    network = copy.deepcopy(state.best_network())
+    network = copy.deepcopy(state.load_best())
     layers = [m for m in network if isinstance(m, BayesLinear)]
     mu, rho = (
         torch.cat([getattr(m, k).flatten() for m in layers]) for k in ("weight_mu", "weight_rho")

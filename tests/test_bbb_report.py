@@ -72,7 +72,7 @@ def test_figures_hold_each_network_s_own_weights(states, tmp_path, monkeypatch):
     ((weights,), options) = drawn["weight_histograms"][0]
     initial = bbb.make_network(TINY, 12, bbb.PRIORS["gaussian"])
     for place, (name, state) in enumerate(states.items()):
-        layers = [m for m in copy.deepcopy(state.best_network()) if isinstance(m, BayesLinear)]
+        layers = [m for m in copy.deepcopy(state.load_best()) if isinstance(m, BayesLinear)]
         mu = torch.cat([m.weight_mu.flatten() for m in layers])
         assert torch.equal(weights[f"prior {name}"], mu)
         sigma = reference.softplus(torch.cat([m.weight_rho.flatten() for m in layers]))
@@ -106,7 +106,7 @@ def test_a_prior_has_its_colour_in_every_run(states, tmp_path, monkeypatch):
 def test_labels_and_versions_make_another_run(tmp_path, monkeypatch):
     split = split_of()
     other = split._replace(test=data.Part(split.test.x, split.test.y.flip(0)))
-    assert bbb.fingerprint(split) == bbb.fingerprint(split_of()) != bbb.fingerprint(other)
+    assert bbb.crc32_of(split) == bbb.crc32_of(split_of()) != bbb.crc32_of(other)
     monkeypatch.setattr(bbb, "load_data", lambda *_: split)
     bbb.run(tmp_path, ["gaussian"], TINY, progress=False)
     for place, name in ((bbb, "bnuq_ext"), (torch, "torch")):

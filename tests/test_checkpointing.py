@@ -365,3 +365,33 @@ def test_a_kept_tensor_is_let_go_and_saved_in_silence():
         assert kept() is None
         y = model(data()[0])
     torch.save(y, io.BytesIO())
+
+
+class Regularised(nn.Module):
+    """Adds the divergence of its weights, at those of the forward, to its output."""
+
+    def __init__(self, again: bool, reentrant: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = bnuq.BayesLinear(5, 3, rho_init=-1.0, prior=bnuq.ScaleMixturePrior())
+        self.again, self.reentrant = again, reentrant
+
+    def both(self, x):
+        return self.layer(x) + 0.01 * x.new_tensor([0.0, 1, 2]) * bnuq.kl_divergence(self.layer)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        return (
+            checkpoint(self.both, x, use_reentrant=self.reentrant) if self.again else self.both(x)
+        )
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_a_divergence_inside_is_at_the_same_weights_again(reentrant, num_samples):
+    def found(again):
+        model = Regularised(again, reentrant)
+        elbo(model, num_samples).backward()
+        return [p.grad for p in model.parameters()]
+
+    agree(found)

@@ -330,13 +330,13 @@ def test_probe_inputs_are_three_different_rows(rows, values):
         torch.zeros(rows, values),
         torch.ones(rows, values).half(),
     ):
-        probe, made_up = probe_inputs(x)
+        probe, made_up = probe_inputs("test", x)
         assert not made_up
         assert (
             probe.shape == (3, values) and probe.dtype == x.dtype and len(probe.unique(dim=0)) == 3
         )
     x, y = torch.randn(5, 2), torch.arange(10).view(5, 2)
-    (first, (second, third, number)), made_up = probe_inputs((x, (y, torch.ones(7), 3)))
+    (first, (second, third, number)), made_up = probe_inputs("test", (x, (y, torch.ones(7), 3)))
     assert not made_up
     assert (
         torch.equal(first, x[:3]) and torch.equal(second, y[:3]) and len(third) == 7 and number == 3

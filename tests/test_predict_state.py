@@ -349,7 +349,7 @@ def test_a_sampler_is_made_while_another_thread_begins_anew(model, monkeypatch):
     make = known.make_sampler
 
     def made(*args):
-        known._KNOWN[model].samplers = {}
+        known._KNOWN[model].samplers._made = {}
         return make(*args)
 
     monkeypatch.setattr(known, "make_sampler", made)

@@ -56,7 +56,7 @@ def test_two_rows_are_crossed_column_by_column():
     model = Table().eval()
     x = torch.tensor([[2, 40, 7], [1, 30, 5]])
     torch.testing.assert_close(samples(model, x, "folded"), samples(model, x, "loop"))
-    rows, made_up = probe_inputs(x)
+    rows, made_up = probe_inputs("test", x)
     assert made_up and rows.tolist() == [[2, 40, 7], [1, 30, 5], [2, 30, 5]]
 
 
@@ -74,14 +74,14 @@ def test_a_bag_of_tokens_by_itself_folds():
 def test_integers_are_made_of_the_rows_own(values):
     x = torch.arange(10, 10 + values)[None]
     y = torch.randn(1, 2)
-    (integers, floats), made_up = probe_inputs((x, y))
+    (integers, floats), made_up = probe_inputs("test", (x, y))
     assert made_up and set(integers.flatten().tolist()) <= set(x.flatten().tolist())
     assert len(torch.cat([integers, floats], 1).unique(dim=0)) == 3
     halves = [made[0].tolist() for [made] in _stretched([x])]
     expected = [10 + i // 2 for i in range(values)]
     assert halves == [expected, [i + values // 2 for i in expected]]
-    assert not probe_inputs(torch.arange(6).view(3, 2))[1]
-    assert not probe_inputs(y)[1]
+    assert not probe_inputs("test", torch.arange(6).view(3, 2))[1]
+    assert not probe_inputs("test", y)[1]
 
 
 def test_no_integers_are_made_up_on_another_device_than_the_cpu():
@@ -122,7 +122,7 @@ def test_rows_are_not_cut_from_under_a_graph_on_a_gpu(monkeypatch):
         samples(model, graphs[0], "folded")
     small = torch.tensor([[0, 1], [2, 0]]), torch.tensor([[0, 25], [2, 0]])
     for edges in small:  # none, or none of these rows
-        probe_inputs((graphs[0][0], edges))
+        probe_inputs("test", (graphs[0][0], edges))
 
 
 def test_a_row_far_out_lies_among_small_ones():

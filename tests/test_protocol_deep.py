@@ -189,6 +189,13 @@ def test_picture(run):
                 np.testing.assert_allclose(curve, np.array([2.0, 1.5, 3.5 / 3]) + k)
 
 
+def test_missing_data_are_named(tmp_path):
+    message = "deep: data_root must hold the folder mnist \\(to be had from .*\\), got"
+    with pytest.raises(ValueError, match=message):
+        runner.run(deep, "deep", tmp_path / "out", TINY, str(tmp_path), 1, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 @needs_real_data
 def test_mnist_is_taken_where_it_is_given():
     split = deep.load(str(REAL), 0)

@@ -147,6 +147,10 @@ def test_remarks_by_hand():
     assert "below a tenth" in low and "In 2 of 3 runs of MCBN and 1 of 3 runs of MCDO" in low
     found["MCBN"] = runs((1.9, 1.9 + 3**0.5, 1.9 - 3**0.5), (0.2, 0.5, 0.1))
     assert "is no different from a constant one" in toy.remarks(found, settings)[1]
+    found["MCBN"] = found["MCBN"][:1]
+    assert toy.remarks(found, replace(settings, num_runs=1))[1].endswith(
+        "is better than a constant one by CRPS, at one run, which has no standard error."
+    )
 
 
 def test_picture(tmp_path, monkeypatch):

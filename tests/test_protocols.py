@@ -173,12 +173,12 @@ def test_the_digest_of_data_is_of_names_and_contents(tmp_path):
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(content)
-        found = results.digest([folder])
+        found = results.crc32_of_files([folder])
         shutil.rmtree(folder)
         return found
 
     first = digest(a="1", b="2")
-    assert first == digest(b="2", a="1") and results.digest([]) == 0
+    assert first == digest(b="2", a="1") and results.crc32_of_files([]) == 0
     others = [digest(a="1", b="3"), digest(a="1", c="2"), digest(a="12", b=""), digest(a="1")]
     assert len({first, *others}) == 5
 
@@ -299,6 +299,10 @@ def test_mean_and_error():
 
 
 def test_agrees():
-    assert results.agrees(1.0, 0.3, 1.9, 0.4) is True  # 0.9 <= 2 * 0.5
-    assert results.agrees(1.0, 0.3, 2.1, 0.4) is False
-    assert results.agrees(1.0, math.nan, 1.0) is results.agrees(1.0, 0.1, 1.0, math.nan) is None
+    assert significance.agrees(1.0, 0.3, 1.9, 0.4) is True  # 0.9 <= 2 * 0.5
+    assert significance.agrees(1.0, 0.3, 2.1, 0.4) is False
+    assert (
+        significance.agrees(1.0, math.nan, 1.0)
+        is significance.agrees(1.0, 0.1, 1.0, math.nan)
+        is None
+    )

@@ -139,6 +139,35 @@ def test_bayesian_layers_draw_as_with_the_query_out():
             torch.testing.assert_close(pred.samples[t, i], expected, rtol=1e-4, atol=1e-5)
 
 
+class Regularised(nn.Module):
+    """Keeps the divergence of its weights at those of each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.last = bnuq.BayesLinear(4, 3, rho_init=-1.0, prior=bnuq.ScaleMixturePrior())
+        self.found = []
+
+    def forward(self, x):
+        self.found.append(bnuq.kl_divergence(self.last).item())
+        return self.last(self.norm(x))
+
+
+def test_a_divergence_in_the_forward_is_at_the_weights_of_the_replica():
+    model = bnuq.convert(Regularised())
+    options = {"likelihood": "gaussian", "seed": 4, "num_samples": 2}
+    batches = list(torch.randn(2, 9, 4))
+    bnuq.collect(model, batches, num_batches=2, progress=False)
+    x = torch.randn(3, 4)
+    model.found.clear()
+    bnuq.predict(model, x, sampler="batch", loader=batches, query="in", **options)
+    found = list(model.found)
+    model.found.clear()
+    bnuq.predict(model, x, strategy="loop", **options)
+    first, second = model.found
+    assert found == [first] * 3 + [second] * 3 and first != second
+
+
 class Functional(nn.Module):
     """Half of its batch norm is a function."""
 

@@ -32,9 +32,9 @@ def test_what_a_sampler_keeps_stays_on_its_stream(monkeypatch):
     monkeypatch.setattr(known, "_stream", lambda device: next(streams))
     model = bnuq.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)).eval())
     bnuq.collect(model, torch.randn(8, 6, 3).unbind(), num_batches=8, progress=False)
-    seen = known.Known(None, [])
+    samplers = known.BankSamplers()
     call = "predict", model, "bank", None, torch.device("cpu")
-    first, second, *again = (seen.sampler(*call) for _ in range(4))
+    first, second, *again = (samplers.get(*call) for _ in range(4))
     assert first is not second and again == [first, second]
 
 

@@ -93,7 +93,7 @@ def test_the_linear_layer_of_timm_is_turned():
 @pytest.mark.parametrize("change", [spectral_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)])  # fmt: skip
 def test_weights_that_are_made_of_others_are_refused(change):
     model = nn.Sequential(nn.Linear(5, 4), change(nn.Linear(4, 3)))
-    message = "to_bayesian: layer '1' must have its weight as a parameter .*, got it made of"
+    message = "to_bayesian: layer '1' must have its weight as a parameter .*, got one made of"
     with pytest.raises(ValueError, match=message):
         bnuq.to_bayesian(model)
 

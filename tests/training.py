@@ -88,7 +88,7 @@ def proofs(monkeypatch):
 
 
 def ways(model):
-    return {plan.way for plan in known._KNOWN[model].standing.values()}
+    return {plan.way for plan in known._KNOWN[model].earlier_plans.values()}
 
 
 def ways_after(model, seed):

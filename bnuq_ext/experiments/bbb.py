@@ -104,7 +104,8 @@ class State:
         """The first epoch, counted from 1, with the least validation error."""
         return 1 + min(range(len(self.log)), key=lambda i: self.log[i]["validation_error"])
 
-    def best_network(self) -> nn.Sequential:
+    def load_best(self) -> nn.Sequential:
+        """The network, with the weights of the best epoch from now on."""
         self.network.load_state_dict(self.best)
         return self.network
 
@@ -291,14 +292,14 @@ def run(
     split = load_data(data_root, settings.scaling)
     fixed = {k: v for k, v in asdict(settings).items() if k != "epochs"}
     versions = {"bnuq_ext": __version__, "torch": torch.__version__}
-    store = Store(folder, {**fixed, **versions, "data": fingerprint(split)})
+    store = Store(folder, {**fixed, **versions, "data": crc32_of(split)})
     return split, {
         name: train(Path(folder) / name, name, split, settings, progress, store.claim)
         for name in dict.fromkeys(priors)
     }
 
 
-def fingerprint(split: data.Split) -> int:
+def crc32_of(split: data.Split) -> int:
     """CRC-32 of all images and labels."""
     crc = 0
     for tensor in (t for part in split for t in part):

@@ -61,7 +61,7 @@ def summarise(state: State, split: data.Split, settings: Settings) -> dict:
         "final_test_error": log[-1]["test_error"],
         "seconds_per_epoch": sum(e["seconds"] for e in log) / len(log),
         "test_seconds_per_epoch": sum(e["test_seconds"] for e in log) / len(log),
-        "pruned": pruned_errors(state.best_network(), split.test, settings, state.best_epoch - 1),
+        "pruned": pruned_errors(state.load_best(), split.test, settings, state.best_epoch - 1),
         "log": log,
     }
 
@@ -138,7 +138,7 @@ def pruning_lines(pruned: dict[str, dict[str, float]], reported: bool) -> list[s
 def figures(folder, split: data.Split, states: dict[str, State], settings: Settings) -> list[str]:
     """Draw the figures into `folder` as PNG files and return their names."""
     initial = make_network(settings, split.train.x.shape[1], PRIORS["gaussian"])
-    networks = {name: state.best_network() for name, state in states.items()}
+    networks = {name: state.load_best() for name, state in states.items()}
     drawn = {
         "test_error.png": error_figure(states, split, settings),
         "weights.png": plots.weight_histograms(

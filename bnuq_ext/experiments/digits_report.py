@@ -36,12 +36,12 @@ def compare(ours: list[float], theirs: list[float], more_is_better: bool) -> str
     None for one seed, which has no standard error.
     """
     sign = 1 if more_is_better else -1
-    difference = mean_and_error([sign * (a - b) for a, b in zip(ours, theirs, strict=True)])
-    if difference["error"] is None:
+    differences = [sign * (a - b) for a, b in zip(ours, theirs, strict=True)]
+    mean, error = significance.mean_and_error(differences)
+    same = significance.agrees(mean, error)
+    if same is None:
         return None
-    if not abs(difference["mean"]) > 2 * difference["error"]:
-        return "level"
-    return "better" if difference["mean"] > 0 else "worse"
+    return "level" if same else "better" if mean > 0 else "worse"
 
 
 def summarise(units: dict, settings: Settings) -> dict:

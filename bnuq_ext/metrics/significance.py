@@ -45,6 +45,13 @@ def mean_and_error(values) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
 
 
+def agrees(mean: float, error: float, other: float = 0.0, other_error: float = 0.0) -> bool | None:
+    """Whether two means differ by at most two standard errors of their difference; None if unknown."""
+    if math.isnan(error) or math.isnan(other_error):
+        return None
+    return abs(mean - other) <= 2 * math.hypot(error, other_error)
+
+
 def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
     """I_x(a, b) by the continued fraction of DLMF 8.17.22; rest = 1 - x, with its own digits."""
     if x == 0 or rest == 0:

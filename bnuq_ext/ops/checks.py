@@ -119,6 +119,17 @@ def broadcasts(shape: tuple, to: torch.Size) -> bool:
         return False
 
 
+def check_fraction(op: str, name: str, value) -> None:
+    check_number(op, name, value)
+    check_fraction_value(op, name, value)
+
+
+def check_fraction_value(op: str, name: str, value) -> None:
+    """Of what is known to be a number."""
+    if not 0 <= value <= 1:
+        refuse(op, name, "lie in [0, 1]", value)
+
+
 def check_callable(op: str, name: str, value) -> None:
     """TypeError for what is neither None nor a function."""
     if value is not None and not callable(value):
@@ -146,6 +157,10 @@ def check_positive_value(op: str, name: str, value) -> None:
 
 def check_stream(op: str, stream: int) -> None:
     check_within(op, "stream", stream, 0, 2**32, "[0, 2^32)")
+
+
+def check_key_range(op: str, seed) -> None:
+    check_within(op, "seed", seed, -(2**63), 2**63, "[-2^63, 2^63)")
 
 
 def check_within(op: str, name: str, value, low: int, end: int, interval: str) -> None:

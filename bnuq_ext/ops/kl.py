@@ -9,6 +9,7 @@ from torch import Tensor
 from .checks import (
     check_device,
     check_floating,
+    check_fraction_value,
     check_num_samples,
     check_positive_scalar,
     check_scalar,
@@ -126,8 +127,7 @@ def mixture_kl(
     check_stream(op, stream)
     check_num_samples(op, num_samples)
     check_scalar(op, "pi", pi)
-    if not 0 <= pi <= 1:
-        refuse(op, "pi", "lie in [0, 1]", pi)
+    check_fraction_value(op, "pi", pi)
     _check_component(op, "std1", std1, mu.dtype)
     _check_component(op, "std2", std2, mu.dtype)
     noise = seed.contiguous(), stream, num_samples

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .checks import check_one_of, check_seed, check_stream, check_within, refuse
+from .checks import check_key_range, check_one_of, check_seed, check_stream, check_within, refuse
 
 TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "joint": 5, "local": 6}
 
@@ -31,7 +31,7 @@ def new_seed(seed: int | Tensor | None = None, first_replica: int = 0, device="c
             refuse("new_seed", "seed", "be an integer or have shape [1] and dtype int64", got)
         # Filled on the device: a copy to it would wait, and a CUDA graph takes none.
         return torch.cat([key, key.new_full((1,), first_replica)])
-    check_within("new_seed", "seed", key, -(2**63), 2**63, "[-2^63, 2^63)")
+    check_key_range("new_seed", key)
     return torch.tensor([key, first_replica], dtype=torch.int64, device=device)
 
 

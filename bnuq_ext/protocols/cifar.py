@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from .. import collect, convert, data, metrics, plots, plug_in, predict
 from ..experiments.fitting import device_at_hand, shifted
-from ..metrics.significance import mean_and_error
+from ..metrics.significance import agrees, mean_and_error
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, agrees, read_table, required_folder, shown
+from .results import Report, Table, Unit, read_table, required_folder, shown
 
 TITLE = "CIFAR-10: log-likelihood against the number of replicas (Teye et al. 2018, Table 2)"
 WITHOUT_DATA = None

@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn import functional
 
 from .. import data, metrics, plots
+from ..data.idx import SOURCE
 from ..data.parts import check_classes
 from ..metrics.significance import mean_and_error
 from ..plots.canvas import legend_outside, new_figure
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, shown
+from .results import Report, Table, Unit, required_folder, shown
 
 TITLE = "Ninety fully connected layers with and without batch norm (Atanov et al. 2018, FC90)"
 WITHOUT_DATA = "digits"
@@ -68,13 +69,17 @@ def load(data_root: str | None, seed: int) -> data.Split:
     """MNIST of the folder `mnist` in `data_root`, else scikit-learn's digits."""
     if data_root is None:
         return data.digits(num_train=1200, num_validation=297, seed=seed)
-    split = data.mnist(Path(data_root) / "mnist")
+    split = data.mnist(_folder(data_root))
     check_classes("reproduce", split, CLASSES)
     return split
 
 
+def _folder(data_root: str) -> Path:
+    return required_folder("deep", data_root, "mnist", SOURCE)
+
+
 def sources(settings: Settings, data_root: str) -> list[Path]:
-    return [Path(data_root) / "mnist"]
+    return [_folder(data_root)]
 
 
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:

@@ -90,7 +90,7 @@ def train(
     batch_size: int,
     learning_rate: float,
     augment: bool,
-) -> nn.Module:
+) -> None:
     """Adam on the cross-entropy, with a rate that falls linearly to 0; rows that fill no batch wait.
 
     Args:
@@ -110,4 +110,4 @@ def train(
             functional.cross_entropy(network(inputs), y[rows]).backward()
             optimizer.step()
             scheduler.step()
-    return network.eval()
+    network.eval()

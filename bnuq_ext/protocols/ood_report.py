@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import metrics, plots
-from ..metrics.significance import mean_and_error
+from ..metrics.significance import agrees, mean_and_error
 from ..plots.canvas import COLORS, GREY, legend_outside, new_figure
-from .results import Report, Table, agrees, read_table, shown
+from .results import Report, Table, read_table, shown
 
 STATISTICS = {"running": None, "SBN": "lognormal", "MCBN": "bank"}
 METHODS = ("one network", "dropout", "deep ensemble")
@@ -171,9 +171,10 @@ def _difference(drawn: list[float], running: list[float], score: str) -> str:
     mean, error = mean_and_error([a - b for a, b in zip(drawn, running, strict=True)])
     _, digits, better = SCORES[score]
     digits += 1
-    if np.isnan(error):
+    same = agrees(mean, error)
+    if same is None:
         return shown(mean, error, digits)
-    mark = "=" if abs(mean) <= 2 * error else ("+" if mean * better > 0 else "-")
+    mark = "=" if same else ("+" if mean * better > 0 else "-")
     return f"{mark} {shown(mean, error, digits)}"
 
 

@@ -72,7 +72,7 @@ def required_folder(op: str, data_root: str | None, name: str, source: str) -> P
     return folder
 
 
-def digest(paths: Iterable[Path]) -> int:
+def crc32_of_files(paths: Iterable[Path]) -> int:
     """CRC-32 of files, and of all files in folders, with their names."""
     crc = 0
     for path in paths:
@@ -94,13 +94,6 @@ def _cell(value) -> str:
 def shown(mean: float, error: float, digits: int = 2) -> str:
     """ "mean ± error", or the mean alone where the error is not known."""
     return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
-
-
-def agrees(mean: float, error: float, paper_mean: float, paper_error: float = 0.0) -> bool | None:
-    """Whether the means differ by at most two standard errors of their difference; None if unknown."""
-    if math.isnan(error) or math.isnan(paper_error):
-        return None
-    return abs(mean - paper_mean) <= 2 * math.hypot(error, paper_error)
 
 
 def read_table(name: str) -> list[dict[str, str]]:

@@ -25,7 +25,7 @@ from ..ops.checks import check_integer, refuse
 from ..progress import progress_bar
 from ..restore import one_thread
 from . import protocol
-from .results import Report, Unit, digest
+from .results import Report, Unit, crc32_of_files
 
 
 def reproduce(name: str, folder, *, full=False, data_root=None, jobs=1, progress=True) -> dict:
@@ -67,7 +67,7 @@ def run(
         "protocol": name,
         "bnuq_ext": __version__,
         "torch": torch.__version__,
-        "data": digest(sources),
+        "data": crc32_of_files(sources),
     }
     store = Store(folder, {**asdict(settings), **depends_on, "data_root": data_root})
     if all(store.has(unit.name) for unit in units):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .. import convert, mc_dropout, metrics, plots, predict
 from ..experiments.fitting import batch_norm_chain, collect_random, train_epoch
-from ..metrics.significance import mean_and_error
+from ..metrics.significance import agrees, mean_and_error
 from ..plots.canvas import new_figure
 from ..restore import preserved_rng
 from .results import Report, Table, Unit, shown
@@ -197,12 +197,13 @@ def remarks(found: dict[str, list[dict]], settings: Settings) -> list[str]:
             fmean(r[f"std_{place}"] for r in runs) for place in ("inside", "outside")
         )
         mean, error = mean_and_error([run["normalised_crps"] for run in runs])
-        sure = abs(mean) > 2 * error
-        against = ("better than" if mean > 0 else "worse than") if sure else "no different from"
+        same = agrees(mean, error)
+        against = "no different from" if same else "better than" if mean > 0 else "worse than"
+        sure = "one run, which has no standard error" if same is None else "two standard errors"
         text.append(
             f"{method}: the drawn spread is {outside / inside:.1f} times as wide outside the data as inside; "
             f"inside, where the noise is the same everywhere, the uncertainty is {against} a constant one by "
-            "CRPS, at two standard errors."
+            f"CRPS, at {sure}."
         )
     low = {
         method: sum(run["noise_std"] < 0.1 * settings.noise_std for run in runs)

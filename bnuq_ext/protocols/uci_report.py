@@ -5,10 +5,10 @@ from pathlib import Path
 from statistics import fmean, median
 
 from .. import metrics
-from ..metrics.significance import mean_and_error
+from ..metrics.significance import agrees, mean_and_error
 from ..plots import uncertainty_error
 from ..plots.canvas import legend_outside, new_figure
-from .results import Report, Table, agrees, read_table, shown
+from .results import Report, Table, read_table, shown
 
 PLAIN = {"MCBN": "BN", "MCDO": "DO"}
 CONSTANT = {"MCBN": "CUBN", "MCDO": "CUDO"}
