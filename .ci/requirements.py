@@ -1,4 +1,5 @@
-"""Prints the packages of pyproject.toml (run time, demo, dev), without building the project; torch is pinned elsewhere."""
+"""Prints the packages of pyproject.toml (run time, demo, dev), without building the project;
+torch is pinned elsewhere."""
 
 import re
 from pathlib import Path

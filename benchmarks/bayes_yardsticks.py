@@ -1,7 +1,7 @@
 """Other ways to T samples of a Bayesian linear layer.
 
-Every function takes x, (N, I) shared by the replicas or (T, N, I), a `Posterior` and T, and gives a function
-of no arguments that returns (T, N, O), or a list of T times (N, O), with noise of its own.
+Every function takes x, (N, I) shared by the replicas or (T, N, I), a `Posterior` and T, and gives a
+function of no arguments that returns (T, N, O), or a list of T times (N, O), with noise of its own.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,8 @@ def triton(x: Tensor, q: Posterior, T: int) -> Run:
 
 
 def _package(module: str, build: Callable) -> Callable[..., Run]:
-    """A package's own layer, called once a replica; its initialisation, on which no time depends."""
+    """A package's own layer, called once a replica; its initialisation,
+    on which no time depends."""
 
     def yardstick(x, q, T):
         try:

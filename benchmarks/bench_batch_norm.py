@@ -2,7 +2,8 @@
 
 Yardsticks: `eager`, batch norm, add, relu, one replica after another, each into a fresh tensor;
 `in place`, the same with add_ and relu_; `copy_` of the result; for a shared x `expand`, which
-writes the T copies of x and nothing more; on a GPU `Triton`, forty lines of it. "kept" writes into memory that is there, "fresh" does not.
+writes the T copies of x and nothing more; on a GPU `Triton`, forty lines of it. "kept" writes into
+memory that is there, "fresh" does not.
 """
 
 from importlib.util import find_spec
@@ -17,7 +18,8 @@ from .timing import DEVICES, FULL, compare, record
 from .yardsticks import scale_and_shift
 
 LARGE, MEDIUM, SMALL, ODD = (64, 64, 56, 56), (8, 64, 28, 28), (16, 256), (7, 129, 13, 11)
-# For a GPU, 64 MB and more in bfloat16; with T = 100 a shared x and residual are 2 % of the traffic.
+# For a GPU, 64 MB and more in bfloat16; with T = 100 a shared x and residual are 2 %
+# of the traffic.
 HUGE, SHARED = (256, 64, 56, 56), (32, 64, 28, 28)
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 

@@ -1,4 +1,5 @@
-"""bayes_linear, a training step and the two estimators, against plain PyTorch and other packages."""
+"""bayes_linear, a training step and the two estimators,
+against plain PyTorch and other packages."""
 
 import time
 
@@ -88,7 +89,8 @@ def checked(case, device, wanted) -> tuple[dict, dict]:
 
 
 def with_backward(runs, case, device) -> dict:
-    """Forward and backward with respect to each case's own parameters, and to x if it asks for it."""
+    """Forward and backward with respect to each case's own parameters,
+    and to x if it asks for it."""
     x, q = make(case, device)
     T, N, O = case[3], case[2], case[1]  # noqa: E741
     grad_y = torch.randn(T, N, O, device=device)
@@ -290,7 +292,8 @@ def in_a_graph(step):
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="no CUDA device")
 def test_training_step_in_a_cuda_graph(benchmark):
-    """At most 1.25 times the step of the ordinary network, both without the time to launch kernels."""
+    """At most 1.25 times the step of the ordinary network,
+    both without the time to launch kernels."""
     torch.manual_seed(0)
     x, y = torch.randn(128, SIZES[0], device="cuda"), torch.randint(0, 10, (128,), device="cuda")
     model, plain = mlp(BayesLinear).cuda(), mlp(nn.Linear).cuda()

@@ -68,7 +68,8 @@ def autocast(device: str, precision: str):
 
 
 def prepared(device: str, name: str, precision: str = "float32"):
-    """The plain network with running statistics of its own, and the converted one with a bank of T batches."""
+    """The plain network with running statistics of its own,
+    and the converted one with a bank of T batches."""
     build, shape = NETWORKS[name]
     torch.manual_seed(0)
     plain = build().to(device, memory_format=layout_of(name, precision))
@@ -86,7 +87,8 @@ def prepared(device: str, name: str, precision: str = "float32"):
 
 @contextmanager
 def without_tf32():
-    """`torch.backends.cudnn.flags` would put its other flags to their defaults, cuDNN off among them."""
+    """`torch.backends.cudnn.flags` would put its other flags to their defaults,
+    cuDNN off among them."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -102,10 +104,11 @@ def distance(outputs: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def right_outputs(plain, tables, x, precision: str) -> tuple[torch.Tensor, float]:
-    """The outputs of all replicas in float32, and how far from them another order of the arithmetic may be.
+    """The outputs of all replicas in float32, and how far from them another order
+    of the arithmetic may be.
 
-    In bfloat16 three times what the loop is off. That is as much as replicas differ: that the right thing is
-    computed has the case in float32 to show.
+    In bfloat16 three times what the loop is off. That is as much as replicas differ: that the right
+    thing is computed has the case in float32 to show.
     """
     loop = yardsticks.loop(plain, tables, x)
     with autocast(x.device.type, "float32"):
@@ -119,7 +122,8 @@ def right_outputs(plain, tables, x, precision: str) -> tuple[torch.Tensor, float
 
 
 def checked(precision, plain, model, bank, x, wanted) -> tuple[dict, dict]:
-    """The yardsticks whose outputs, like those of `predict`, are right in every replica, and why others are missing."""
+    """The yardsticks whose outputs, like those of `predict`, are right in every replica,
+    and why others are missing."""
     with without_tf32():
         ours = bnuq.predict(
             model, x, likelihood="categorical", num_samples=T, seed=0, keep_samples=True

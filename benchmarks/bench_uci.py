@@ -36,7 +36,8 @@ def in_turn(works: list):
 
 
 def data_of(name: str):
-    """As many rows for one epoch as a share of a network's training sees, in whole batches of every size."""
+    """As many rows for one epoch as a share of a network's training sees,
+    in whole batches of every size."""
     rows, _, features = SETS[name]
     batch_size = max(size for size, _ in grid_networks(name))
     count = round(QUICK.epochs(rows) * rows / SHARE / batch_size) * batch_size
@@ -109,7 +110,8 @@ if FULL:
 
 @pytest.mark.parametrize("label", GRIDS)
 def test_training_the_quick_grid(benchmark, label):
-    """A share of the work of the grid of one split; stopping early saves both sides the same epochs."""
+    """A share of the work of the grid of one split;
+    stopping early saves both sides the same epochs."""
     names = GRIDS[label]
     with one_thread():
         makes = {"ours": stacked, "one after another": one_after_another}

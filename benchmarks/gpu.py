@@ -1,8 +1,8 @@
 """Builds, tests, sanitizes and benchmarks on the GPU at hand, and writes one result folder.
 
-Three stages of under nine minutes each, run one by one or together, or some of their steps by name. A
-stage saves after every step, so a stage that was cut off goes on where it stopped, and one that has
-finished for these sources is skipped unless FORCE=1.
+Three stages of under nine minutes each, run one by one or together, or some of their steps by name.
+A stage saves after every step, so a stage that was cut off goes on where it stopped, and one that
+has finished for these sources is skipped unless FORCE=1.
 """
 
 import argparse
@@ -32,8 +32,8 @@ NOTHING_COLLECTED = 5  # pytest's exit status
 FOUND_ERRORS = 86  # the exit status that compute-sanitizer is told to use
 # Each version of torch and Python deprecates something else.
 DEPRECATIONS = ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
-# Our kernels alone, for torch's and the libraries' take time and have hazards of their own; initcheck has to see
-# what those write. Failing driver calls that torch tries and bears are no errors.
+# Our kernels alone, for others take time and have hazards of their own; initcheck has to see what
+# those write. Failing driver calls that torch tries and bears are no errors.
 ONLY_OURS = ["--kernel-name", "kernel_substring=bnuq"]
 SANITIZER_OPTIONS = {
     "memcheck": [*ONLY_OURS, "--report-api-errors", "no"],
@@ -65,7 +65,7 @@ LEAST_SECONDS = 5  # with less left of the stage a step is not begun
 
 @dataclass
 class Step:
-    """One command of a stage. judge(outcome) is what the result file says of it, with a "status"."""
+    """One command of a stage. judge(outcome) is what the result file says, with a "status"."""
 
     name: str
     command: list
@@ -171,7 +171,8 @@ def judge_planted(outcome):
 
 
 def jobs_for(env):
-    """How many steps run at a time of those that need not be alone: to begin one takes ten seconds of one core."""
+    """How many steps run at a time of those that need not be alone:
+    to begin one takes ten seconds of one core."""
     return max(1, min(8, env["cpu_cores"] // 2))
 
 
@@ -209,7 +210,8 @@ def sanitize_steps(env):
     ports = count(FIRST_PORT, PORTS)
     for name, options in SANITIZER_OPTIONS.items():
         sanitizer = [tool, "--tool", name, "--error-exitcode", str(FOUND_ERRORS), *options]
-        # It waits ten seconds for Python to begin, and then checks nothing; the steps have limits of their own.
+        # It waits ten seconds for Python to begin, and then checks nothing;
+        # the steps have limits of their own.
         sanitizer += ["--launch-timeout", "0"]
         sanitizer += ["--target-processes", "application-only", "--port"]
         command = [*sanitizer, str(next(ports)), probe, name]
@@ -317,7 +319,7 @@ def run_stage(stage, make_steps, folder, env, builder, seconds=STAGE_SECONDS, on
     """Runs one stage and returns its result, which `<folder>/<stage>.json` keeps.
 
     Args:
-        make_steps: gives the steps, asked after the build: cases of benchmarks are listed by importing them.
+        make_steps: gives the steps, after the build: benchmarks are listed by importing them.
         only: a regular expression; steps in whose name it is not found are left for another time.
     """
     clock, path = Clock(seconds), folder / f"{stage}.json"

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators returned and that are still alive, and the most there were."""
+    """Bytes of the storages that operators returned and that are still alive,
+    and the most there were."""
 
     def __init__(self):
         super().__init__()

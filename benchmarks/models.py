@@ -1,4 +1,5 @@
-"""The networks that are timed: an MLP and two ResNets, written from He et al. (arXiv 1512.03385)."""
+"""The networks that are timed: an MLP and two ResNets, written from He et al.
+(arXiv 1512.03385)."""
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,8 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (with the stride) and 1x1 convolutions and a residual; the output has 4 `width` channels."""
+    """1x1, 3x3 (with the stride) and 1x1 convolutions and a residual;
+    the output has 4 `width` channels."""
 
     expansion = 4
 

@@ -1,7 +1,7 @@
 """One table of pytest-benchmark's records: `python benchmarks/report.py RECORDS.json...`.
 
-Prints the table and writes it beside the first file, as <stem>.md and, in short, as <stem>-table.json.
-A record's extra_info holds
+Prints the table and writes it beside the first file, as <stem>.md and, in short, as
+<stem>-table.json. A record's extra_info holds
     case, ours_ms, yardsticks {name: ms}, ratio {name: theirs / ours},
     ratio_range {name: (lower, upper quartile over the rounds)}    optional, as all that follow
     gb_s, copy_gb_s             bandwidth of ours, and of copy_ in the same run

@@ -1,4 +1,5 @@
-"""A fused Triton affine: what a user of Triton would write instead of our CUDA kernel (GPU only)."""
+"""A fused Triton affine: what a user of Triton would write instead of our CUDA kernel
+(GPU only)."""
 
 import torch
 import triton
@@ -13,7 +14,8 @@ def affine_kernel(
     x, scale, shift, residual, y, size, x_size, C, S,
     FUSED: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = x * scale[t, c] + shift[t, c] over the elements of replica t, a block of them a program."""
+    """y = x * scale[t, c] + shift[t, c] over the elements of replica t,
+    a block of them a program."""
     t = tl.program_id(1)
     i = tl.program_id(0).to(tl.int64) * BLOCK if INT64 else tl.program_id(0) * BLOCK
     i += tl.arange(0, BLOCK)
@@ -29,7 +31,8 @@ def affine_kernel(
 
 
 def affine(x: Tensor, scale: Tensor, shift: Tensor, shared: bool, residual: Tensor | None = None):
-    """x * scale[t] + shift[t], or relu of that plus a residual like x; (N, C, *) shared or (T*N, C, *) -> (T*N, C, *)."""
+    """x * scale[t] + shift[t], or relu of that plus a residual like x; (N, C, *) shared or
+    (T*N, C, *) -> (T*N, C, *)."""
     num_samples, channels = scale.shape
     last = x.dim() > 2 and not x.is_contiguous()  # channels_last, or the strides are not supported
     layout = (

@@ -11,7 +11,8 @@ def bayes_kernel(
     x, mu, sigma, bias, y, seed, N, O, I: tl.constexpr, x_stride,  # noqa: E741
     ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y[t] = x[t] @ (mu + sigma * randn)^T + bias: every tile of rows draws the weights again."""
+    """A tile of y[t] = x[t] @ (mu + sigma * randn)^T + bias:
+    every tile of rows draws the weights again."""
     t = tl.program_id(2)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o = tl.program_id(1) * OUT + tl.arange(0, OUT)

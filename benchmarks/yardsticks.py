@@ -1,4 +1,5 @@
-"""What T replicas cost without this package: each yardstick gives the (T, N, K) outputs of a plain model.
+"""What T replicas cost without this package: each yardstick gives the (T, N, K)
+outputs of a plain model.
 
 Every function takes
     model:   a network of torch's own batch norms, in eval mode; it is copied.
@@ -25,7 +26,8 @@ class Unavailable(Exception):
 
 
 def why(error: Exception) -> str:
-    """What a report says of a yardstick that did not run: its failure must not cost the others their numbers."""
+    """What a report says of a yardstick that did not run:
+    its failure must not cost the others their numbers."""
     return (
         str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"[:200]
     )
@@ -55,7 +57,8 @@ def random_tables(model: nn.Module, num_samples: int) -> Tables:
 
 
 def loop(model: nn.Module, tables: Tables, x: Tensor) -> Run:
-    """T eval passes; between them the running statistics are exchanged by reference, without a copy."""
+    """T eval passes; between them the running statistics are exchanged by reference,
+    without a copy."""
     model = deepcopy(model)
     layers = [
         (model.get_submodule(n)._buffers, m.unbind(), v.unbind()) for n, (m, v) in tables.items()
@@ -100,7 +103,8 @@ def compiled(run: Run) -> Run:
 
 
 def without_batch_norm(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
-    """The model's graph with its batch norms taken out, and the pairs (layer before, batch norm)."""
+    """The model's graph with its batch norms taken out, and the pairs
+    (layer before, batch norm)."""
     graph_module = fx.symbolic_trace(deepcopy(model))
     modules, pairs = dict(graph_module.named_modules()), []
     for node in list(graph_module.graph.nodes):
@@ -189,7 +193,8 @@ def as_rows(model: nn.Module, tables: Tables, rows: int, affine=BatchedAffine) -
 
 
 def batched(model: nn.Module, tables: Tables, x: Tensor, affine=BatchedAffine) -> Run:
-    """One pass over T*N rows, the part before the first batch norm over N; for models that never mix rows."""
+    """One pass over T*N rows, the part before the first batch norm over N;
+    for models that never mix rows."""
     model = as_rows(model, tables, len(x), affine)
     return lambda: model(x).unflatten(0, (num_replicas(tables), len(x)))
 
@@ -213,7 +218,8 @@ def triton_batched(model: nn.Module, tables: Tables, x: Tensor) -> Run:
 
 
 def torch_uncertainty(model: nn.Module, tables: Tables, x: Tensor) -> Run:
-    """MCBatchNorm of torch-uncertainty, with our statistics in place of those that its `fit` collects."""
+    """MCBatchNorm of torch-uncertainty, with our statistics in place of those
+    that its `fit` collects."""
     if find_spec("torch_uncertainty") is None:
         raise Unavailable("not installed")
     try:
@@ -237,7 +243,8 @@ def torch_uncertainty(model: nn.Module, tables: Tables, x: Tensor) -> Run:
 
 
 def predictive(run: Run) -> Callable[[], tuple[Tensor, ...]]:
-    """Mean, variance, entropy and mutual information of the outputs of `run` as logits, in plain PyTorch."""
+    """Mean, variance, entropy and mutual information of the outputs of `run` as logits,
+    in plain PyTorch."""
 
     def summarise():
         log_p = run().float().log_softmax(-1)

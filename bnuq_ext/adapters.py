@@ -33,8 +33,8 @@ def register_adapter(
             module.__class__ = StochasticNorm
             return module
 
-    Its `affine_parameters` may be overridden where `weight`, `bias` and `eps` have other names, its `check_input` to
-    refuse an x as Norm does.
+    Its `affine_parameters` may be overridden where `weight`, `bias` and `eps` have other names, its
+    `check_input` to refuse an x as Norm does.
 
     Args:
         cls_or_qualified_name: the class, or "module.QualName" of one that need not be importable;
@@ -91,7 +91,8 @@ class NormAct(SwappedClass):
 
 
 class SyncNormAct(SwappedClass):
-    """timm's synchronised one, which its function for conversion alone gives a drop and an activation."""
+    """timm's synchronised one, which its function for conversion alone gives a drop
+    and an activation."""
 
     def finish(self, y: Tensor) -> Tensor:
         for name in ("drop", "act"):
@@ -115,7 +116,8 @@ class FrozenNormAct(NormAct, Frozen):
 
 
 class FrozenOfTransformers(Frozen):
-    """Frozen batch norm of the detection models of transformers, which write their eps into the forward."""
+    """Frozen batch norm of the detection models of transformers,
+    which write their eps into the forward."""
 
     def affine_parameters(self) -> tuple[Tensor, Tensor, float]:
         return self.weight, self.bias, 1e-5

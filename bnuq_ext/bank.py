@@ -27,20 +27,21 @@ from .samplers import Statistics
 class Bank:
     """B snapshots: the (mean, biased variance, count) of each batch-norm call for one mini-batch.
 
-    Row b of every tensor comes from mini-batch b, so that correlations between layers are kept. The keys
-    are the layers' names; the second call of a layer in one forward has the key `name#1`. A bank is not
-    to be changed: make a new one.
+    Row b of every tensor comes from mini-batch b, so that correlations between layers are kept. The
+    keys are the layers' names; the second call of a layer in one forward has the key `name#1`. A
+    bank is not to be changed: make a new one.
 
     Args:
-        mean: {key: (B, C)}  batch means; floating, finite. Copied to the CPU, float32 (float64 stays).
+        mean: {key: (B, C)} batch means; floating, finite. Copied to the CPU, float32
+            (float64 stays).
         var: {key: (B, C)}  biased batch variances; finite, not negative.
-        count: {key: (B,)}  values a channel behind a statistic (rows times positions), at least 2; or one
-            integer for all.
+        count: {key: (B,)} values a channel behind a statistic (rows times positions), at least 2;
+            or one integer for all.
         batch_size: M, rows of a mini-batch; at least 1.
         dataset_size: N, rows that the mini-batches come from; at least M. By default B·M.
-        disjoint: fraction of the pairs of snapshots whose mini-batches share no row: 1 for one pass over
-            the data (and for rows drawn with replacement, see `bnuq_ext.moments.Rescaling`), 0 for mini-batches drawn
-            independently.
+        disjoint: fraction of the pairs of snapshots whose mini-batches share no row: 1 for one pass
+            over the data (and for rows drawn with replacement, see `bnuq_ext.moments.Rescaling`), 0
+            for mini-batches drawn independently.
         unused: names of the stochastic layers that the model does not call.
         metadata: text kept with the bank.
 
@@ -161,7 +162,8 @@ class Bank:
             return tables
 
     def stamp(self) -> tuple:
-        """Another one after a change of the bank, of a tensor in place too; as a rule there is none."""
+        """Another one after a change of the bank, of a tensor in place too;
+        as a rule there is none."""
         groups, sizes = self._groups(), (self.batch_size, self.dataset_size, self.disjoint)
         return sizes, *[(id(tensor), tensor._version) for g in groups for tensor in g.values()]
 
@@ -187,7 +189,8 @@ class Bank:
             path: str or os.PathLike, in a folder that exists; a file there is replaced.
 
         Raises:
-            ValueError: path names a folder or a device, or the bank was changed into what no bank holds.
+            ValueError: path names a folder or a device,
+                or the bank was changed into what no bank holds.
             FileNotFoundError: its folder is missing.
             TypeError: path is neither str nor os.PathLike.
         """
@@ -227,7 +230,8 @@ class Bank:
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], fields: dict[str, str], name: str) -> "Bank":
-        """The bank that a file's tensors and text fields make; `name` is the file's, for the message."""
+        """The bank that a file's tensors and text fields make; `name` is the file's,
+        for the message."""
         try:
             return cls.adopt(**_ungrouped(tensors), **_parsed_fields(fields))
         except (ValueError, TypeError, RecursionError) as error:
@@ -241,13 +245,15 @@ _GROUPS = ("count", "mean", "var")  # the widest elements first keep a file's te
 
 
 def _ordinary(entries: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of those that were made in inference mode, which autograd does not take; the others themselves."""
+    """Copies of those that were made in inference mode, which autograd does not take;
+    the others themselves."""
     with without_gradients():
         return {key: t.clone() if t.is_inference() else t for key, t in entries.items()}
 
 
 def _copied(group: str, entries) -> dict[str, Tensor]:
-    """Copies on the CPU, in the type of accumulation, so that nothing else changes the bank's tensors."""
+    """Copies on the CPU, in the type of accumulation,
+    so that nothing else changes the bank's tensors."""
     if not isinstance(entries, Mapping):
         refuse("Bank", group, "be a dict of tensors", type(entries).__name__, TypeError)
     for key, tensor in entries.items():
@@ -333,8 +339,8 @@ def attach(model: nn.Module, bank: Bank) -> None:
         bank: has the statistics of exactly these layers, with their numbers of channels.
 
     Raises:
-        TypeError: bank is no Bank. ValueError: the layers' names or channels differ, or the bank's tensors
-            were changed into what no bank holds. The model is then left as it was.
+        TypeError: bank is no Bank. ValueError: the layers' names or channels differ, or the bank's
+            tensors were changed into what no bank holds. The model is then left as it was.
     """
     if not isinstance(bank, Bank):
         refuse("attach", "bank", "be a Bank", type(bank).__name__, TypeError)

@@ -1,10 +1,10 @@
 """The file of a bank: safetensors, sealed with a SHA-256, and replaced as a whole.
 
-    length of the header (8 bytes) | header: JSON, padded with spaces to 8 bytes | the tensors' bytes
+    length of the header (8 bytes) | header: JSON, spaces up to 8 bytes | the tensors' bytes
 
-The header is `_encode` of what it says, byte for byte, so that one content has one file. The SHA-256 goes
-over the header with an empty digest (names, shapes, dtypes, metadata) and over the data. It finds damage;
-it is no signature. Nothing in a file is ever run.
+The header is `_encode` of what it says, byte for byte, so that one content has one file. The
+SHA-256 goes over the header with an empty digest (names, shapes, dtypes, metadata) and over the
+data. It finds damage; it is no signature. Nothing in a file is ever run.
 """
 
 import hashlib
@@ -30,11 +30,12 @@ _NAMES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 
 
 def save(path, tensors: dict[str, Tensor], fields: dict[str, str]) -> None:
-    """Write the tensors and the text fields to `path`, which holds either its old content or all of the new.
+    """Write the tensors and the text fields to `path`,
+    which holds either its old content or all of the new.
 
     Args:
-        path: str or os.PathLike; a symbolic link is followed. Its folder must exist. A file that exists
-            keeps its permissions; a new one gets those of any new file.
+        path: str or os.PathLike; a symbolic link is followed. Its folder must exist. A file that
+            exists keeps its permissions; a new one gets those of any new file.
         tensors: float32, float64 or int64, contiguous, on the CPU.
         fields: text for the header.
     """
@@ -47,7 +48,8 @@ def save(path, tensors: dict[str, Tensor], fields: dict[str, str]) -> None:
 
 
 def replace_whole(target: str, write) -> None:
-    """Let `write` fill a binary stream: `target`, no link, holds its old content or all of the new, and its mode."""
+    """Let `write` fill a binary stream: `target`, no link, holds its old content or all of the new,
+    and its mode."""
     folder = os.path.dirname(target)
     # In the same folder, so that the renaming stays inside one file system.
     temporary = os.path.join(folder, f".bnuq-{secrets.token_hex(8)}.tmp")
@@ -151,7 +153,8 @@ def _read_header(stream, size: int, name: str) -> bytes:
 
 
 def _parse(raw: bytes, name: str) -> tuple[dict, dict[str, str], str]:
-    """(entries of the tensors, fields, stated digest) of a header that has this format and this form."""
+    """(entries of the tensors, fields, stated digest)
+    of a header that has this format and this form."""
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:

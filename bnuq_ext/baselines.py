@@ -43,11 +43,12 @@ def plug_in(
 ) -> Prediction:
     """The ordinary prediction of a model in eval, as one replica: running statistics, no variance.
 
-    With the statistics of a whole training set instead of the running ones: `collect(model, dataset, 1,
-    batch_size=len(dataset))` and `predict(..., num_samples=1)`.
+    With the statistics of a whole training set instead of the running ones:
+    `collect(model, dataset, 1, batch_size=len(dataset))` and `predict(..., num_samples=1)`.
 
     Args:
-        model: any nn.Module, converted or not; a bank is not used. Of a `BayesLinear` the mean weights.
+        model: any nn.Module, converted or not; a bank is not used.
+            Of a `BayesLinear` the mean weights.
         x, likelihood, noise_var, output_fn, keep_samples, progress: see `predict`.
 
     Returns:
@@ -78,17 +79,19 @@ def mc_dropout(
 ) -> Prediction:
     """MC dropout (Gal and Ghahramani 2016): T passes with dropout on and everything else in eval.
 
-    With a sampler each pass draws batch-norm statistics too (Atanov et al. 2019: dropout + SBN). Masks are
-    drawn for every row by itself, by a generator that (seed, replica) alone determines: torch's own generator
-    stays as it is, any split into calls gives the same numbers, and all batches of a loader have the same masks.
-    CPU and CUDA have different masks. Passes run one after another.
+    With a sampler each pass draws batch-norm statistics too (Atanov et al. 2019: dropout + SBN).
+    Masks are drawn for every row by itself, by a generator that (seed, replica) alone determines:
+    torch's own generator stays as it is, any split into calls gives the same numbers, and all
+    batches of a loader have the same masks. CPU and CUDA have different masks.
+    Passes run one after another.
 
     Args:
-        model: calls dropout layers, or `torch.nn.functional`'s dropout functions, with p above 0; the
-            dropout inside attention and recurrent layers stays off. With a sampler converted, with a bank.
+        model: calls dropout layers, or `torch.nn.functional`'s dropout functions, with p above 0;
+            the dropout inside attention and recurrent layers stays off. With a sampler converted,
+            with a bank.
         sampler: None (running statistics), or any of `predict`'s but "batch".
-        x, likelihood, num_samples, seed, noise_var, first_replica, batch_size, output_fn, keep_samples,
-            progress: see `predict`.
+        x, likelihood, num_samples, seed, noise_var, first_replica, batch_size, output_fn,
+            keep_samples, progress: see `predict`.
 
     Returns:
         a Prediction over the passes.
@@ -126,19 +129,19 @@ def ensemble(
 ) -> Prediction:
     """A deep ensemble (Lakshminarayanan et al. 2017): networks trained apart, with equal weights.
 
-    Without a sampler a member is one replica, the `plug_in` of it. With one it is `num_samples` replicas with
-    drawn statistics (ensemble + SBN), those of `predict` with seed + its place.
+    Without a sampler a member is one replica, the `plug_in` of it. With one it is `num_samples`
+    replicas with drawn statistics (ensemble + SBN), those of `predict` with seed + its place.
 
     Args:
         models: at least one; on one device. With a sampler each converted, with its bank.
         num_samples: replicas of each member, 32 by default; None without a sampler.
         sampler: None, or any of `predict`'s but "batch".
-        x, likelihood, seed, noise_var, first_replica, batch_size, strategy, chunk, output_fn, keep_samples,
-            progress: see `predict`. Kept samples stand member by member.
+        x, likelihood, seed, noise_var, first_replica, batch_size, strategy, chunk, output_fn,
+            keep_samples, progress: see `predict`. Kept samples stand member by member.
 
     Returns:
-        a Prediction of all replicas of all members: `variance` and `mutual_information` are within and between
-        the members together.
+        a Prediction of all replicas of all members: `variance` and `mutual_information` are within
+        and between the members together.
 
     Raises:
         ValueError, TypeError: an argument is refused; members with outputs of different shapes.
@@ -198,7 +201,8 @@ class DroppingForward:
 
 
 class Members(Predictor):
-    """The predictors of several models as one: each takes a batch, and what they say is put together."""
+    """The predictors of several models as one: each takes a batch,
+    and what they say is put together."""
 
     def __init__(self, predictors: list[Predictor]):
         first = predictors[0]

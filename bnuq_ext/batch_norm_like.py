@@ -71,7 +71,8 @@ def survey(model: nn.Module) -> Survey:
 
 
 def averages_rows(module: nn.Module) -> bool:
-    """Whether a module takes statistics over the rows in train(): torch's batch norm, or what keeps them."""
+    """Whether a module takes statistics over the rows in train(): torch's batch norm,
+    or what keeps them."""
     if is_frozen(module):
         return False
     if isinstance(module, _BatchNorm):

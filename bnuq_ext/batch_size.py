@@ -1,4 +1,5 @@
-"""`fit_batch_size`: the batch size of the statistics as a variational parameter, chosen by the ELBO."""
+"""`fit_batch_size`: the batch size of the statistics as a variational parameter,
+chosen by the ELBO."""
 
 from __future__ import annotations
 
@@ -45,12 +46,14 @@ class BatchSizeFit:
         batch_sizes: (P,) int64, ascending.
         log_likelihood: (P,) E_q log p(y | x, omega), summed over the training data, in nats.
         kl: (P,) divergence of the statistics from the prior, in nats; inf at M = N.
-        nll: (P,) mean negative log predictive density of the validation data, in nats; None without it.
+        nll: (P,) mean negative log predictive density of the validation data, in nats;
+            None without it.
         mutual_information: (P,) between class and replica, mean over the inputs, in nats; None for
             "gaussian". Exactly 0 at M = N.
         epistemic_variance: (P,) variance over the replicas, mean over inputs and outputs (class
             probabilities, or means in the unit of y squared). Exactly 0 at M = N.
-        left_out: channels without a divergence: constant over the rows of some batch size's every batch.
+        left_out: channels without a divergence: constant over the rows
+            of some batch size's every batch.
     """
 
     batch_sizes: Tensor
@@ -63,7 +66,8 @@ class BatchSizeFit:
 
     @property
     def elbo(self) -> Tensor:
-        """(P,) log_likelihood - kl, in nats, up to the constants that an improper prior leaves out."""
+        """(P,) log_likelihood - kl, in nats, up to the constants
+        that an improper prior leaves out."""
         return self.log_likelihood - self.kl
 
     @property
@@ -92,39 +96,43 @@ def fit_batch_size(
     rows_at_a_time: int = 256,
     progress: bool = True,
 ) -> BatchSizeFit:
-    """The evidence lower bound, and the validation NLL, as functions of the batch size of the statistics.
+    """The evidence lower bound, and the validation NLL,
+    as functions of the batch size of the statistics.
 
         ELBO(M) = sum over n of E_q log p(y_n | x_n, omega) - KL(q_M(omega) || p(omega))
 
-    q_M is the distribution of the statistics of random batches of M rows. For each M the model, as it is, goes
-    over `num_samples` fresh batches, drawn without replacement and independently of each other; these are the
-    replicas. The divergence is that of `statistics_kl` with the mean and the variance over them: it treats
-    units and layers as independent Gaussians, which they are not. Small batches cost likelihood, and a
-    divergence grows as -ln s_q, by ln(2) / 2 for each statistic when M doubles. At M = N there is one
-    batch, no uncertainty, an infinite divergence and an ELBO of -inf.
+    q_M is the distribution of the statistics of random batches of M rows. For each M the model, as
+    it is, goes over `num_samples` fresh batches, drawn without replacement and independently of
+    each other; these are the replicas. The divergence is that of `statistics_kl` with the mean and
+    the variance over them: it treats units and layers as independent Gaussians, which they are not.
+    Small batches cost likelihood, and a divergence grows as -ln s_q, by ln(2) / 2 for each
+    statistic when M doubles. At M = N there is one batch, no uncertainty,
+    an infinite divergence and an ELBO of -inf.
 
-    One pass over the data has N / M batches, 2 at N / 2, and T of them make the divergence too large by
-    (ln((T-1) / 2) - digamma((T-1) / 2)) / 2 for each statistic: 0.64 nats at 2, 0.016 at 32. As many batches
-    for each M, though they share rows, make that a constant that moves no optimum.
+    One pass over the data has N / M batches, 2 at N / 2, and T of them make the divergence too
+    large by (ln((T-1) / 2) - digamma((T-1) / 2)) / 2 for each statistic: 0.64 nats at 2, 0.016 at
+    32. As many batches for each M, though they share rows,
+    make that a constant that moves no optimum.
 
-    Model, bank, training flags and torch's generators are left as found, whatever happens (without a seed,
-    torch's generator gives one number).
+    Model, bank, training flags and torch's generators are left as found, whatever happens (without
+    a seed, torch's generator gives one number).
 
     Args:
         model: converted by `convert`; with a bank or without.
-        data: training data, (x, y) or a map-style data set of (input, target) or of dicts with "input" or
-            "x" and "target(s)", "y" or "label(s)"; a DataLoader stands for its data set.
+        data: training data, (x, y) or a map-style data set of (input, target) or of dicts with
+            "input" or "x" and "target(s)", "y" or "label(s)"; a DataLoader stands for its data set.
         candidates: batch sizes, each once, from 2 to N.
-        likelihood: "categorical": outputs are logits (N, K, *), targets (N, *). "gaussian": means, targets
-            of their shape, (N,) for (N, 1) too.
-        prior: over the statistics: for all layers, such as `implied_prior(...)`, or by the layers' names in a
-            bank. None takes q_M of the smallest candidate, which has then no divergence.
-        validation: a data set like `data`. Where the mutual information and the variance are taken too; without
-            it, on `data`.
+        likelihood: "categorical": outputs are logits (N, K, *), targets (N, *). "gaussian": means,
+            targets of their shape, (N,) for (N, 1) too.
+        prior: over the statistics: for all layers, such as `implied_prior(...)`, or by the layers'
+            names in a bank. None takes q_M of the smallest candidate, which has then no divergence.
+        validation: a data set like `data`. Where the mutual information
+            and the variance are taken too; without it, on `data`.
         num_samples: T, batches and replicas for each M; at least 2.
-        noise_var: variance of gaussian noise, one for all outputs; needed for "gaussian", only there.
-        num_rows: rows of `data`, drawn once, that the likelihood is estimated from, scaled up to N; None
-            for all.
+        noise_var: variance of gaussian noise, one for all outputs;
+            needed for "gaussian", only there.
+        num_rows: rows of `data`, drawn once, that the likelihood is estimated from, scaled up to N;
+            None for all.
         seed: of all draws: the same seed, the same result. None draws it from torch's generator.
         rows_at_a_time: inputs that go through the model together.
         progress: show a bar on stderr; where that is no terminal, a line a minute.
@@ -135,8 +143,9 @@ def fit_batch_size(
     Raises:
         ValueError, TypeError: an argument is refused, or the model is not converted.
 
-    Source: Mukhoti et al., On Batch Normalisation for Approximate Bayesian Inference, section 3, which proposes
-        it; objective and divergence from Teye et al. (2018), equation 1 and appendix 1.2.
+    Source: Mukhoti et al., On Batch Normalisation for Approximate Bayesian Inference, section 3,
+        which proposes it; objective and divergence from Teye et al. (2018),
+        equation 1 and appendix 1.2.
     """
     layers = require_stochastic_layers(OP, model)
     data = as_dataset(OP, "data", data)
@@ -248,7 +257,8 @@ def _bank(model, data, M: int, num_samples: int, key: int, device) -> Bank:
 
 
 def _divergences(banks: list[Bank], prior) -> tuple[list[float], int]:
-    """The divergence of each bank, over the channels that vary in all of them, and how many do not."""
+    """The divergence of each bank, over the channels that vary in all of them,
+    and how many do not."""
     alive = {
         name: torch.stack([(b.var[name] > 0).any(0) for b in banks]).all(0)
         for name in banks[0].names
@@ -327,7 +337,8 @@ class _Judge:
 
 
 def log_likelihood(samples: Tensor, y, likelihood: str, noise_var) -> Tensor:
-    """log p(y | replica): (T, N, *) for logits (T, N, K, *); (T, N) for means (T, N, ...), summed over outputs."""
+    """log p(y | replica): (T, N, *) for logits (T, N, K, *); (T, N) for means (T, N, ...),
+    summed over outputs."""
     categorical = likelihood == "categorical"
     expected = (samples.shape[1], *samples.shape[3:]) if categorical else tuple(samples.shape[1:])
     if isinstance(y, Tensor) and not categorical:

@@ -39,7 +39,8 @@ class Source:
     name: str = "data"
 
     def batches(self, num_batches: int) -> Iterator[tuple[int, object]]:
-        """(number of the pass, batch), at most `num_batches` of them, over as many passes as it takes."""
+        """(number of the pass, batch), at most `num_batches` of them,
+        over as many passes as it takes."""
         taken, number = 0, 0
         while taken < num_batches:
             before = taken
@@ -67,7 +68,8 @@ def find_source(op: str, data, batch_size: int | None) -> Source:
 
     Args:
         op: who asks, for the messages.
-        data: a DataLoader or an iterable of batches; with `batch_size` a map-style data set, or its tensors.
+        data: a DataLoader or an iterable of batches; with `batch_size` a map-style data set,
+            or its tensors.
         batch_size: rows of a batch that is drawn from a data set, at least 2; else None.
     """
     if isinstance(data, torch_data.DataLoader):

@@ -31,36 +31,38 @@ class BayesLinear(Replicated, nn.Module):
 
         y[t] = x[t] @ (weight_mu + sigma * eps[t])^T + bias[t],   sigma = softplus(weight_rho)
 
-    In train() a plain call draws one sample of the weights (from torch's generator), in eval() it uses
-    their means. Inside `predict`, `elbo_loss` and `replicas` it returns the rows of all replicas.
+    In train() a plain call draws one sample of the weights (from torch's generator), in eval() it
+    uses their means. Inside `predict`, `elbo_loss` and `replicas` it returns the rows
+    of all replicas.
 
-    With `estimator="exact"` one weight matrix serves all rows of a replica, and all calls of the layer in a
-    forward. With "local" (local reparameterisation) every row draws its own outputs, from the distribution
-    that they have:
+    With `estimator="exact"` one weight matrix serves all rows of a replica, and all calls of the
+    layer in a forward. With "local" (local reparameterisation) every row draws its own outputs,
+    from the distribution that they have:
 
         y[t, n] ~ N(x[n] @ weight_mu^T + bias_mu, x[n]^2 @ sigma^2^T + bias_sigma^2)
 
-    Each row by itself is distributed as before and the gradient of a sum over rows has lower variance, but the
-    rows of a replica no longer share a network: what depends on several rows of one replica, a function drawn
-    from the posterior for example, is lost. Measured on a network 64-100-10 with one sample, 1, 16 and 128 rows:
-    1.8, 1.9 and 2.1 times less variance in twice the time, so that gradient variance times time is no better (0.9,
-    1.0 and 1.0, "exact" over "local"). So: for training where the layers are a small part of a step; predict with
-    "exact".
+    Each row by itself is distributed as before and the gradient of a sum over rows has lower
+    variance, but the rows of a replica no longer share a network: what depends on several rows of
+    one replica, a function drawn from the posterior for example, is lost. Measured on a network
+    64-100-10 with one sample, 1, 16 and 128 rows: 1.8, 1.9 and 2.1 times less variance in twice the
+    time, so that gradient variance times time is no better (0.9, 1.0 and 1.0, "exact" over
+    "local"). So: for training where the layers are a small part of a step; predict with "exact".
 
-    The noise of replicas is that of `ops.philox_normal` with the seed `ops.new_seed(seed, first_replica)`, the stream
-    65,536 n for the n-th such layer of the model, from 0, in the order of `named_modules()`, and the tags "weight"
-    and "bias".
+    The noise of replicas is that of `ops.philox_normal` with the seed
+    `ops.new_seed(seed, first_replica)`, the stream 65,536 n for the n-th such layer of the model,
+    from 0, in the order of `named_modules()`, and the tags "weight" and "bias".
 
-    Shapes: (N, *, in_features) -> (N, *, out_features); outside `predict`, `elbo_loss` and `replicas` a single
-    row (in_features,) too. x has the dtype of the weights, or 16 bits beside float32. Under autocast it is rounded
-    and the result of its dtype, as with `torch.nn.Linear`.
+    Shapes: (N, *, in_features) -> (N, *, out_features); outside `predict`, `elbo_loss` and
+    `replicas` a single row (in_features,) too. x has the dtype of the weights, or 16 bits beside
+    float32. Under autocast it is rounded and the result of its dtype, as with `torch.nn.Linear`.
 
     Args:
         in_features, out_features: sizes; positive.
         bias: whether there is one.
-        prior: over weights and biases; `GaussianPrior`, `ScaleMixturePrior`, or an object with their
-            `divergence`, to which rho = -inf is a pruned weight that counts nothing.
-        mu_init: the value, (low, high) of a uniform distribution, or None for that of `torch.nn.Linear`.
+        prior: over weights and biases; `GaussianPrior`, `ScaleMixturePrior`, or an object with
+            their `divergence`, to which rho = -inf is a pruned weight that counts nothing.
+        mu_init: the value, (low, high) of a uniform distribution,
+            or None for that of `torch.nn.Linear`.
         rho_init: the value, or (low, high) of a uniform distribution.
         estimator: "exact" or "local".
         device, dtype: of the parameters; float32 or float64.
@@ -68,8 +70,8 @@ class BayesLinear(Replicated, nn.Module):
     Raises:
         ValueError, TypeError: an argument is out of range or of another type.
 
-    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015); Kingma et al., Variational Dropout
-    and the Local Reparameterization Trick (2015).
+    Source: Blundell et al., Weight Uncertainty in Neural Networks (2015); Kingma et al.,
+    Variational Dropout and the Local Reparameterization Trick (2015).
     """
 
     def __init__(
@@ -129,8 +131,8 @@ class BayesLinear(Replicated, nn.Module):
         return mu, torch.where(self.weight_mask, self.weight_rho, -math.inf)
 
     def _parameters_of(self, trial: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Means and spreads of weights and biases; in a trial the weights' own size is the least spread, and none
-        is pruned: where all of a layer are, its output tells no rows apart."""
+        """Means and spreads of weights and biases; in a trial the weights' own size is the least
+        spread, and none is pruned: where all of a layer are, its output tells no rows apart."""
         if not trial:
             return *self.posterior(), self.bias_mu, self.bias_rho
         size = self.weight_mu.square().mean().sqrt()
@@ -190,7 +192,8 @@ class BayesLinear(Replicated, nn.Module):
         return _shaped(y, (folded, *inner, self.out_features))
 
     def _notes_divergence(self, draw: Draw) -> bool:
-        """Whether the draw is to have it, it is that of the weights as they are, and nothing traces the layer."""
+        """Whether the draw is to have it, it is that of the weights as they are,
+        and nothing traces the layer."""
         if draw.divergences is None or draw.trial or id(self) in draw.divergences:
             return False
         return self.has_closed_divergence and is_eager()
@@ -221,12 +224,14 @@ class BayesLinear(Replicated, nn.Module):
 
     @property
     def has_closed_divergence(self) -> bool:
-        """Whether `kl_divergence` is that from a Gaussian prior, and no subclass's own; it needs no noise then."""
+        """Whether `kl_divergence` is that from a Gaussian prior, and no subclass's own;
+        it needs no noise then."""
         own = type(self).kl_divergence is BayesLinear.kl_divergence
         return own and type(self.prior) is GaussianPrior
 
     def gaussian_divergence(self) -> list[tuple[Tensor, Tensor, float]]:
-        """(mu, rho, std of the prior) of weights and biases for `gaussian_kl_sum`, where the form is closed."""
+        """(mu, rho, std of the prior) of weights and biases for `gaussian_kl_sum`,
+        where the form is closed."""
         weight = (*self.posterior(), self.prior.std)
         bias = (self.bias_mu, self.bias_rho, self.prior.std)
         return [weight] if self.bias_mu is None else [weight, bias]
@@ -247,8 +252,9 @@ class BayesLinear(Replicated, nn.Module):
 
 
 def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """y, which nobody else has, of another shape; no view: of one, `fully_shard` loses its hook at the first write in
-    place (an activation's), and the backward reads weights that have been freed."""
+    """y, which nobody else has, of another shape; no view: of one, `fully_shard` loses its hook at
+    the first write in place (an activation's), and the backward reads weights
+    that have been freed."""
     return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape)
 
 
@@ -278,7 +284,8 @@ def _local(
 
 
 def check_initial(op: str, name: str, value, dtype: torch.dtype = torch.float64) -> None:
-    """Checks what to initialise with: a finite number, or (low, high), that parameters of `dtype` can hold."""
+    """Checks what to initialise with: a finite number, or (low, high),
+    that parameters of `dtype` can hold."""
     pair = isinstance(value, (tuple, list))
     ends = tuple(value) if pair else (value, value)
     if len(ends) != 2 or not all(map(_is_finite, ends)):
@@ -316,7 +323,8 @@ def bayes_layers(
 
 
 def check_whole(op: str, layers: dict[str, BayesLinear]) -> None:
-    """Raises where a layer holds but a part of its weights: of the rest this process has nothing to say."""
+    """Raises where a layer holds but a part of its weights:
+    of the rest this process has nothing to say."""
     for name, layer in layers.items():
         for w in (layer.weight_mu, layer.weight_rho):
             sharded = w.shape != (layer.out_features, layer.in_features) or hasattr(w, "placements")

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from .bayes import BayesLinear
 from .fingerprint import HOOKS, OURS
 
-# Layers that treat every row of an input with two dimensions or more by itself, by their definition.
+# Layers that treat every row of an input with two dimensions or more by itself,
+# by their definition.
 _BY_ROW = {BayesLinear, nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU,
            nn.SiLU, nn.ELU, nn.Softplus}  # fmt: skip
 
@@ -43,6 +44,7 @@ def is_chain(model: nn.Module, modules: list[nn.Module], x) -> bool:
 
 
 def drops_first(modules: list[nn.Module]) -> bool:
-    """Whether dropout comes before the first Bayesian layer of a plain chain: each sample has masks of its own."""
+    """Whether dropout comes before the first Bayesian layer of a plain chain:
+    each sample has masks of its own."""
     before = takewhile(lambda m: not isinstance(m, BayesLinear), modules)
     return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in before)

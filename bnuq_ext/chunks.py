@@ -7,11 +7,12 @@ import torch
 from .ops.checks import check_integer
 from .untraced import untraced
 
-# Convolutions are slower per replica when their activations outgrow the cache: a ResNet-18 on 8 rows
-# takes 0.90 of the loop's time in chunks of 8 MB, 1.01 with 14 MB, 1.06 with 20 MB.
+# Convolutions are slower per replica when their activations outgrow the cache: a ResNet-18 on 8
+# rows takes 0.90 of the loop's time in chunks of 8 MB, 1.01 with 14 MB, 1.06 with 20 MB.
 CPU_BYTES = 8 * 2**20
 CUDA_BYTES = 256 * 2**20
-# Through torch's C interface, which our ops allocate by, some of its versions lose what an exception said.
+# Through torch's C interface, which our ops allocate by,
+# some of its versions lose what an exception said.
 _ALLOCATIONS = (
     "aten::empty",
     "aten::new_empty",
@@ -29,7 +30,8 @@ def check_chunk(op: str, chunk) -> None:
 
 
 def chunk_of(largest: int, chunk: int | str, num_samples: int, device: torch.device) -> int:
-    """Replicas in a chunk: at most the given number, or as many as keep the largest activation small.
+    """Replicas in a chunk: at most the given number,
+    or as many as keep the largest activation small.
 
     Args:
         largest: bytes of the largest input of a stochastic layer for one replica.
@@ -57,9 +59,10 @@ def _free_bytes(device: torch.device) -> int:
 def keep_freed_pages() -> None:
     """Lets glibc keep the memory of freed activations for the next ones.
 
-    It returns freed memory beyond a threshold to the system, and fresh pages cost more than the layers
-    between: a tenth to a third of the time of an MLP. The threshold is twice the largest block that was ever
-    mapped by itself and freed, of 32 MB at most. Nothing here is touched, so nothing is used.
+    It returns freed memory beyond a threshold to the system, and fresh pages cost more than the
+    layers between: a tenth to a third of the time of an MLP. The threshold is twice the largest
+    block that was ever mapped by itself and freed, of 32 MB at most. Nothing here is touched,
+    so nothing is used.
     """
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8, device="cpu")
 

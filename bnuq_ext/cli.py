@@ -1,7 +1,7 @@
 """The command `bnuq`: the experiments, and a report of the installation.
 
-Exit status: 0, 2 for anything that the user can mend (one line on stderr), 130 after Ctrl-C, 1 where whoever reads the
-result has left.
+Exit status: 0, 2 for anything that the user can mend (one line on stderr), 130 after Ctrl-C, 1
+where whoever reads the result has left.
 """
 
 import argparse

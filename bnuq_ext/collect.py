@@ -37,39 +37,40 @@ def collect(
 ) -> Bank:
     """The bank of a model: every stochastic layer's statistics for `num_batches` mini-batches.
 
-    Each batch goes through the model with batch statistics in the stochastic layers, the deeper ones
-    behind the ones before as in a training step, and everything else in eval. Parameters, running
-    statistics, training flags, gradients, hooks and random generators are left as found, whatever happens;
-    the bank is attached to the model at the end only. It is that of the parameters as they are: collect
-    again when they have been trained further.
+    Each batch goes through the model with batch statistics in the stochastic layers, the deeper
+    ones behind the ones before as in a training step, and everything else in eval. Parameters,
+    running statistics, training flags, gradients, hooks and random generators are left as found,
+    whatever happens; the bank is attached to the model at the end only. It is that of the
+    parameters as they are: collect again when they have been trained further.
 
     Args:
         model: converted by `convert`.
-        data: a DataLoader or any iterable of batches (a tensor, a tuple whose first entry is one, or a dict
-            with one under "input" or "x"); with `batch_size` a map-style data set, or its tensors in a
-            tuple. A loader that shuffles is gone through again when it has too few batches; anything else
-            that ends early gives a smaller bank. A smaller last batch is a snapshot too (drop_last=True
-            leaves it out, and so do samplers that rescale to a `batch_size`). Random draws follow torch's generator:
-            the same state, the same bank. As it is left as found, two calls in a row give one bank, unless it is seeded
-            anew in between.
+        data: a DataLoader or any iterable of batches (a tensor, a tuple whose first entry is one,
+            or a dict with one under "input" or "x"); with `batch_size` a map-style data set, or its
+            tensors in a tuple. A loader that shuffles is gone through again when it has too few
+            batches; anything else that ends early gives a smaller bank. A smaller last batch is a
+            snapshot too (drop_last=True leaves it out, and so do samplers that rescale to a
+            `batch_size`). Random draws follow torch's generator: the same state, the same bank. As
+            it is left as found, two calls in a row give one bank,
+            unless it is seeded anew in between.
         num_batches: B, batches to go through; at least 1.
-        batch_size: M, rows drawn for a batch from a data set, without replacement within a batch, one batch
-            independent of the next; from 2 to the size of the data set.
+        batch_size: M, rows drawn for a batch from a data set, without replacement within a batch,
+            one batch independent of the next; from 2 to the size of the data set.
         device: where the inputs go; by default that of the model's first parameter or buffer.
-        input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword arguments. M is the
-            first size of its first tensor, unless that is in a list or a layer sees no multiple of it: the loader's
-            batch_size then.
+        input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword
+            arguments. M is the first size of its first tensor, unless that is in a list or a layer
+            sees no multiple of it: the loader's batch_size then.
         progress: show a bar on stderr; where that is no terminal, a line a minute.
-        on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the statistics or the first tensor of the
-            input; others may be masks.
+        on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the statistics or the
+            first tensor of the input; others may be masks.
 
     Returns:
         the Bank. A batch with fewer than two values a channel is left out, with a warning. A
         StochasticSyncBatchNorm gives the statistics of this process's batch.
 
     Raises:
-        ValueError, TypeError: an argument is refused, or no batch can be used; the model keeps the bank that
-            it had.
+        ValueError, TypeError: an argument is refused, or no batch can be used;
+            the model keeps the bank that it had.
     """
     require_stochastic_layers("collect", model)
     _check_arguments(model, num_batches, input_fn, on_nonfinite)
@@ -106,8 +107,8 @@ def gather(
 ) -> tuple[Bank, list[str]]:
     """The bank of a source's batches, not attached, and what its user should be warned of.
 
-    See `collect` for the arguments; snapshot b is the b-th batch that could be used. With `most`, so many
-    batches are gone through at most until `num_batches` could be used.
+    See `collect` for the arguments; snapshot b is the b-th batch that could be used. With `most`,
+    so many batches are gone through at most until `num_batches` could be used.
     """
     record = _Record(op, require_stochastic_layers(op, model), input_fn, device, on_nonfinite)
     with preserved_rng(*source.generators), evaluating(modules_of(model)), without_gradients():
@@ -125,8 +126,8 @@ def gather(
 class CollectPass(Pass):
     """Normalises with the batch's own statistics and notes them.
 
-    `statistics[key]` is (mean (C,), biased var (C,), count) of one call; `too_small` tells of a call with
-    fewer than two values a channel, which ends the forward.
+    `statistics[key]` is (mean (C,), biased var (C,), count) of one call; `too_small` tells of a
+    call with fewer than two values a channel, which ends the forward.
     """
 
     def __init__(self, op: str, layers: dict[str, nn.Module]):
@@ -234,8 +235,8 @@ class _Record:
         )
 
     def _batch_size(self, source: Source) -> int:
-        """M, the rows of most batches; the loader's batch_size where the first tensor's size is not that of rows: it is
-        one row of a list, or a layer saw no multiple of it."""
+        """M, the rows of most batches; the loader's batch_size where the first tensor's size is not
+        that of rows: it is one row of a list, or a layer saw no multiple of it."""
         uneven = any(
             count % rows
             for counts in self.count.values()
@@ -247,7 +248,8 @@ class _Record:
         return Counter(self.rows).most_common(1)[0][0]
 
     def _disjoint(self, source: Source) -> float:
-        """Fraction of the pairs of snapshots that come from one pass, whose batches share no row; see `Bank`."""
+        """Fraction of the pairs of snapshots that come from one pass, whose batches share no row;
+        see `Bank`."""
         snapshots = len(self.rows)
         if not (source.apart or source.repeats):
             return 0.0

@@ -38,7 +38,8 @@ _MOST = 4096  # objects of a model
 
 
 def identity(value) -> tuple:
-    """Of an object: its address, and what tells it from a later one at the same address, where that can be."""
+    """Of an object: its address, and what tells it from a later one at the same address,
+    where that can be."""
     try:
         return id(value), ref(value)
     except TypeError:
@@ -48,10 +49,11 @@ def identity(value) -> tuple:
 class Contents:
     """Appends what values are and hold to a list; two equal lists mean the same values.
 
-    It looks into lists, dicts and sets, records and small arrays, what functions and methods are bound to, modules
-    that are no part of the model, and into objects of the packages that the model's modules come from: a
-    configuration, but not a trainer that counts steps. Of classes of these packages the attributes count, not what
-    they hold. Each object is looked into once, and no property is called.
+    It looks into lists, dicts and sets, records and small arrays, what functions and methods are
+    bound to, modules that are no part of the model, and into objects of the packages that the
+    model's modules come from: a configuration, but not a trainer that counts steps. Of classes of
+    these packages the attributes count, not what they hold. Each object is looked into once,
+    and no property is called.
 
     Args:
         seen: what is appended to.
@@ -83,7 +85,8 @@ class Contents:
                 self._look_into(value, depth)
 
     def append_function(self, function: Callable) -> None:
-        """Notes a function by its code, what it holds and the globals that it names, any other callable as an object."""
+        """Notes a function by its code, what it holds and the globals that it names,
+        any other callable as an object."""
         if isinstance(function, MethodType):
             self._append_callable(function.__self__)
             function = function.__func__
@@ -200,7 +203,8 @@ def _cells(function: FunctionType) -> list:
 
 
 def _globals(function: FunctionType) -> list:
-    """The globals that a function and those written in it name, but not what they call name in turn."""
+    """The globals that a function and those written in it name,
+    but not what they call name in turn."""
     return [(n, function.__globals__.get(n)) for n in _names_of_globals(function.__code__)]
 
 

@@ -37,7 +37,8 @@ def convert(
 
     Args:
         model: any nn.Module that contains batch norm, or is one; a torch.fx GraphModule too.
-            Convert before torch.compile, torch.export, quantisation and fusion; `revert` before torch.jit.script.
+            Convert before torch.compile, torch.export, quantisation and fusion;
+            `revert` before torch.jit.script.
         inplace: change the given model instead of a copy; after an error it is unchanged.
         strict: raise if something like batch norm cannot be converted; otherwise warn, once.
         filter_fn: gets (qualified name, module) of each layer that could be converted and says
@@ -97,9 +98,10 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
 
 def copy_model(op: str, model: nn.Module, memo: dict, instead: str = "") -> nn.Module:
-    """A deep copy; `memo` has the copy of every module afterwards. `instead`: what else the user can do."""
-    # torch cannot copy the buffers of lazy layers, which have no shape yet, nor tensors with a graph: a weight that
-    # it has pruned, an output that a module kept.
+    """A deep copy; `memo` has the copy of every module afterwards. `instead`:
+    what else the user can do."""
+    # torch cannot copy the buffers of lazy layers, which have no shape yet, nor tensors with a
+    # graph: a weight that it has pruned, an output that a module kept.
     memo |= {
         id(b): type(b)(b.requires_grad, b.data.device, b.data.dtype)
         for b in model.buffers()

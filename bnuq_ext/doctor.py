@@ -31,8 +31,9 @@ class Report:
         converted: names of the stochastic layers, with the calls of each.
         excluded_layers: names of the layers that `filter_fn` has left out.
         unconverted: names of the other modules that do batch norm, with class and reason.
-        warnings: what is known to go wrong and was found: batch norm whose input went through dropout, batch
-            norm in train(), a bank of small batches or far from the running statistics.
+        warnings: what is known to go wrong and was found: batch norm whose input went through
+            dropout, batch norm in train(), a bank of small batches or far
+            from the running statistics.
     """
 
     covered: int
@@ -58,7 +59,8 @@ class Report:
 
 
 def doctor(model: nn.Module, x) -> Report:
-    """Run one forward, in eval, without gradients; tell which batch norm is not covered and what else is wrong.
+    """Run one forward, in eval, without gradients; tell which batch norm is not covered
+    and what else is wrong.
 
     Calls of functions (`torch.nn.functional.batch_norm`) and of compiled or scripted code are seen
     too, batch norm written out in arithmetic is not. An excluded layer without parameters and

@@ -1,4 +1,5 @@
-"""Dropout that drops in eval, by masks of a generator of its own, or that drops nothing, while a context is open."""
+"""Dropout that drops in eval, by masks of a generator of its own, or that drops nothing,
+while a context is open."""
 
 from inspect import signature
 
@@ -25,9 +26,9 @@ _BY_HEADS = signature(F.multi_head_attention_forward)
 class Dropping(TorchFunctionMode):
     """Inside, torch.nn.functional's dropout functions drop whatever their `training` says.
 
-    All layers of `torch.nn` with dropout in their name call them; attention and recurrent layers do not
-    for the dropout that is part of them. Held by this thread alone, and no generator but the given one is
-    drawn from. A mask is `empty_like(x).bernoulli_(1 - p)`, as torch's own on the CPU.
+    All layers of `torch.nn` with dropout in their name call them; attention and recurrent layers do
+    not for the dropout that is part of them. Held by this thread alone, and no generator but the
+    given one is drawn from. A mask is `empty_like(x).bernoulli_(1 - p)`, as torch's own on the CPU.
 
     Args:
         generator: on the device of the activations.
@@ -60,7 +61,8 @@ class Dropping(TorchFunctionMode):
 
 
 class Undropped(TorchFunctionMode):
-    """Inside, torch.nn.functional's dropout functions and the dropout of its attention drop nothing.
+    """Inside, torch.nn.functional's dropout functions and the dropout
+    of its attention drop nothing.
 
     Recurrent layers and TorchScript still do. Held by this thread alone.
 
@@ -109,7 +111,8 @@ def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 def _alpha_dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """a (x mask - alpha (1 - mask)) + a alpha p with the a that keeps mean 0 and variance 1; 0 for p = 1."""
+    """a (x mask - alpha (1 - mask)) + a alpha p with the a that keeps mean 0 and variance 1;
+    0 for p = 1."""
     if p == 1:
         return x * mask
     a = ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5

@@ -30,7 +30,8 @@ def processor() -> str:
 
 
 def environment() -> dict:
-    """Versions, libraries and devices, as JSON values. Asks the driver for its GPUs, but starts none."""
+    """Versions, libraries and devices, as JSON values. Asks the driver for its GPUs,
+    but starts none."""
     return {
         "bnuq_ext": __version__,
         "python": platform.python_version(),

@@ -19,19 +19,21 @@ _REPARAMETRISE = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
 class Fingerprint(NamedTuple):
-    """What a model is, and apart from it the versions of its parameters and buffers, which training changes."""
+    """What a model is, and apart from it the versions of its parameters and buffers,
+    which training changes."""
 
     structure: list
     versions: list
 
 
 def fingerprint(modules: list[nn.Module]) -> Fingerprint:
-    """Identity, type, plain attributes, hooks, and identity and version of every parameter and buffer.
+    """Identity, type, plain attributes, hooks, and identity and version
+    of every parameter and buffer.
 
-    Two equal fingerprints of one model mean that its forward is still the same function, as far as it
-    can be seen from outside: in-place changes of tensors count, and what `Contents` looks into; changes inside other
-    objects, of global variables, and those of tensors by way of `.data` or NumPy, do not.
-    The training flags are left out.
+    Two equal fingerprints of one model mean that its forward is still the same function, as far as
+    it can be seen from outside: in-place changes of tensors count, and what `Contents` looks into;
+    changes inside other objects, of global variables, and those of tensors by way of `.data` or
+    NumPy, do not. The training flags are left out.
     """
     seen, versions = [], []
     add, contents = seen.append, Contents(seen, modules)
@@ -41,8 +43,8 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
         add(type(module))
         for kind in HOOKS:
             if attributes[kind]:
-                # The key is new for every hook; an id may come again. Another thread may add one of ours. What
-                # they hold is as a rule what they take down.
+                # The key is new for every hook; an id may come again. Another thread may add one of
+                # ours. What they hold is as a rule what they take down.
                 hooks = [*attributes[kind].items()]
                 seen += [(key, id(hook)) for key, hook in hooks if not hasattr(hook, OURS)]
         for tensor in (*module._parameters.values(), *module._buffers.values()):  # traced: no dicts
@@ -66,6 +68,7 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
 
 
 def _made_by_hooks(hooks: dict) -> list[str]:
-    """Names of the attributes that torch's hooks make of parameters and buffers anew before each forward."""
+    """Names of the attributes that torch's hooks make of parameters
+    and buffers anew before each forward."""
     found = [hook for hook in hooks.values() if isinstance(hook, _REPARAMETRISE)]
     return [getattr(hook, "_tensor_name", None) or hook.name for hook in found]

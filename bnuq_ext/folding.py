@@ -3,18 +3,19 @@
 One replica after another is the definition of the answer. Folding must prove itself:
 
 1.  A run with T = 1 at the actual size records the rows that each stochastic call sees.
-2.  On three rows, two replicas folded must equal the two one after another, and infinities in one must not
-    reach the other, nor may a row that lies far out be treated otherwise among nine replicas; once per model and
-    trailing shape. If it fails, the input is expanded T-fold and that is tried.
+2.  On three rows, two replicas folded must equal the two one after another, and infinities in one
+    must not reach the other, nor may a row that lies far out be treated otherwise among nine
+    replicas; once per model and trailing shape. If it fails, the input is expanded T-fold and that
+    is tried.
 3.  The first folded chunk of every size must agree with its first and last replica run alone.
 4.  Every folded run must show each stochastic call the rows of the record, or T times as many, as in
     the trial, and return T times the rows of the record.
 
 Anything else, any exception too, leads to the next way; the last is the loop.
 
-All this holds for the parameters as they are. Where gradients will be taken the trial compares these too, and
-must hold with the parameters moved, since a coupling of rows behind a gate at zero shows in no output, but in
-the gate's gradient.
+All this holds for the parameters as they are. Where gradients will be taken the trial compares
+these too, and must hold with the parameters moved, since a coupling of rows behind a gate at zero
+shows in no output, but in the gate's gradient.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Plan(NamedTuple):
         reason: why a way before this one was given up.
         lasting: whether that holds for other values of the input too.
         steady: whether it may stand for other values of the parameters.
-        repeatable: whether forwards with the training flags as they are can be compared: they draw no random
-            numbers, and replicas differ; None until it has been found out.
+        repeatable: whether forwards with the training flags as they are can be compared: they draw
+            no random numbers, and replicas differ; None until it has been found out.
     """
 
     way: str
@@ -96,7 +97,8 @@ class Folding:
         self.inputs, self.known = inputs, forward.known
 
     def plan(self, wanted: Callable[[Plan], bool] = lambda plan: True) -> Plan:
-        """The plan, made at the first sight of the input's signature; no trial while `wanted` says no."""
+        """The plan, made at the first sight of the input's signature;
+        no trial while `wanted` says no."""
         plan = self.known.plans.get(self.place)
         if plan is None or (not plan.way and wanted(plan)):
             with self.known.planning:
@@ -156,8 +158,8 @@ class Folding:
         return plan
 
     def changes_again(self) -> bool:
-        """Notes that a forward has changed the model; whether one had before. What it does once, to keep a table
-        in a place that cannot be put back, says nothing of the next."""
+        """Notes that a forward has changed the model; whether one had before. What it does once, to
+        keep a table in a place that cannot be put back, says nothing of the next."""
         self.known.changes += 1
         return self.known.changes > 1
 
@@ -201,7 +203,8 @@ class Folding:
         return plan._replace(way="loop", shared={}, reason=reason, lasting=lasting)
 
     def _trial(self, way: str) -> tuple[Proof | str, bool]:
-        """What two replicas of three rows have shown, or why not; whether for all inputs of the trailing shape."""
+        """What two replicas of three rows have shown, or why not;
+        whether for all inputs of the trailing shape."""
         place = (way, self._place(1))
         if place in self.known.trials:
             return self.known.trials[place], True
@@ -247,7 +250,8 @@ class Folding:
         return output.view(num_samples, *plan.shape)
 
     def _check_ends(self, plan: Plan, output: Tensor, first_replica: int) -> None:
-        """Compares the first replica and the last: every other one lies before or behind one of them."""
+        """Compares the first replica and the last: every other one lies before
+        or behind one of them."""
         for replica in (0, len(output) - 1):
             with self.known.planning, preserved_rng():
                 draw = self.forward.draw(first_replica + replica, 1)

@@ -6,17 +6,18 @@ from .nn import require_stochastic_layers
 
 
 def freeze(model: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
-    """Freezes the stochastic batch-norm layers of a model, or lets them go; train() and eval() leave that as it is.
+    """Freezes the stochastic batch-norm layers of a model, or lets them go; train() and eval()
+    leave that as it is.
 
-    `requires_grad_(False)` does not freeze batch norm: in train() a layer still normalises with its batch and
-    moves its running statistics, under no_grad too. To fine-tune with other or smaller batches, freeze both.
-    What `predict`, `replicas` and `collect` do is the same, frozen or not.
+    `requires_grad_(False)` does not freeze batch norm: in train() a layer still normalises with its
+    batch and moves its running statistics, under no_grad too. To fine-tune with other or smaller
+    batches, freeze both. What `predict`, `replicas` and `collect` do is the same, frozen or not.
 
     Args:
         model: converted by `convert`.
-        statistics: True: in train() too a layer normalises with its running statistics, which do not move,
-            nor are they reset (`torch.optim.swa_utils.update_bn`).
-            False: as in torch again, from the next call of train() on.
+        statistics: True: in train() too a layer normalises with its running statistics, which do
+            not move, nor are they reset (`torch.optim.swa_utils.update_bn`). False: as in torch
+            again, from the next call of train() on.
         affine: True: weight and bias of the layers get no gradient. False: they do.
 
     Raises:

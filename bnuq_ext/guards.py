@@ -17,9 +17,9 @@ from .inputs import tensors
 from .nn import Stochastic, uncompiled_name
 
 _SMALL = 16  # rows
-# Root mean square over the channels of a layer, in running standard deviations. Measured on eight small networks:
-# up to 0.22 for the bank of a network after one epoch of training and 0.09 after more, 0.26 to 0.83 after twenty
-# epochs more, 0.39 and above for the bank of another training.
+# Root mean square over the channels of a layer, in running standard deviations. Measured on eight
+# small networks: up to 0.22 for the bank of a network after one epoch of training and 0.09 after
+# more, 0.26 to 0.83 after twenty epochs more, 0.39 and above for the bank of another training.
 _FAR = 0.25
 
 
@@ -27,8 +27,8 @@ class DropoutTrace(TorchFunctionMode):
     """Follows what comes out of dropout through a forward, in eval too, into batch norm.
 
     Attributes:
-        after: names of the batch-norm layers whose input depends on a dropout with p above 0, in the order
-            of their calls.
+        after: names of the batch-norm layers whose input depends on a dropout with p above 0,
+            in the order of their calls.
     """
 
     def __init__(self, model: nn.Module):
@@ -99,7 +99,8 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
 
 
 def _gap(layer: nn.Module) -> float:
-    """How far the mean of the bank's means lies from a layer's running mean; 0 where that cannot be told."""
+    """How far the mean of the bank's means lies from a layer's running mean;
+    0 where that cannot be told."""
     bank, name = getattr(layer, "bank", None), getattr(layer, "bank_name", None)
     if bank is None or name not in bank.mean or f"{name}#1" in bank.mean:
         return 0.0

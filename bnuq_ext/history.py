@@ -20,8 +20,9 @@ def next_node() -> int:
 
 
 def made_since(start: int, model: nn.Module, outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Of the outputs and of the tensors that a model's modules hold as attributes (an output kept for another loss)
-    those with a history that ends at the node `start` of this thread's graph or later."""
+    """Of the outputs and of the tensors that a model's modules hold as attributes (an output kept
+    for another loss) those with a history that ends at the node `start` of this thread's graph
+    or later."""
     modules = modules_of(model) if torch.is_grad_enabled() else []
     held = [value for module in modules for value in _plain_and_buffers(module)]
     return [t for t in (*outputs, *_tensors_in(held)) if _number(t) >= start]

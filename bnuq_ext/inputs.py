@@ -15,7 +15,8 @@ def model_input(op: str, batch, input_fn: Callable | None = None):
 
     Args:
         op: who asks, for the message.
-        batch: a tensor; a tuple or list whose first entry is one; a dict with one under "input" or "x".
+        batch: a tensor; a tuple or list whose first entry is one;
+            a dict with one under "input" or "x".
         input_fn: batch -> tensor, tuple of arguments, or dict of keyword arguments.
 
     Returns:
@@ -56,8 +57,8 @@ def split_batch(op: str, batch) -> tuple:
 
 
 def _collated(batch) -> tuple[Tensor, ...] | None:
-    """The arguments that a DataLoader has collated from a data set's tuples into a list: each has a row per target,
-    which a list of images of several sizes has not."""
+    """The arguments that a DataLoader has collated from a data set's tuples into a list: each has a
+    row per target, which a list of images of several sizes has not."""
     first, targets = batch[0], batch[1] if len(batch) > 1 else None
     if isinstance(first, list) and isinstance(targets, Tensor) and targets.dim() > 0:
         if all(isinstance(t, Tensor) and t.shape[:1] == targets.shape[:1] for t in first):
@@ -109,7 +110,8 @@ def num_rows(op: str, inputs) -> int:
 
 
 def map_tensors(inputs, fn: Callable[[Tensor], Tensor]):
-    """The input with fn of each of its tensors, in the order of `tensors`; one in several places stays one."""
+    """The input with fn of each of its tensors, in the order of `tensors`;
+    one in several places stays one."""
     if isinstance(inputs, Tensor):
         return fn(inputs)
     made: dict[int, tuple[Tensor, Tensor]] = {}

@@ -30,12 +30,14 @@ class Known:
         seen: the fingerprint of its modules.
         modules: which they are.
         plans, trials: see `Folding`; undecided: how many trials could not tell.
-        earlier_plans: of earlier states, for as long as nothing but the values of parameters has changed; see
-            `StandingFolding`.
+        earlier_plans: of earlier states, for as long as nothing but the values
+            of parameters has changed; see `StandingFolding`.
         generation: how often those have changed.
-        times_changed: how often in a row it was another model before a plan could be kept: a training loop counts
-            something in it, or anneals a rate of it. skipped: batches that have gone without a proof then.
-        checked_in_train: where plans have been compared with the training flags as they are; see `StandingFolding`.
+        times_changed: how often in a row it was another model before a plan could be kept: a
+            training loop counts something in it, or anneals a rate of it. skipped:
+            batches that have gone without a proof then.
+        checked_in_train: where plans have been compared with the training flags as they are;
+            see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
@@ -58,8 +60,8 @@ class Known:
         self.samplers = BankSamplers()
 
     def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
-        """Around a forward; around the first one that draws statistics for `layers`, it warns of batch norm that
-        is not covered.
+        """Around a forward; around the first one that draws statistics for `layers`,
+        it warns of batch norm that is not covered.
 
         Yields what counts there, or None.
         """
@@ -80,7 +82,8 @@ class Known:
 
 
 class BankSamplers:
-    """The samplers of a model's bank, each made when it is first asked for, and again after a change of the bank."""
+    """The samplers of a model's bank, each made when it is first asked for,
+    and again after a change of the bank."""
 
     def __init__(self):
         self._looked, self._bank = False, None
@@ -119,13 +122,15 @@ class BankSamplers:
 
 
 def _stream(device: torch.device) -> int:
-    """The current stream of a GPU, which alone waits for what a sampler makes and keeps; 0 on the CPU."""
+    """The current stream of a GPU, which alone waits for what a sampler makes and keeps;
+    0 on the CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 @untraced
 def know(model: nn.Module, modules: list[nn.Module]) -> Known:
-    """What is known of a model with these modules: where it has changed since, nothing but what may stand."""
+    """What is known of a model with these modules: where it has changed since,
+    nothing but what may stand."""
     seen = fingerprint(modules)
     with _LOCK:
         before = _KNOWN.get(model)

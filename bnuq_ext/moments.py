@@ -1,4 +1,5 @@
-"""Moments of a bank's statistics over its snapshots, and what they would be at another batch size."""
+"""Moments of a bank's statistics over its snapshots,
+and what they would be at another batch size."""
 
 from __future__ import annotations
 
@@ -15,15 +16,17 @@ class Rescaling(NamedTuple):
 
         v(M) = v1 / c * (M0 / M) (1 - M / N),   c = (1 - M0/N) + disjoint * M0/N
 
-    for batches drawn without replacement from N rows; `disjoint` is the fraction of pairs of snapshots
-    without a common row. c is 1 for one pass over the data, and 1 - M0/N for independent draws (1 for independent
-    draws with replacement, whose v1 is that of M0 out of infinitely many rows; they count as disjoint).
+    for batches drawn without replacement from N rows; `disjoint` is the fraction of pairs of
+    snapshots without a common row. c is 1 for one pass over the data, and 1 - M0/N for independent
+    draws (1 for independent draws with replacement,
+    whose v1 is that of M0 out of infinitely many rows; they count as disjoint).
 
-    Measured with bounded inputs, M0 = 32: stds within 7 % from M0/2 to 8 M0, in every layer; with M0 = 16 or 8
-    that of ln std in a first layer within 15 % or 30 %, and of inputs of two values three times too large at 8 M0:
-    the first order, which this is, vanishes for them. With heavy-tailed
-    ones (squared normals) those of deeper layers' means were 25 % too large at M0/2 and too small at 4 M0:
-    behind another batch norm the noise of a mean cancels to first order, and the rest falls faster.
+    Measured with bounded inputs, M0 = 32: stds within 7 % from M0/2 to 8 M0, in every layer; with
+    M0 = 16 or 8 that of ln std in a first layer within 15 % or 30 %, and of inputs of two values
+    three times too large at 8 M0: the first order, which this is, vanishes for them. With
+    heavy-tailed ones (squared normals) those of deeper layers' means were 25 % too large at M0/2
+    and too small at 4 M0: behind another batch norm the noise of a mean cancels to first order,
+    and the rest falls faster.
     """
 
     bank_factor: float  # v(M0) / v1
@@ -67,13 +70,13 @@ class Moments(NamedTuple):
 def fit(mean: Tensor, var: Tensor, rescaling: Rescaling) -> Moments:
     """Moments over the snapshots, rescaled in spread and shifted in the centre of the spread.
 
-    A smaller batch has a smaller biased std. The variance of the population is E[var_M] + Var[mean_M]
-    for every M, and Var[std] / E[std]^2 falls as the other variances do, hence
+    A smaller batch has a smaller biased std. The variance of the population is E[var_M] +
+    Var[mean_M] for every M, and Var[std] / E[std]^2 falls as the other variances do, hence
         E[var](M) = E[var](M0) + Var[mean](M0) - Var[mean](M),
         E[std](M)^2 = E[var](M) / (1 + Var[std](M) / E[std]^2),
         E[ln std](M) = ln E[std](M) - Var[ln std](M) / 2   (of a log-normal std),
-    of which only the difference between M and M0 is used: at M0 the centres are the bank's own. E[var](M) is
-    held above 1/64 of the bank's, the centre of the std above 1/8 of the bank's.
+    of which only the difference between M and M0 is used: at M0 the centres are the bank's own.
+    E[var](M) is held above 1/64 of the bank's, the centre of the std above 1/8 of the bank's.
 
     Args:
         mean, var: (B, C), B at least 2.

@@ -30,7 +30,8 @@ class Stochastic(Replicated):
         return self
 
     def reset_running_stats(self) -> None:
-        """As in torch, unless they are frozen: `torch.optim.swa_utils.update_bn` would not fill them again."""
+        """As in torch, unless they are frozen: `torch.optim.swa_utils.update_bn` would not fill
+        them again."""
         if not self.frozen:
             super().reset_running_stats()
 
@@ -47,7 +48,8 @@ class Stochastic(Replicated):
         return self.finish(y)
 
     def check_input(self, x: Tensor) -> None:
-        """Raises as the original class does for an x with the wrong number of dimensions, if it checks that."""
+        """Raises as the original class does for an x with the wrong number of dimensions,
+        if it checks that."""
         check = getattr(self, "_check_input_dim", None)
         if check is not None:
             check(x)

@@ -1,4 +1,5 @@
-"""`statistics_normality`: are a network's batch statistics Gaussian, and as wide as the theory says?"""
+"""`statistics_normality`: are a network's batch statistics Gaussian,
+and as wide as the theory says?"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ _LEVEL = 0.05
 
 
 class LayerNormality(NamedTuple):
-    """The statistics of one batch-norm call, (C,) by channel, float64; nan where a statistic is constant.
+    """The statistics of one batch-norm call, (C,) by channel, float64;
+    nan where a statistic is constant.
 
     Attributes:
         analytic: `analytic_statistics` of the layer's inputs over the data.
@@ -108,21 +110,24 @@ def statistics_normality(
 ) -> StatisticsNormality:
     """Puts the Gaussian model of the batch statistics to the test, layer by layer.
 
-    Theory (`analytic_statistics`): mu_B and sigma_B are normal, with variances that follow from the moments of
-    the layer's inputs over the data. Observed: the statistics of random batches, drawn without replacement and
-    independently of each other, each batch normalised by its own statistics in the layers before, as in training.
-    The theory's variances hold for layers with no batch norm before them. Behind one that of mu_B is several
-    times too large: the batch has mean 0 and variance 1 there, so whatever is linear in z and z^2 has no noise.
-    Of the variance of relu(z) for normal z, 0.341, that is all but 0.011, a factor of 30.
+    Theory (`analytic_statistics`): mu_B and sigma_B are normal, with variances that follow from the
+    moments of the layer's inputs over the data. Observed: the statistics of random batches, drawn
+    without replacement and independently of each other, each batch normalised by its own statistics
+    in the layers before, as in training. The theory's variances hold for layers with no batch norm
+    before them. Behind one that of mu_B is several times too large: the batch has mean 0 and
+    variance 1 there, so whatever is linear in z and z^2 has no noise. Of the variance of relu(z)
+    for normal z, 0.341, that is all but 0.011, a factor of 30.
 
-    The moments over the data are taken with the batches' mean statistics in the layers before. Model, bank,
-    flags and generators are left as found.
+    The moments over the data are taken with the batches' mean statistics in the layers before.
+    Model, bank, flags and generators are left as found.
 
     Args:
         model: converted by `convert`; with a bank or without.
-        data: a map-style data set of inputs, see `collect`, or (x, y); a DataLoader stands for its data set.
+        data: a map-style data set of inputs, see `collect`, or (x, y);
+            a DataLoader stands for its data set.
         batch_size: M, from 2 to N - 1.
-        num_batches: B; at least 8. An observed variance has a relative standard error of sqrt(2 / (B - 1)).
+        num_batches: B; at least 8. An observed variance has a relative standard error
+            of sqrt(2 / (B - 1)).
         seed: of the draws; None draws it from torch's generator.
         rows_at_a_time: inputs that go through the model together for the moments.
         progress: show a bar on stderr; where that is no terminal, a line a minute.
@@ -133,7 +138,8 @@ def statistics_normality(
     Raises:
         ValueError, TypeError: an argument is refused, or the model is not converted.
 
-    Source: Teye et al. (2018), section 3.1, Figure 3 and appendix 1.3, 1.9; Lilliefors (1967) for the test.
+    Source: Teye et al. (2018), section 3.1, Figure 3 and appendix 1.3, 1.9; Lilliefors (1967)
+    for the test.
     """
     layers = require_stochastic_layers(OP, model)
     batch_size = check_integer(OP, "batch_size", batch_size, 2)
@@ -163,7 +169,8 @@ def statistics_normality(
 
 
 class _MomentsPass(Pass):
-    """Normalises with a bank's mean statistics, and sums up the moments of what the layers are given."""
+    """Normalises with a bank's mean statistics, and sums up the moments
+    of what the layers are given."""
 
     def __init__(self, layers: dict[str, nn.Module], bank: Bank, device):
         super().__init__(layers)
@@ -184,7 +191,8 @@ class _MomentsPass(Pass):
 
 
 class _RowSums:
-    """Sums over rows of a, q, a^2, q^2 and a q, with a and q the means over a row's positions of d and d^2.
+    """Sums over rows of a, q, a^2, q^2 and a q, with a and q the means over a row's positions
+    of d and d^2.
 
     d = h - centre; with a centre near the mean nothing cancels.
     """
@@ -227,11 +235,11 @@ def _judge(
 def lilliefors(values: Tensor) -> tuple[Tensor, Tensor]:
     """Kolmogorov-Smirnov test of normality with mean and variance unknown, column by column.
 
-        D = sup over z of |share of (v - mean) / std that is at most z - Phi(z)|,    std with 1/(n-1)
+        D = sup over z of |share of (v - mean) / std that is at most z - Phi(z)|, std by 1/(n-1)
 
-    The p-value is that of fitted parameters: (1 + number of D* >= D) / (1 + 20,000) over that many simulated
-    normal samples of the same size, the same ones in every call. (Tables for known parameters would hardly ever
-    reject.) Its standard error is at most 0.0035.
+    The p-value is that of fitted parameters: (1 + number of D* >= D) / (1 + 20,000) over that many
+    simulated normal samples of the same size, the same ones in every call. (Tables for known
+    parameters would hardly ever reject.) Its standard error is at most 0.0035.
 
     Args:
         values: (n, C), n at least 4; floating, finite.
@@ -239,7 +247,8 @@ def lilliefors(values: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         D and p, each (C,) float64; nan for a column of equal values.
 
-    Source: Lilliefors, On the Kolmogorov-Smirnov Test for Normality with Mean and Variance Unknown (1967).
+    Source: Lilliefors, On the Kolmogorov-Smirnov Test for Normality with Mean
+    and Variance Unknown (1967).
     """
     check_floating("lilliefors", "values", values)
     if values.dim() != 2 or len(values) < 4:

@@ -1,8 +1,8 @@
 """What a stochastic layer does now: the current pass, held in a context variable.
 
-Outside every pass a stochastic layer is the layer that it was made from. Inside one it hands its input to
-the pass, so that the state of a prediction or a collection lives neither in the model nor in a global, and
-threads do not meet.
+Outside every pass a stochastic layer is the layer that it was made from. Inside one it hands its
+input to the pass, so that the state of a prediction or a collection lives neither in the model nor
+in a global, and threads do not meet.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class running:  # a context manager; written out, for a generator costs more tha
 class Replicated:
     """Mixin of a layer that a pass can run as T replicas; goes before the class it extends.
 
-    A layer has `plain_forward(x)`, what it does outside every pass, and `replicate(x, draw, key, stream,
-    shared)`, its rows for all replicas of a draw: x is (N, *) if shared, else (T*N, *), replica-major; the
-    result is (T*N, *).
+    A layer has `plain_forward(x)`, what it does outside every pass, and
+    `replicate(x, draw, key, stream, shared)`, its rows for all replicas of a draw: x is (N, *) if
+    shared, else (T*N, *), replica-major; the result is (T*N, *).
     """
 
     needs_bank = False  # whether a draw must have statistics for each of its calls
@@ -100,7 +100,8 @@ class Pass:
     """One forward of a model with its stochastic layers doing something else than usual.
 
     Args:
-        layers: the stochastic layers of the model and their names, `named_stochastic_layers(model)`.
+        layers: the stochastic layers of the model and their names,
+            `named_stochastic_layers(model)`.
 
     Attributes:
         streams: of each layer's first call; the next layer's is 65,536 further on.
@@ -141,8 +142,9 @@ class Undecided(DoesNotFold):
 class ReplicaPass(Pass):
     """A forward of T replicas: each stochastic call normalises with the statistics of a draw.
 
-    Folded activations are (T*N, C, *), replica-major. Whether the x of a call is shared by the replicas
-    or folded is known from the rows that the call had in a pass with T = 1; with T = 1 it is the same.
+    Folded activations are (T*N, C, *), replica-major. Whether the x of a call is shared by the
+    replicas or folded is known from the rows that the call had in a pass with T = 1;
+    with T = 1 it is the same.
 
     Args:
         layers: the stochastic layers by the names that the draw's statistics have.
@@ -193,17 +195,20 @@ class ReplicaPass(Pass):
         return shared
 
     def follow(self, outputs: list[Tensor], start: int) -> None:
-        """Lets what a backward from these outputs computes again (activation checkpointing) be the same.
+        """Lets what a backward from these outputs computes again (activation checkpointing)
+        be the same.
 
-        `start` is the number of the first node that may be this forward's. The outputs' grad_fn have been asked for,
-        and so brought up to date: torch up to 2.14 crashes at a hook where a slice was written.
+        `start` is the number of the first node that may be this forward's. The outputs' grad_fn
+        have been asked for, and so brought up to date:
+        torch up to 2.14 crashes at a hook where a slice was written.
         """
         replay = Replay(self, start) if outputs else None
         for output in outputs:
             output.register_hook(replay.enter)
 
     def check_calls(self) -> None:
-        """Raises unless the forward made the calls of the bank, at least one, and those of T = 1."""
+        """Raises unless the forward made the calls of the bank, at least one,
+        and those of T = 1."""
         made = sum(self.calls.values())
         if made != len(self.draw.tables):  # equal in a model without other layers
             self._check_against_bank()
@@ -228,10 +233,11 @@ class ReplicaPass(Pass):
 
 
 class Replay(Pass):
-    """Parts of a forward that is over, computed again by the backward from its outputs, in any order.
+    """Parts of a forward that is over, computed again by the backward from its outputs,
+    in any order.
 
-    The graph of the forward keeps it alive. A backward through several forwards goes through one after another,
-    the last one first, and enters each by its outputs.
+    The graph of the forward keeps it alive. A backward through several forwards goes through one
+    after another, the last one first, and enters each by its outputs.
     """
 
     def __init__(self, done: ReplicaPass, start: int):
@@ -253,7 +259,8 @@ class Replay(Pass):
             refuse(done.op, f"layer {name!r}", requirement, f"{calls} calls")
         y = layer.replicate(x, self.draw, name, self.streams[name], self._is_shared(name, x))
         if y.requires_grad:
-            # A reentrant checkpoint runs a backward of its own, over nodes of the thread that it runs in.
+            # A reentrant checkpoint runs a backward of its own,
+            # over nodes of the thread that it runs in.
             y.register_hook(Replay(done, 0).enter)
         return y
 

@@ -30,24 +30,27 @@ def to_bayesian(
 ) -> nn.Module:
     """A copy of a trained model whose linear layers have a Gaussian around each of their weights.
 
-    In eval() it returns what the model returned, until it is trained. Hooks, shared layers and shared weights
-    stay: of two layers with one weight each has a spread, draws and a divergence of its own around the one
-    mean (a layer that is itself shared has one of each). The mean of a frozen layer stays frozen, its spread does not.
-    Layers that are called are sampled, and so are those of `torch.nn.TransformerEncoder`, whose fused path is switched
-    off (which without gradients had put zeros where a padding mask is); attention's own projections are not among them.
+    In eval() it returns what the model returned, until it is trained. Hooks, shared layers and
+    shared weights stay: of two layers with one weight each has a spread, draws and a divergence of
+    its own around the one mean (a layer that is itself shared has one of each). The mean of a
+    frozen layer stays frozen, its spread does not. Layers that are called are sampled, and so are
+    those of `torch.nn.TransformerEncoder`, whose fused path is switched off (which without
+    gradients had put zeros where a padding mask is);
+    attention's own projections are not among them.
 
     Args:
         model: holds `torch.nn.Linear` layers (that very class, or timm's `Linear`).
         filter_fn: (name, layer) -> whether to turn the layer; None turns all.
-        rho_init: spread of every weight and bias before the softplus; -5 is a standard deviation of 0.0067;
-            (low, high) draws each from a uniform distribution.
+        rho_init: spread of every weight and bias before the softplus; -5 is a standard deviation of
+            0.0067; (low, high) draws each from a uniform distribution.
         prior: see `BayesLinear`.
 
     Raises:
-        ValueError, TypeError: copy.deepcopy refuses the model, it is wrapped in DistributedDataParallel, no linear layer
-            is left to turn, or one has parameters of 16 bits, none yet (lazy), a weight that is made of others (spectral
-            norm, the older weight norm, pruning by torch; one with a parametrization is no nn.Linear and stays as it
-            is), or a forward that is set on the object.
+        ValueError, TypeError: copy.deepcopy refuses the model, it is wrapped in
+            DistributedDataParallel, no linear layer is left to turn, or one has parameters of 16
+            bits, none yet (lazy), a weight that is made of others (spectral norm, the older weight
+            norm, pruning by torch; one with a parametrization is no nn.Linear and stays as it is),
+            or a forward that is set on the object.
     """
     op = "to_bayesian"
     check_model(op, model)
@@ -102,8 +105,8 @@ def _check_linear(op: str, place: str, layer: nn.Linear) -> None:
 
 
 def _turn(linear: nn.Linear, rho_init, prior) -> None:
-    """Makes a linear layer a Bayesian one around its weights, in place: its hooks stay, what else it holds, and whoever
-    shares it."""
+    """Makes a linear layer a Bayesian one around its weights, in place: its hooks stay, what else
+    it holds, and whoever shares it."""
     made = BayesLinear(
         linear.in_features,
         linear.out_features,
@@ -124,7 +127,8 @@ def _turn(linear: nn.Linear, rho_init, prior) -> None:
 
 
 def _leave_fused_paths(module: nn.Module) -> None:
-    """Torch's encoders read the weights of their linear layers in eval() instead of calling them."""
+    """Torch's encoders read the weights of their linear layers in eval()
+    instead of calling them."""
     if isinstance(module, nn.TransformerEncoderLayer):
         if isinstance(module.linear1, BayesLinear) or isinstance(module.linear2, BayesLinear):
             module.activation_relu_or_gelu = 0
@@ -137,7 +141,8 @@ class PosteriorSummary(NamedTuple):
     """All weights of a model's Bayesian layers, without biases, layer after layer.
 
     Attributes:
-        snr: (W,) |mu| / sigma, the signal-to-noise ratio; 0 where mu is, finite where sigma is next to nothing.
+        snr: (W,) |mu| / sigma, the signal-to-noise ratio; 0 where mu is,
+            finite where sigma is next to nothing.
         magnitude: (W,) |mu|.
         std: (W,) sigma.
         layers: the slice of each layer by its name.
@@ -183,15 +188,16 @@ def _weights(layers: dict[str, BayesLinear]) -> list[Tensor]:
 
 
 def _signal_to_noise(mu: Tensor, rho: Tensor) -> Tensor:
-    """In float64, where a sigma of rho = -700 is not 0 and its ratio not infinite: in float32 -90 is enough."""
+    """In float64, where a sigma of rho = -700 is not 0 and its ratio not infinite:
+    in float32 -90 is enough."""
     return torch.where(mu == 0, 0.0, mu.abs().double() / sigma_of(rho.double()))
 
 
 def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     """Sets the lowest-ranked weights to exactly 0 in every sample, in place; biases stay.
 
-    The weights of all Bayesian layers are ranked together. Their means and spreads are kept, so that another
-    call, with fraction 0 for instance, starts from all weights again.
+    The weights of all Bayesian layers are ranked together. Their means and spreads are kept, so
+    that another call, with fraction 0 for instance, starts from all weights again.
 
     Args:
         model: holds `BayesLinear` layers.
@@ -202,7 +208,8 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
         The fraction that is pruned: that asked for, to the nearest weight.
 
     Raises:
-        ValueError, TypeError: no Bayesian layer, or an argument out of range; the model is as before.
+        ValueError, TypeError: no Bayesian layer, or an argument out of range;
+            the model is as before.
 
     Source: Blundell et al. (2015), section 5.1; Graves, Practical Variational Inference (2011).
     """

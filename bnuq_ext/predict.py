@@ -56,41 +56,47 @@ def predict(
     keep_samples: bool = False,
     progress: bool = False,
 ) -> Prediction:
-    """The predictive distribution of T replicas of a model, each with drawn batch-norm statistics or weights.
+    """The predictive distribution of T replicas of a model,
+    each with drawn batch-norm statistics or weights.
 
-    A replica is the model in eval with the statistics of one draw in its stochastic layers, and one sample of
-    the weights in its `BayesLinear` layers, the same for all rows. Draws are a function of (seed, replica)
-    alone (and of the bank, or of the batches that a loader yields, whose order is its own): bit-identical for
-    any chunk, strategy and device; outputs agree to rounding. Memory beyond the result does not grow with T.
-    Training flags are restored, gradients are off.
+    A replica is the model in eval with the statistics of one draw in its stochastic layers, and one
+    sample of the weights in its `BayesLinear` layers, the same for all rows. Draws are a function
+    of (seed, replica) alone (and of the bank, or of the batches that a loader yields, whose order
+    is its own): bit-identical for any chunk, strategy and device; outputs agree to rounding. Memory
+    beyond the result does not grow with T. Training flags are restored, gradients are off.
 
     Args:
-        model: converted by `convert`, with a bank from `collect` or `attach`; or with `BayesLinear` layers,
-            which need none; or both.
-        x: a tensor, a tuple of arguments or a dict of keyword arguments, on the model's device; or a
-            loader, any other iterable of batches: an input, or a tuple (input, targets, ...), or a dict with
-            one under "input" or "x" and "target(s)", "y" or "label(s)". Arguments that a data set returns in a
-            tuple, beside targets, may have become a list, each with a row for each target. A loader's batches
-            are moved to the model's device and all get the same draws.
-        likelihood: "categorical": outputs are logits (N, K, *), softmax over dim 1; K at least 2. "gaussian":
-            outputs (N, ...) are means.
+        model: converted by `convert`, with a bank from `collect` or `attach`; or with `BayesLinear`
+            layers, which need none; or both.
+        x: a tensor, a tuple of arguments or a dict of keyword arguments, on the model's device; or
+            a loader, any other iterable of batches: an input, or a tuple (input, targets, ...), or
+            a dict with one under "input" or "x" and "target(s)", "y" or "label(s)". Arguments that
+            a data set returns in a tuple, beside targets, may have become a list, each with a row
+            for each target. A loader's batches are moved to the model's device
+            and all get the same draws.
+        likelihood: "categorical": outputs are logits (N, K, *), softmax over dim 1; K at least 2.
+            "gaussian": outputs (N, ...) are means.
         num_samples: T, at least 1.
         sampler: "bank" (stored snapshots), "joint" (a Gaussian with the bank's covariance over all
-            layers), "lognormal", "normal" (independent statistics), "batch" (fresh batches of `loader`:
-            replica t uses its t-th).
+            layers), "lognormal", "normal" (independent statistics), "batch" (fresh batches of
+            `loader`: replica t uses its t-th).
         seed: any integer in [-2^63, 2^63); None draws one from torch's generator.
-        noise_var: variance of gaussian observation noise, of mean's shape or one that broadcasts to it.
-        first_replica: global number of the first replica: 10 replicas from 10 on are the second half of 20.
-        loader: batches for sampler "batch": replica t takes the t-th that it yields. Only a loader with a generator of
-            its own, or none that draws, yields the same ones again.
+        noise_var: variance of gaussian observation noise,
+            of mean's shape or one that broadcasts to it.
+        first_replica: global number of the first replica:
+            10 replicas from 10 on are the second half of 20.
+        loader: batches for sampler "batch": replica t takes the t-th that it yields. Only a loader
+            with a generator of its own, or none that draws, yields the same ones again.
         batch_size: M that "joint", "lognormal" and "normal" rescale the bank to; see
             `bnuq_ext.moments.Rescaling`.
-        query: whether with sampler "batch" a query's own row counts in the statistics. "out": they are the
-            batch's. "in": each query by itself takes the place of the last row of the batch, and the statistics
-            are those of the M rows together, in deeper layers too: exact, as in a training step, and slow,
-            since it takes a forward of M rows for each query and replica. Keeps all T batches in memory.
-        strategy: "loop" runs one replica after another, which defines the answer; "folded" runs many as
-            one batch or refuses; "auto" folds where the model has proved to give the loop's answer.
+        query: whether with sampler "batch" a query's own row counts in the statistics. "out": they
+            are the batch's. "in": each query by itself takes the place of the last row of the
+            batch, and the statistics are those of the M rows together, in deeper layers too: exact,
+            as in a training step, and slow, since it takes a forward of M rows for each query and
+            replica. Keeps all T batches in memory.
+        strategy: "loop" runs one replica after another, which defines the answer; "folded" runs
+            many as one batch or refuses; "auto" folds where the model has proved
+            to give the loop's answer.
         chunk: replicas at a time, or "auto".
         output_fn: takes the tensor out of the model's output where that is none.
         keep_samples: keep the raw outputs of all replicas.
@@ -100,8 +106,8 @@ def predict(
         a Prediction: mean and variance over the replicas, for "categorical" the entropies too.
 
     Raises:
-        ValueError, TypeError: an argument is refused; no bank; layers called more or less often than in
-            `collect`; a model that does not fold, with "folded".
+        ValueError, TypeError: an argument is refused; no bank; layers called more or less often
+            than in `collect`; a model that does not fold, with "folded".
         torch.OutOfMemoryError: not even one replica fits.
     """
     model, modules = take_model("predict", model)
@@ -148,8 +154,8 @@ def take_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model out of the wrappers of torch.compile and of data-parallel training, whose forwards wait for other
-    processes, which may predict nothing, or other batches."""
+    """The model out of the wrappers of torch.compile and of data-parallel training, whose forwards
+    wait for other processes, which may predict nothing, or other batches."""
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
@@ -180,7 +186,8 @@ def check_bank_sampler(op: str, sampler: str, batch_size) -> None:
 def _forward_by_loader(
     model: nn.Module, modules: list[nn.Module], loader, count: int, query: str, seed, output_fn
 ) -> Forward:
-    """How to run a model with the statistics of a loader's batches; with query "in" those are not drawn before."""
+    """How to run a model with the statistics of a loader's batches;
+    with query "in" those are not drawn before."""
     known, device = know(model, modules), device_of(modules)
     if query == "in":
         layers, drawn = require_stochastic_layers("predict", model), WeightSampler(device)

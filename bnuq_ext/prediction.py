@@ -25,19 +25,21 @@ LIKELIHOODS = ("categorical", "gaussian")
 
 @dataclass(eq=False)
 class Prediction:
-    """The predictive distribution of T replicas at N inputs. An attribute that does not apply is None.
+    """The predictive distribution of T replicas at N inputs.
+    An attribute that does not apply is None.
 
     Attributes:
         likelihood: "categorical" or "gaussian".
         num_samples: T.
-        mean: categorical (N, K, *), mean of the replicas' class probabilities; gaussian (N, ...), mean
-            of their outputs.
+        mean: categorical (N, K, *), mean of the replicas' class probabilities; gaussian (N, ...),
+            mean of their outputs.
         variance: like mean, over the replicas, with 1/T.
         noise_var: variance of the observation noise as given to `predict`; gaussian only.
         entropy: (N, *) entropy of the mean probabilities, in nats; categorical only.
         mutual_information: (N, *) between class and replica, in nats: entropy minus the mean of the
-            replicas' entropies. Not negative, and 0 where it is below the rounding of that difference,
-            eps (4 + sqrt(T)) (1 + ln K): 4e-6 in float32 for 32 replicas and ten classes.
+            replicas' entropies. Not negative, and 0 where it is below the rounding of that
+            difference, eps (4 + sqrt(T)) (1 + ln K):
+            4e-6 in float32 for 32 replicas and ten classes.
         samples: (T, N, ...) raw outputs of the replicas, where kept.
         snapshots: (T,) int64, row of the bank that each replica used; sampler "bank" only.
         targets: what the loader gave beside the inputs: one tensor, or a list of one entry a batch.
@@ -72,7 +74,8 @@ class Prediction:
         """The prediction of replicas from anywhere: an ensemble, dropout, a loop of one's own.
 
         Args:
-            samples: (T, N, K, *) logits, softmax over dim 2, or (T, N, ...) means; T at least 1, K at least 2.
+            samples: (T, N, K, *) logits, softmax over dim 2, or (T, N, ...) means; T at least 1,
+                K at least 2.
             likelihood: "categorical" or "gaussian".
             noise_var: see `predict`.
 
@@ -156,7 +159,8 @@ def refuse_one_logit(op: str, logits: Tensor, remedy: str) -> NoReturn:
 
 
 class CategoricalMoments:
-    """Running statistics of softmax(logits), one replica after another: the same under any chunking."""
+    """Running statistics of softmax(logits), one replica after another:
+    the same under any chunking."""
 
     def __init__(self, op: str):
         self.op, self.count, self.mean = op, 0, None
@@ -179,8 +183,9 @@ class CategoricalMoments:
 
 
 class GaussianMoments:
-    """Running mean and sum of squared deviations (Chan, Golub and LeVeque, 1979), both from the first replica:
-    differences of numbers that are near do not round, however large the numbers are."""
+    """Running mean and sum of squared deviations (Chan, Golub and LeVeque, 1979), both from the
+    first replica: differences of numbers that are near do not round,
+    however large the numbers are."""
 
     def __init__(self, op: str):
         self.op, self.count, self.origin, self.mean, self.m2 = op, 0, None, None, None

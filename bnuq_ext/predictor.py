@@ -160,7 +160,8 @@ class Predictor:
         return self._checked(plan)
 
     def _trial_pays(self, folding: Folding, plan: Plan) -> bool:
-        """Whether it may tell, and more than one replica would go into a chunk; it costs as much as seventy rows."""
+        """Whether it may tell, and more than one replica would go into a chunk;
+        it costs as much as seventy rows."""
         wanted = self.request
         if wanted.strategy == "folded":
             return True

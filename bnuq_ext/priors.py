@@ -34,12 +34,14 @@ class GaussianPrior:
 
 @dataclass(frozen=True)
 class ScaleMixturePrior:
-    """pi N(0, std1^2) + (1 - pi) N(0, std2^2) over every weight; its divergence is a Monte Carlo mean.
+    """pi N(0, std1^2) + (1 - pi) N(0, std2^2) over every weight;
+    its divergence is a Monte Carlo mean.
 
     Args:
         pi: weight of the broader component, in [0, 1].
         std1: standard deviation of the broader component; positive, finite.
-        std2: that of the narrower; positive, at most `std1`. Weights in float32 need one above 5.42e-20.
+        std2: that of the narrower; positive, at most `std1`.
+            Weights in float32 need one above 5.42e-20.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or no number.

@@ -28,12 +28,14 @@ def leading(inputs, rows: int) -> list[Tensor]:
 
 
 def probe_inputs(op: str, inputs) -> tuple:
-    """The input cut to three rows that differ from each other, and whether integers in them are made up.
+    """The input cut to three rows that differ from each other,
+    and whether integers in them are made up.
 
-    Rows of the input itself; then, of floating-point ones, these with their values weighted from a quarter
-    to one, so that they stay in their range; then one half of one and the other of another; then one half of their
-    values, each twice, and these flipped along their dimensions, which leaves integers valid where all are of one
-    kind; last, for constant rows, these with a ramp added.
+    Rows of the input itself; then, of floating-point ones, these with their values weighted from a
+    quarter to one, so that they stay in their range; then one half of one and the other of another;
+    then one half of their values, each twice, and these flipped along their dimensions, which
+    leaves integers valid where all are of one kind; last, for constant rows,
+    these with a ramp added.
     """
     rows = num_rows(op, inputs)
     cut = leading(inputs, rows)
@@ -124,10 +126,10 @@ def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
 def probe_draws(draw: Draw, num_samples: int = 2) -> list[Draw]:
     """Replicas that differ from the one before in every layer: each alone, and last all together.
 
-    The first has the statistics of a replica of `draw`; in every second each mean is moved by half a
-    standard deviation, up or down from channel to channel, and each variance is half as large again;
-    Bayesian layers widen their posterior. So the trial does not depend on how different the snapshots of the
-    bank are, or the samples of a posterior.
+    The first has the statistics of a replica of `draw`; in every second each mean is moved by half
+    a standard deviation, up or down from channel to channel, and each variance is half as large
+    again; Bayesian layers widen their posterior. So the trial does not depend on how different the
+    snapshots of the bank are, or the samples of a posterior.
     """
     tables = {key: _spread_out(draw, statistics) for key, statistics in draw.tables.items()}
     rows = torch.arange(num_samples, device=draw.seed.device) % 2
@@ -152,10 +154,12 @@ def _spread_out(draw: Draw, statistics: Statistics | Fitted) -> Statistics:
 
 
 def check_equal(folded: Tensor, loop: Tensor, tolerance: float) -> None:
-    """Raises DoesNotFold unless the two agree, relative to the largest finite value; NaN only to NaN.
+    """Raises DoesNotFold unless the two agree, relative to the largest finite value;
+    NaN only to NaN.
 
-    Channels (of the second dimension, and of the last) with much smaller values than the largest must agree relative
-    to their own, as far as the rounding of the largest can be told from a difference.
+    Channels (of the second dimension, and of the last) with much smaller values than the largest
+    must agree relative to their own, as far as the rounding of the largest can be told
+    from a difference.
     """
     if folded.shape != loop.shape:
         raise DoesNotFold(
@@ -201,8 +205,8 @@ def check_apart(
 ) -> None:
     """Raises DoesNotFold if one of two replicas reaches the rows of the other.
 
-    Infinities that its stochastic calls give do, through a gate at zero, a clip or a threshold too, which
-    the trial's own values may leave shut. `folded` is what `run` gives without them.
+    Infinities that its stochastic calls give do, through a gate at zero, a clip or a threshold too,
+    which the trial's own values may leave shut. `folded` is what `run` gives without them.
     """
     expected = folded.chunk(2)
     for replica, value in product((0, 1), (math.inf, -math.inf)):
@@ -223,10 +227,11 @@ def check_outlier(
     draws: list[Draw],
     tolerance: float,
 ) -> None:
-    """Raises DoesNotFold if a row that lies far out in its replica is treated otherwise among several replicas.
+    """Raises DoesNotFold if a row that lies far out
+    in its replica is treated otherwise among several replicas.
 
-    A mask or a clip by the spread or the median of a batch does so: of n rows one lies at most sqrt(n - 1)
-    standard deviations from their mean.
+    A mask or a clip by the spread or the median of a batch does so: of n rows one lies at most
+    sqrt(n - 1) standard deviations from their mean.
 
     Args:
         alone: runs a draw of one replica; `run`: one of all of `draws[:-1]` together, `draws[-1]`.
@@ -245,8 +250,8 @@ def check_outlier(
 
 
 def _outlie(y: Tensor) -> None:
-    """Makes all small but the first row of the first replica: a hundred times as large as its other rows, and still
-    where activations are not saturated."""
+    """Makes all small but the first row of the first replica: a hundred times as large as its other
+    rows, and still where activations are not saturated."""
     y *= 0.01
     row, others = y[0, 0], y[0, 1:]
     if others.numel():
@@ -277,7 +282,8 @@ def check_gradients(
 
 @contextmanager
 def _hooks_aside(parameters: list[Tensor]):
-    """Hooks of parameters, which see sums over all rows, are for the user's gradients and not those of a trial."""
+    """Hooks of parameters, which see sums over all rows,
+    are for the user's gradients and not those of a trial."""
     hooks = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
     try:
         for p, _ in hooks:
@@ -289,7 +295,8 @@ def _hooks_aside(parameters: list[Tensor]):
 
 
 def check_informative(loop: Tensor, tolerance: float) -> None:
-    """Raises Undecided unless replicas and rows of (2, 3, ...) outputs differ enough to tell them apart."""
+    """Raises Undecided unless replicas and rows of (2, 3, ...)
+    outputs differ enough to tell them apart."""
     values = loop.double().unsqueeze(-1).flatten(2)
     if not values.isfinite().all():
         raise Undecided("the outputs of the trial are not finite")
@@ -308,8 +315,8 @@ def check_informative(loop: Tensor, tolerance: float) -> None:
 
 
 def check_replica(outputs: Tensor, replica: int, alone: Tensor, tolerance: float) -> None:
-    """Raises unless that replica of outputs (T, N, ...) is the one run alone, and Undecided where the one before
-    it is nearly the same, so that an influence of the others would not show."""
+    """Raises unless that replica of outputs (T, N, ...) is the one run alone, and Undecided where
+    the one before it is nearly the same, so that an influence of the others would not show."""
     check_equal(outputs[replica], alone, tolerance)
     difference = (outputs[replica - 1].double() - alone.double()).abs().max()
     if not difference > _APART * tolerance * alone.double().abs().max():
@@ -317,7 +324,8 @@ def check_replica(outputs: Tensor, replica: int, alone: Tensor, tolerance: float
 
 
 def tolerance_of(output: Tensor, inputs, modules: list[nn.Module]) -> float:
-    """How far the folded output may be from the loop's: rounding of the coarsest arithmetic involved."""
+    """How far the folded output may be from the loop's:
+    rounding of the coarsest arithmetic involved."""
     dtypes = {t.dtype for t in tensors(inputs) if t.is_floating_point()}
     dtypes |= {p.dtype for m in modules for p in m._parameters.values() if p is not None}
     dtypes.add(output.dtype)
@@ -333,5 +341,6 @@ def tolerance_of(output: Tensor, inputs, modules: list[nn.Module]) -> float:
     # allow_tf32 cannot be read where these were set by themselves.
     switches = torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul
     tf32 = any(switch.fp32_precision == "tf32" for switch in switches)
-    # Through the fifty layers of a ResNet TF32 was emulated to differ by 5.5e-3 between two orders of summation.
+    # Through the fifty layers of a ResNet TF32 was emulated to differ by 5.5e-3 between two orders
+    # of summation.
     return 1.5e-2 if device == "cuda" and tf32 else 1e-4

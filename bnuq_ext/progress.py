@@ -19,7 +19,8 @@ class _Lines:
 
 
 def progress_bar(*args, shown: bool, **options) -> tqdm:
-    """A `tqdm` bar if it is to be shown; where stderr is no terminal it is a line a minute instead, none for less."""
+    """A `tqdm` bar if it is to be shown; where stderr is no terminal it is a line a minute instead,
+    none for less."""
     if shown and sys.stderr is not None and not getattr(sys.stderr, "isatty", bool)():
         lines = {"mininterval": _SECONDS, "maxinterval": _SECONDS, "delay": _SECONDS}
         options |= {"file": _Lines(), "position": 0, **lines}

@@ -19,10 +19,11 @@ from .warn import warn
 
 
 class JoiningForward:
-    """Runs N queries of a replica one by one, each in the place of the last row of the replica's batch.
+    """Runs N queries of a replica one by one, each in the place of the last row
+    of the replica's batch.
 
-    The stochastic batch norm layers take the statistics of the joint batch, deeper ones behind the ones
-    before; everything else is as in eval.
+    The stochastic batch norm layers take the statistics of the joint batch, deeper ones behind the
+    ones before; everything else is as in eval.
 
     Args:
         inner: knows the model and its layers, and draws the weights of Bayesian ones.
@@ -95,7 +96,8 @@ class JointPass(CollectPass):
 
 
 def take_batches(op: str, loader, first: int, count: int, device: torch.device) -> list[Tensor]:
-    """The batches number `first` to `first + count` - 1 of a loader, of those that have two rows."""
+    """The batches number `first` to `first + count` - 1 of a loader,
+    of those that have two rows."""
     source = find_loader(op, loader)
     kept, found, seen, most = [], 0, 0, 2 * (first + count) + 1
     with preserved_rng(*source.generators), closing(source.batches(most)) as batches:

@@ -1,4 +1,5 @@
-"""Whether a forward looks at values of its rows, so that what it does next may depend on all of them."""
+"""Whether a forward looks at values of its rows, so
+that what it does next may depend on all of them."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ ONE_MODE = threading.RLock()
 
 @contextmanager
 def uncompiled():
-    """What torch.compile has compiled runs as it was written: it can be watched, and trials do not use up the few
-    times that it is compiled again for what differs among passes."""
+    """What torch.compile has compiled runs as it was written: it can be watched, and trials do not
+    use up the few times that it is compiled again for what differs among passes."""
     with ONE_MODE, _eager_stance():
         yield
 
@@ -64,14 +65,16 @@ COUNTS = "its forward asks how many rows values have chosen, as by len or shape 
 
 
 class Reads:
-    """Around forwards, any number of times: notes whether they read values of tensors, in Python or TorchScript.
+    """Around forwards, any number of times: notes whether they read values of tensors,
+    in Python or TorchScript.
 
-    `if h.sum() > 0` takes one branch for T*N rows where T replicas may take two, and the rows of a trial need
-    not show it. Parameters and buffers may be read, inputs without rows, and what is made of these alone or
-    of no tensor (a mask of ones): they are the same for all replicas.
+    `if h.sum() > 0` takes one branch for T*N rows where T replicas may take two, and the rows of a
+    trial need not show it. Parameters and buffers may be read, inputs without rows, and what is
+    made of these alone or of no tensor (a mask of ones): they are the same for all replicas.
 
-    How many rows `h[h > 0]` has depends on values too. That couples replicas where Python asks for it, or where
-    such rows come into a stochastic layer, which knows a replica's rows by their number.
+    How many rows `h[h > 0]` has depends on values too. That couples replicas where Python asks for
+    it, or where such rows come into a stochastic layer,
+    which knows a replica's rows by their number.
 
     Args:
         modules: all modules of the model.
@@ -130,8 +133,8 @@ class Reads:
             self.selections += not self._constant(given)
 
     def follow(self, func, args: tuple, kwargs: dict, result) -> None:
-        """What an operation makes of constants, or of no tensor, is one; what it writes another tensor's values into
-        is none, and what it draws or leaves unwritten neither."""
+        """What an operation makes of constants, or of no tensor, is one; what it writes another
+        tensor's values into is none, and what it draws or leaves unwritten neither."""
         given = (args, kwargs)
         if func is _aten.lift_fresh.default and result.dim() == 0:
             given = ()  # a number; a list may have been one of tensors
@@ -154,7 +157,8 @@ class Reads:
         return all(storage_of(t) in self.constants for t in tensors(args))
 
     def check(self, calls: dict[str, int]) -> None:
-        """Raises DoesNotFold if values decide about more than themselves; `calls`: rows of stochastic calls."""
+        """Raises DoesNotFold if values decide about more than themselves; `calls`:
+        rows of stochastic calls."""
         if self.found:
             raise DoesNotFold(self.found)
         if self.selections and any(rows % self.num_rows for rows in calls.values()):
@@ -219,7 +223,8 @@ class _Arrays(TorchFunctionMode):
 
 
 def _asks(func, args: tuple, kwargs: dict) -> bool:
-    """Whether a function asks how many rows there are, which are the first dimension of what is chosen."""
+    """Whether a function asks how many rows there are,
+    which are the first dimension of what is chosen."""
     if func is Tensor.size and len(args) + len(kwargs) > 1:
         dim = args[1] if len(args) > 1 else kwargs["dim"]
         return dim in (0, -args[0].dim())

@@ -63,7 +63,8 @@ def fitted_moments(params, z_mean, z_spread, family):
 
 
 def predictive_statistics(logits):
-    """Mean (N, K, *), variance (N, K, *), entropy (N, *), expected entropy (N, *) of (T, N, K, *)."""
+    """Mean (N, K, *), variance (N, K, *), entropy (N, *), expected entropy (N, *) of
+    (T, N, K, *)."""
     p = logits.softmax(2)
     mean = p.mean(0)
     return mean, (p - mean).square().mean(0), _entropy(mean, 1), _entropy(p, 2).mean(0)
@@ -156,8 +157,9 @@ def vector_normals(key, first_replica, stream, tag, shape):
 def weight_normals(key, first_replica, stream, tag, shape):
     """(T, O, I) in the order of the A fragments of mma.m16n8k16.
 
-    Weight (o, i) is in tile (o // 16, i // 16), at lane 4 (o % 8) + (i % 8) // 2, and is normal
-    i % 2 + 2 (o % 16 // 8) + 4 (i % 16 // 8) of the eight of index 2^32 (o // 16) + 32 (i // 16) + lane.
+    Weight (o, i) is in tile (o // 16, i // 16), at lane 4 (o % 8) + (i % 8) // 2, and is normal i %
+    2 + 2 (o % 16 // 8) + 4 (i % 16 // 8) of the eight of index 2^32 (o // 16) + 32
+    (i // 16) + lane.
     """
     T, O, I = shape  # noqa: E741
     o, i = np.arange(O)[:, None], np.arange(I)[None, :]

@@ -35,28 +35,33 @@ def replicas(
     first_replica: int = 0,
     batch_size: int | None = None,
 ):
-    """Inside, `model(x)` with N rows returns T*N rows, replica-major: row t*N + n is replica t at row n. Rows are the
-    first dimension of each input and of the output (`batch_first=True` of a sequence model).
+    """Inside, `model(x)` with N rows returns T*N rows, replica-major: row t*N + n is replica t at
+    row n. Rows are the first dimension of each input and of the output
+    (`batch_first=True` of a sequence model).
 
-    The replicas are those of `predict` with the same seed. Training flags are the user's and gradients
-    flow. The model must be one that `predict` can fold, which is known of a plain `nn.Sequential` of Bayesian and
-    other layers; of others it is found out in eval at the first call with a shape, once with the training flags as they
-    are and nothing dropped, and again in eval, by T replicas and one alone, when parameters have changed; dropout in
-    train() draws for each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in
-    the forward. A compiled function breaks its graph at a call of the model, which fullgraph=True does not allow. The
-    state is this thread's (or task's): other threads may use the model with other replicas, or none, at the same time.
-    Bodies for several models may lie in each other; for one model the innermost counts.
+    The replicas are those of `predict` with the same seed. Training flags are the user's and
+    gradients flow. The model must be one that `predict` can fold, which is known of a plain
+    `nn.Sequential` of Bayesian and other layers; of others it is found out in eval at the first
+    call with a shape, once with the training flags as they are and nothing dropped, and again in
+    eval, by T replicas and one alone, when parameters have changed; dropout in train() draws for
+    each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as
+    in the forward. A compiled function breaks its graph at a call of the model, which
+    fullgraph=True does not allow. The state is this thread's (or task's): other threads may use the
+    model with other replicas, or none, at the same time. Bodies for several models may lie in each
+    other; for one model the innermost counts.
 
     Args:
-        model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not compiled
-            itself, by torch.compile or its own compile(); its parts may be. Call it itself, not its parts.
+        model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not
+            compiled itself, by torch.compile or its own compile(); its parts may be.
+            Call it itself, not its parts.
         num_samples: T, at least 1.
         seed, sampler, first_replica, batch_size: see `predict`; any sampler but "batch".
 
     Raises:
-        ValueError: an argument is refused; inside, a model that does not fold, or batch norm in train()
-            that is not stochastic and would take the replicas together.
-        TypeError: model is none, or compiled, or wrapped for several devices; another argument has a wrong type.
+        ValueError: an argument is refused; inside, a model that does not fold, or batch norm in
+            train() that is not stochastic and would take the replicas together.
+        TypeError: model is none, or compiled, or wrapped for several devices;
+            another argument has a wrong type.
     """
     op = "replicas"
     if "_orig_mod" in getattr(model, "_modules", ()) or getattr(model, "_compiled_call_impl", None):
@@ -85,7 +90,8 @@ def replicas(
 
 
 class _Session(Pass):
-    """The pass of a body: each call of the model is a ReplicaPass of its own, other models are the outer one's."""
+    """The pass of a body: each call of the model is a ReplicaPass of its own,
+    other models are the outer one's."""
 
     def __init__(
         self, forward: Forward, first_replica: int, num_samples: int, outer: _Session | None
@@ -128,7 +134,8 @@ class _Session(Pass):
         return expand("replicas", inputs, self.num_samples) if expands else inputs
 
     def _way(self, inputs: dict) -> tuple[dict[str, int], dict[str, bool], bool]:
-        """Rows of each stochastic call of one replica, which calls share them, and whether the input is expanded."""
+        """Rows of each stochastic call of one replica, which calls share them,
+        and whether the input is expanded."""
         model, modules = self.forward.model, modules_of(self.forward.model)
         x = inputs["args"][0] if len(inputs["args"]) == 1 and not inputs["kwargs"] else None
         if is_plain(modules) and is_chain(model, modules, x):
@@ -145,7 +152,8 @@ class _Session(Pass):
         return plan
 
     def end(self, output) -> None:
-        """Checks that the call of the model was a whole one, and follows its output; None if it raised."""
+        """Checks that the call of the model was a whole one, and follows its output;
+        None if it raised."""
         active, self.active = self.active, None
         if active is not None and output is not None:
             _or_refuse(active.check_calls)
@@ -175,8 +183,8 @@ def _sessions():
 
 
 class _Hook:
-    """A hook of the model: does nothing outside the session's own thread and body, inside a further body for the
-    model, and in a copy of the model."""
+    """A hook of the model: does nothing outside the session's own thread and body, inside a further
+    body for the model, and in a copy of the model."""
 
     def __init__(self, session: _Session | None = None):
         self.session = session
@@ -195,7 +203,8 @@ class _Before(_Hook):
 
     @untraced
     def __call__(self, model, args, kwargs=None):
-        # Another thread may call in the middle of the registration, which is when kwargs are missing.
+        # Another thread may call in the middle of the registration,
+        # which is when kwargs are missing.
         if not self.applies(model):
             return None
         inputs = self.session.begin({"args": args, "kwargs": kwargs})

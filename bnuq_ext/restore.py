@@ -13,18 +13,20 @@ from .state import State
 from .warn import warn
 
 _EVAL_LOCK = threading.Lock()
-# By module: bodies inside; before the first its flag, and its state where it has a train() of its own.
+# By module: bodies inside; before the first its flag,
+# and its state where it has a train() of its own.
 _EVAL_USERS: dict[int, tuple[int, bool, State | None]] = {}
 _WARNED_OF: WeakSet[type[nn.Module]] = WeakSet()
 
 
 def evaluating(modules: list[nn.Module], *, warns: bool = True):
-    """All modules of a model in eval for the body; each one's own flag is put back, however it ends.
+    """All modules of a model in eval for the body; each one's own flag is put back,
+    however it ends.
 
-    The flags are set directly: a module's own train() or eval() may do more than that (merge weights,
-    freeze layers), which nothing could undo, so a class with one is warned of, once, if `warns`; what such a
-    module keeps in eval (a cache that its train() would empty) is put back with its flag. Where threads share
-    modules, the last one to leave does so.
+    The flags are set directly: a module's own train() or eval() may do more than that (merge
+    weights, freeze layers), which nothing could undo, so a class with one is warned of, once, if
+    `warns`; what such a module keeps in eval (a cache that its train() would empty) is put back
+    with its flag. Where threads share modules, the last one to leave does so.
     """
     with _EVAL_LOCK:
         if not _EVAL_USERS and not any([module.training for module in modules]):
@@ -78,10 +80,11 @@ def _before(module: nn.Module) -> tuple[bool, State | None]:
 
 @contextmanager
 def preserved_rng(*generators: torch.Generator):
-    """The states of torch's, numpy's and Python's global generators, and of the given ones, put back.
+    """The states of torch's, numpy's and Python's global generators,
+    and of the given ones, put back.
 
-    A loader draws its order from them and transforms draw from them. CUDA's generators are looked at
-    only where CUDA has started.
+    A loader draws its order from them and transforms draw from them.
+    CUDA's generators are looked at only where CUDA has started.
     """
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     cpu, legacy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
@@ -99,8 +102,8 @@ def preserved_rng(*generators: torch.Generator):
 
 
 def unmoved_by_errors(seed):
-    """For a body that draws a key unless it was given a `seed`: an error leaves torch's generator of the CPU as it
-    was. A GPU's may be part of a CUDA graph, where nothing asks for its state.
+    """For a body that draws a key unless it was given a `seed`: an error leaves torch's generator
+    of the CPU as it was. A GPU's may be part of a CUDA graph, where nothing asks for its state.
     """
     traced = torch.compiler.is_compiling()  # which cannot ask for the state
     return nullcontext() if seed is not None or traced else _Unmoved()
@@ -118,7 +121,8 @@ class _Unmoved:
 
 
 def random_states() -> list:
-    """The states that `preserved_rng` puts back, for `drawn_since`; those of GPUs, once there are any, last."""
+    """The states that `preserved_rng` puts back, for `drawn_since`; those of GPUs,
+    once there are any, last."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     _, words, *legacy = np.random.get_state()
     tensors = [state.numpy().tobytes() for state in (torch.get_rng_state(), *cuda)]
@@ -126,7 +130,8 @@ def random_states() -> list:
 
 
 def drawn_since(before: list) -> bool:
-    """Whether a generator of `random_states` has moved; one of a GPU that torch has begun to use since has not."""
+    """Whether a generator of `random_states` has moved;
+    one of a GPU that torch has begun to use since has not."""
     return any(now != then for now, then in zip(random_states(), before, strict=False))
 
 

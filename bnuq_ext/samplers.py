@@ -1,7 +1,7 @@
 """How the statistics of a replica are drawn: `bank`, `joint`, `lognormal`, `normal`, `batch`.
 
-A sampler turns (key, first replica, T) into a `Draw`. It is a function of these three alone, so a replica's
-statistics depend neither on the chunk that it is drawn in nor on the device.
+A sampler turns (key, first replica, T) into a `Draw`. It is a function of these three alone, so a
+replica's statistics depend neither on the chunk that it is drawn in nor on the device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Statistics(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """Distributions that an op draws from: params (4, C) and family, see `ops.batch_norm_fitted`."""
+    """Distributions that an op draws from: params (4, C) and family,
+    see `ops.batch_norm_fitted`."""
 
     params: Tensor
     family: str
@@ -94,7 +95,8 @@ class BankSampler:
 
 
 class WeightSampler:
-    """Of a model without stochastic batch norm: the layers draw their weights from key and replica."""
+    """Of a model without stochastic batch norm: the layers draw their weights from key
+    and replica."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -104,7 +106,8 @@ class WeightSampler:
 
 
 class BatchSampler:
-    """`batch`: fresh mini-batches (MCBN, Algorithm 1 of Teye et al. 2018); replica t uses the t-th."""
+    """`batch`: fresh mini-batches (MCBN, Algorithm 1 of Teye et al. 2018);
+    replica t uses the t-th."""
 
     def __init__(self, bank: Bank, device: torch.device):
         self.device = device
@@ -121,9 +124,9 @@ class JointSampler:
 
         (mean, ln spread)[t] = centre + z[t] (snapshots - centre) / sqrt(B - 1),   z[t] ~ N(0, I_B)
 
-    One z a replica, so the correlations between layers are the bank's. A channel whose spread is 0 in
-    every snapshot keeps it. Computed in float64, sixteen replicas at a time: the shape of a product
-    must not depend on the chunk, for its rounding may.
+    One z a replica, so the correlations between layers are the bank's. A channel whose spread is 0
+    in every snapshot keeps it. Computed in float64, sixteen replicas at a time: the shape of a
+    product must not depend on the chunk, for its rounding may.
     """
 
     def __init__(self, tables: Tables, rescaling: Rescaling, device: torch.device):
@@ -172,9 +175,9 @@ class FittedSampler:
     """`lognormal` and `normal`: every statistic drawn by itself, moment-matched to the bank.
 
     Of a channel with batch means m_b and spreads s_b (standard deviations), b = 1..B:
-        mean ~ N(mean of m_b, variance of m_b), and
-        "lognormal" (Atanov et al. 2019):  ln spread ~ N(mean of ln s_b, variance of ln s_b),
-        "normal" (Teye et al. 2018):       spread ~ N(mean of s_b, variance of s_b), held above an eighth
+        mean ~ N(mean of m_b, variance of m_b), and "lognormal" (Atanov et al. 2019): ln spread ~
+        N(mean of ln s_b, variance of ln s_b), "normal" (Teye et al. 2018): spread ~ N(mean of s_b,
+        variance of s_b), held above an eighth
                                            of its mean,
     variances with 1/(B-1). A spread enters the logarithm as at least an eighth of its mean.
     """
@@ -277,14 +280,16 @@ def _rescaling(op: str, bank: Bank, batch_size: int | None) -> Rescaling:
 
 
 def snapshots_of(sampler: Sampler, key: int, first_replica: int, num_samples: int) -> Tensor | None:
-    """(T,) int64, the row of the bank that each replica uses; None for another sampler than "bank"."""
+    """(T,) int64, the row of the bank that each replica uses;
+    None for another sampler than "bank"."""
     if not isinstance(sampler, BankSampler):
         return None
     return sampler.draw(key, first_replica, num_samples).snapshot.clone()
 
 
 def warn_of_rescaling(op: str, bank: Bank, batch_size: int) -> None:
-    """Warns of a batch size far from the bank's; at every call, however long the sampler is known."""
+    """Warns of a batch size far from the bank's; at every call,
+    however long the sampler is known."""
     M0 = bank.batch_size
     if not M0 / 2 <= batch_size <= 16 * M0:
         warn(

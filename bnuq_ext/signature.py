@@ -35,8 +35,8 @@ class _Values:
 def key_of(function: Callable | None, modules: list[nn.Module]):
     """What stands for a function in a key, without keeping what it holds alive.
 
-    A function written anew at each call (a lambda) is the same if its code is, and what it holds and which globals
-    it names. `modules`: of the model, which are not looked into.
+    A function written anew at each call (a lambda) is the same if its code is, and what it holds
+    and which globals it names. `modules`: of the model, which are not looked into.
     """
     if function is None:
         return None

@@ -1,8 +1,9 @@
 """Plans that stand while training changes the values of parameters, and nothing else.
 
-A plan that has been proven for gradients, and with the parameters moved, is not found out anew in every step:
-one replica run alone must agree with the folded ones, else all is found out again. What train() does apart is
-seen with the training flags as they are and nothing dropped, for masks cannot be compared.
+A plan that has been proven for gradients, and with the parameters moved, is not found out anew in
+every step: one replica run alone must agree with the folded ones, else all is found out again. What
+train() does apart is seen with the training flags as they are and nothing dropped,
+for masks cannot be compared.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .state import State
 
 
 class DrawsNumbers(DoesNotFold):
-    """A forward draws other random numbers than dropout's, so that no two of them can be compared."""
+    """A forward draws other random numbers than dropout's,
+    so that no two of them can be compared."""
 
 
 class SharesDropout(DoesNotFold):
@@ -31,7 +33,8 @@ class SharesDropout(DoesNotFold):
 
 
 class StandingFolding(Folding):
-    """The plans for T replicas of a model that the caller runs itself, where gradients may be taken; see `Folding`.
+    """The plans for T replicas of a model that the caller runs itself,
+    where gradients may be taken; see `Folding`.
 
     Attributes:
         training: flags of the modules, whether gradients are taken or not.
@@ -76,7 +79,8 @@ class StandingFolding(Folding):
         return plan
 
     def accept_without_dropout(self, plan: Plan, state: State | None = None) -> None:
-        """Takes a plan as proven in this state if T replicas with nothing dropped are those run alone.
+        """Takes a plan as proven in this state if T replicas
+        with nothing dropped are those run alone.
 
         Args:
             state: put back between the two, for a model that changes itself.
@@ -110,8 +114,8 @@ class StandingFolding(Folding):
         return None
 
     def accept(self, plan: Plan, outputs: Tensor, alone: Tensor) -> None:
-        """Takes a plan as proven in this state, if `alone` is the replica of the outputs (T, N, ...) that it
-        should be."""
+        """Takes a plan as proven in this state, if `alone` is the replica of the outputs
+        (T, N, ...) that it should be."""
         tolerance = tolerance_of(alone, self.inputs, self.modules)
         check_replica(outputs, self.chosen(), alone, tolerance)
         self.remember(self.known.plans, self.place, plan)
@@ -148,8 +152,9 @@ class StandingFolding(Folding):
         return plan
 
     def prove_in_train(self) -> Plan:
-        """`prove`, held once to the training flags as they are. What needs gradients or draws random numbers besides
-        those of dropout of its rows cannot be; of the last each replica has rows of its own from the start."""
+        """`prove`, held once to the training flags as they are. What needs gradients or draws
+        random numbers besides those of dropout of its rows cannot be; of the last each replica has
+        rows of its own from the start."""
         plan, checked = self.prove(), self.known.checked_in_train
         while plan.way != "loop" and any(self.training):
             place = (plan.way, self.place, self.num_samples, self.training)
@@ -176,7 +181,8 @@ class StandingFolding(Folding):
         return plan
 
     def next_way(self, plan: Plan, reason: Exception) -> Plan:
-        """The plan for the next way that passes in eval, after one that has failed with the flags as they are."""
+        """The plan for the next way that passes in eval,
+        after one that has failed with the flags as they are."""
         self.known.earlier_plans.pop(self.place, None)
         with torch.no_grad(), evaluating(self.modules, warns=False):
             plan = self._tried(self.give_up(plan, reason))

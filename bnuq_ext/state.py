@@ -13,7 +13,8 @@ _DEEPEST = 3  # of containers in containers that are put back
 
 
 def _held(value):
-    """The fields of a record as their dict (a model's configuration is often one); any other value itself."""
+    """The fields of a record as their dict (a model's configuration is often one);
+    any other value itself."""
     if isinstance(value, (nn.Module, *CONTAINERS)) or not is_record(value):
         return value
     return getattr(value, "__dict__", value)
@@ -32,7 +33,8 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 class State:
-    """A model's buffers, frozen parameters and plain attributes, to put back what a forward has changed."""
+    """A model's buffers, frozen parameters and plain attributes,
+    to put back what a forward has changed."""
 
     def __init__(self, modules: list[nn.Module]):
         self.saved = [
@@ -40,8 +42,8 @@ class State:
         ]
 
     def written(self) -> bool:
-        """Whether the content of a tensor has changed, by way of `.data` too, of which no version tells, or the
-        state of a generator."""
+        """Whether the content of a tensor has changed, by way of `.data` too, of which no version
+        tells, or the state of a generator."""
         pairs = [pair for _, *both in self.saved for saved in both for pair in saved.values()]
         return any(not _equal(now, before) for v, before in pairs for now in _content(v))
 
@@ -59,7 +61,8 @@ class State:
 
 
 def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Its parameters that gradients do not move, where a forward in train() may: a moving average of a network."""
+    """Its parameters that gradients do not move, where a forward in train() may:
+    a moving average of a network."""
     owned = module._parameters.items() if module.training else ()
     return {name: p for name, p in owned if p is not None and not p.requires_grad}
 

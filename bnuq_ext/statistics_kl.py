@@ -1,4 +1,5 @@
-"""The statistics of batch norm as random variables: their Gaussians, the divergence of these, a prior."""
+"""The statistics of batch norm as random variables: their Gaussians,
+the divergence of these, a prior."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ from .ops.modes import has_values
 
 
 class StatisticsGaussian(NamedTuple):
-    """Independent Gaussians over a layer's batch statistics, mu_B ~ N(mean, mean_var), sigma_B ~ N(std, std_var).
+    """Independent Gaussians over a layer's batch statistics, mu_B ~ N(mean, mean_var),
+    sigma_B ~ N(std, std_var).
 
-    sigma_B is the standard deviation of a channel in a batch (from the biased variance). Each entry has
-    shape (C,); one of a prior may be a number, or a tensor that broadcasts to (C,).
+    sigma_B is the standard deviation of a channel in a batch (from the biased variance). Each entry
+    has shape (C,); one of a prior may be a number, or a tensor that broadcasts to (C,).
     """
 
     mean: Tensor
@@ -39,31 +41,34 @@ def statistics_kl(
     q: StatisticsGaussian | Mapping[str, StatisticsGaussian],
     prior: StatisticsGaussian | Mapping[str, StatisticsGaussian],
 ) -> Tensor:
-    """Divergence of the statistics' distribution from a prior, factorised over units and over {mu_B, sigma_B}.
+    """Divergence of the statistics' distribution from a prior,
+    factorised over units and over {mu_B, sigma_B}.
 
         KL = sum of ln(s_p / s_q) + (s_q^2 + (m_q - m_p)^2) / (2 s_p^2) - 1/2,     N(m, s^2) each
 
-    A prior of infinite variance is improper: its infinite constant ln s_p is dropped, which leaves -ln s_q - 1/2.
-    The gradient, (s_q s_q' + m_q m_q' - m_p m_q') / s_p^2 - s_q' / s_q, is then still the exact one.
+    A prior of infinite variance is improper: its infinite constant ln s_p is dropped, which leaves
+    -ln s_q - 1/2. The gradient, (s_q s_q' + m_q m_q' - m_p m_q') / s_p^2 - s_q' / s_q,
+    is then still the exact one.
 
-    As a regulariser of a training loss that is a mean over rows: add KL / (N tau), N the rows of the training
-    data, tau the precision of gaussian noise or 1 for classes.
+    As a regulariser of a training loss that is a mean over rows: add KL / (N tau), N the rows of
+    the training data, tau the precision of gaussian noise or 1 for classes.
 
     Args:
-        q: of one layer, or of several by name; variances that are not negative. A variance of 0 has an
-            infinite divergence.
-        prior: one for all layers, or one for each by the names of q; positive variances, infinite ones
-            too.
+        q: of one layer, or of several by name; variances that are not negative.
+            A variance of 0 has an infinite divergence.
+        prior: one for all layers, or one for each by the names of q; positive variances,
+            infinite ones too.
 
     Returns:
         (), in nats, differentiable by the entries of q and of prior.
 
     Raises:
-        TypeError: q or prior of another type. ValueError: other names in prior than in q, a variance of prior that is
-            not positive, or one of q that is negative (which is not looked for on a GPU).
+        TypeError: q or prior of another type. ValueError: other names in prior than in q, a
+            variance of prior that is not positive, or one of q that is negative
+            (which is not looked for on a GPU).
 
-    Source: Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks (2018), appendix
-        1.2 and 1.4, equations 3, 4 and 7.
+    Source: Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks (2018),
+        appendix 1.2 and 1.4, equations 3, 4 and 7.
     """
     if isinstance(q, StatisticsGaussian):
         q = {"": q}
@@ -137,18 +142,18 @@ def _kl(q_mean: Tensor, q_var: Tensor, mean, var) -> Tensor:
 def implied_prior(l2: float, dataset_size: int, tau: float = 1.0) -> StatisticsGaussian:
     """The prior over batch statistics that training with weight decay implies.
 
-        p(mu_B) = N(0, infinity),   p(sigma_B) = N(0, 1 / (2 N tau l2))       (the second is a variance)
+        p(mu_B) = N(0, infinity),   p(sigma_B) = N(0, 1 / (2 N tau l2))  (mean, variance)
 
-    so that KL' = N tau (l2 ||W||^2)' by a layer's weights W. Teye et al. derive it for batch norm on every layer
-    without scale and shift, inputs of a layer that are uncorrelated with variance 1, and large N and M, where
-    the terms -s_q' / s_q of the divergence are neglected.
+    so that KL' = N tau (l2 ||W||^2)' by a layer's weights W. Teye et al. derive it for batch norm
+    on every layer without scale and shift, inputs of a layer that are uncorrelated with variance 1,
+    and large N and M, where the terms -s_q' / s_q of the divergence are neglected.
 
     Args:
-        l2: factor of ||W||^2 in the loss, which is a mean over the rows of a batch: half the `weight_decay`
-            of torch's SGD (of Adam too, not of AdamW); positive.
+        l2: factor of ||W||^2 in the loss, which is a mean over the rows of a batch: half the
+            `weight_decay` of torch's SGD (of Adam too, not of AdamW); positive.
         dataset_size: N, rows of the training data; at least 1.
-        tau: precision of the gaussian noise, where the loss is half the squared error without it; 1 for
-            classes; positive.
+        tau: precision of the gaussian noise, where the loss is half the squared error without it;
+            1 for classes; positive.
 
     Returns:
         StatisticsGaussian of () float64 tensors, for every layer.
@@ -176,11 +181,12 @@ def analytic_statistics(
 
         mu_B ~ N(m, f Var(a) / M),    sigma_B ~ N(s, f Var(c) / (4 s^2 M)),    f = (N - M) / (N - 1)
 
-    with m and s^2 mean and variance of a channel, a and c the means of (h - m) and (h - m)^2 over a row's
-    positions, to first order in 1/M: for M of 30 or more, as Teye et al. have it (at M = 10 and squares of uniform
-    inputs the variance of sigma_B was a fifth larger). For a layer on vectors a row is one value h, so Var(a) = s^2
-    and Var(c) = E(h - m)^4 - s^4, which are the formulas of Teye et al.; f is the share that is left by drawing
-    without replacement. Behind another batch norm they are too wide, since the batch has normalised itself there:
+    with m and s^2 mean and variance of a channel, a and c the means of (h - m) and (h - m)^2 over a
+    row's positions, to first order in 1/M: for M of 30 or more, as Teye et al. have it (at M = 10
+    and squares of uniform inputs the variance of sigma_B was a fifth larger). For a layer on
+    vectors a row is one value h, so Var(a) = s^2 and Var(c) = E(h - m)^4 - s^4, which are the
+    formulas of Teye et al.; f is the share that is left by drawing without replacement. Behind
+    another batch norm they are too wide, since the batch has normalised itself there:
     see `statistics_normality`.
 
     Args:
@@ -189,8 +195,8 @@ def analytic_statistics(
         dataset_size: N; at least M. None for M small against N, f = 1.
 
     Returns:
-        StatisticsGaussian of (C,) tensors, float32 (float64 for float64), differentiable by x. A channel that
-        is constant has variances of 0.
+        StatisticsGaussian of (C,) tensors, float32 (float64 for float64), differentiable by x. A
+        channel that is constant has variances of 0.
 
     Raises:
         ValueError, TypeError: an argument out of range.
@@ -232,7 +238,8 @@ def gaussian_of_moments(
 
 
 def observed_statistics(bank: Bank) -> dict[str, StatisticsGaussian]:
-    """Mean and variance, with 1/(B-1), of mu_B and sigma_B over a bank's snapshots, by call; float64.
+    """Mean and variance, with 1/(B-1), of mu_B and sigma_B over a bank's snapshots,
+    by call; float64.
 
     A single snapshot has variances of 0.
     """

@@ -21,10 +21,11 @@ _COST = 4  # of a proof, in loops over the samples
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
     """The outputs (T*N, ...) of a draw's replicas; None where they go one after another.
 
-    A plan is proven in full for new shapes, modules, hooks, flags. When only values of parameters have
-    changed since, one replica is run alone, with the flags as they are and without gradients, and must be the
-    one among the others. Where train() has dropout, or the samples hardly differ, that is done with nothing
-    dropped and a wider posterior; a model that draws other random numbers takes them one after another.
+    A plan is proven in full for new shapes, modules, hooks, flags. When only values of parameters
+    have changed since, one replica is run alone, with the flags as they are and without gradients,
+    and must be the one among the others. Where train() has dropout, or the samples hardly differ,
+    that is done with nothing dropped and a wider posterior;
+    a model that draws other random numbers takes them one after another.
     """
     folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
     if _skips_proof(forward.known, folding):
@@ -52,7 +53,8 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
 
 
 def _skips_proof(known: Known, folding: StandingFolding) -> bool:
-    """Whether a model that is another one all the time has not yet stayed the same for as long as a proof takes."""
+    """Whether a model that is another one all the time has not yet stayed the same
+    for as long as a proof takes."""
     if known.times_changed < 2 or folding.cached_plan() is not None:
         return False
     known.skipped += 1

@@ -1,4 +1,5 @@
-"""The trial of a way through a model: a few replicas of three rows, together and one after the other."""
+"""The trial of a way through a model: a few replicas of three rows,
+together and one after the other."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from .samplers import Draw
 
 
 class Proof(NamedTuple):
-    """What a trial has shown: which calls share their input, and whether with moved parameters too."""
+    """What a trial has shown: which calls share their input,
+    and whether with moved parameters too."""
 
     shared: dict[str, bool]
     steady: bool
@@ -80,8 +82,8 @@ class Trial(NamedTuple):
         return rows, seen.shared, folded
 
     def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor | None) -> None:
-        """The same with infinities and with a row far out, unless they would become indices, and with gradients
-        if they will be taken."""
+        """The same with infinities and with a row far out, unless they would become indices, and
+        with gradients if they will be taken."""
         *alone, both = self._draws()
         arguments = self._arguments(probe)
 

@@ -7,8 +7,8 @@ import torch
 
 
 def untraced(function: Callable) -> Callable:
-    """The function, around which a compiled caller breaks its graph: traced, it would be compiled for minutes, and
-    again for each number of rows."""
+    """The function, around which a compiled caller breaks its graph: traced, it would be compiled
+    for minutes, and again for each number of rows."""
 
     @wraps(function)
     def call(*args, **options):

@@ -45,8 +45,8 @@ def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
 
         uniform: 1 / M,   geometric: 2^-(i+1) / (1 - 2^-M)
 
-    The second is Blundell's 2^(M-i) / (2^M - 1) with i counted from 1: the prior counts most at first, the data
-    later. Written so, it is finite for every M.
+    The second is Blundell's 2^(M-i) / (2^M - 1) with i counted from 1: the prior counts most at
+    first, the data later. Written so, it is finite for every M.
 
     Args:
         i: number of the batch, from 0, below `num_batches`.
@@ -54,7 +54,8 @@ def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
         scheme: "uniform" or "geometric".
 
     Returns:
-        The weight, in [0, 1]; a geometric one is exactly 0 from i = 1074 on, where 2^-(i+1) underflows.
+        The weight, in [0, 1]; a geometric one is exactly 0 from i = 1074 on,
+        where 2^-(i+1) underflows.
 
     Raises:
         ValueError: i outside [0, M), M below 1, or an unknown scheme.
@@ -75,9 +76,9 @@ def kl_weight(i: int, num_batches: int, scheme: str = "uniform") -> float:
 def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = None) -> Tensor:
     """Divergence of the weights' posterior from their prior: the sum over all weights, in nats.
 
-    Closed for a `GaussianPrior`, which draws nothing. For a `ScaleMixturePrior` a Monte Carlo mean; inside
-    `replicas` over the very weights of its forwards (the estimator "local" draws none there, and has some of its
-    own here). Weights that are pruned count nothing.
+    Closed for a `GaussianPrior`, which draws nothing. For a `ScaleMixturePrior` a Monte Carlo mean;
+    inside `replicas` over the very weights of its forwards (the estimator "local" draws none there,
+    and has some of its own here). Weights that are pruned count nothing.
 
     Args:
         model: holds `BayesLinear` layers.
@@ -111,7 +112,8 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
 def _divergence(
     layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, int]
 ) -> tuple[Tensor, Tensor]:
-    """The sum over the layers; and the same for a loss, by the nodes of the layers that the draw has noted.
+    """The sum over the layers; and the same for a loss,
+    by the nodes of the layers that the draw has noted.
 
     The first has nodes of its own: nll and divergence can be differentiated one after the other.
     """
@@ -164,31 +166,37 @@ def elbo_loss(
 ) -> Elbo:
     """The negative evidence lower bound of a batch, over T samples of the weights.
 
-        sum:  nll = -mean over t of sum over rows of log p(y | x, w_t),  loss = nll + batch_weight * kl
+        sum: nll = -mean over t of sum over rows of log p(y | x, w_t),
+            loss = nll + batch_weight * kl
         mean: nll and loss divided by the number of rows; kl is the whole divergence either way
 
-    The samples go through the model together where it has proved to give the same as one after another. A
-    plain `nn.Sequential` of layers that treat rows one by one needs no proof. In any other model two samples go
-    one after another, for a proof costs what it saves. With more of them the model is tried when its
-    modules, hooks, flags or shapes are new, with its parameters moved too, for a gate at zero hides what it will let
-    through. After steps of an optimiser one sample is run alone, 1/T of a forward, and has to agree with the
-    others; a model with dropout repeats the T samples with nothing dropped for that. What couples rows, changes
-    itself in train() (batch norm), draws other random numbers than dropout's there, or needs train() or gradients
-    to run at all takes the samples one after another; so does what is wrapped in DistributedDataParallel.
+    The samples go through the model together where it has proved to give the same as one after
+    another. A plain `nn.Sequential` of layers that treat rows one by one needs no proof. In any
+    other model two samples go one after another, for a proof costs what it saves. With more of them
+    the model is tried when its modules, hooks, flags or shapes are new, with its parameters moved
+    too, for a gate at zero hides what it will let through. After steps of an optimiser one sample
+    is run alone, 1/T of a forward, and has to agree with the others; a model with dropout repeats
+    the T samples with nothing dropped for that. What couples rows, changes itself in train()
+    (batch norm), draws other random numbers than dropout's there, or needs train() or gradients to
+    run at all takes the samples one after another; so does what is wrapped
+    in DistributedDataParallel.
 
-    Backward draws the same weights again, and so does what it computes again (`torch.utils.checkpoint`) from the
-    output, or from tensors that the modules keep as attributes, in lists, tuples and dicts too.
+    Backward draws the same weights again, and so does what it computes again
+    (`torch.utils.checkpoint`) from the output, or from tensors that the modules keep as attributes,
+    in lists, tuples and dicts too.
 
     Args:
         model: holds `BayesLinear` layers; in train() or eval() as you set it.
         x: a tensor, a tuple of arguments or a dict of keyword arguments.
-        y: (N, *) integer labels for "categorical", with logits (N, K, *), K at least 2; -100 for what adds nothing to
-            nll; of the outputs' shape for "gaussian".
+        y: (N, *) integer labels for "categorical", with logits (N, K, *), K at least 2; -100 for
+            what adds nothing to nll; of the outputs' shape for "gaussian".
         num_samples: T; at least 1.
         likelihood: "categorical", or "gaussian" with means as outputs.
-        batch_weight: of the divergence, see `kl_weight`; not negative; by default rows of y / `dataset_size`.
+        batch_weight: of the divergence, see `kl_weight`; not negative;
+            by default rows of y / `dataset_size`.
         dataset_size: rows of the training data; not looked at where `batch_weight` is given.
-        noise_std: standard deviation of gaussian noise; positive. A tensor of one element is trained along.
+        noise_std: standard deviation of gaussian noise; positive.
+            A tensor of one element is trained along.
         reduction: "mean" or "sum" over the rows.
         seed: key of the weights' noise; None draws it from torch's generator.
 
@@ -196,8 +204,8 @@ def elbo_loss(
         Elbo(loss, nll, kl), in nats.
 
     Raises:
-        ValueError, TypeError: no Bayesian layer, neither batch_weight nor dataset_size, or an argument out
-            of range.
+        ValueError, TypeError: no Bayesian layer, neither batch_weight nor dataset_size,
+            or an argument out of range.
 
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), equations 2 and 8.
     """
@@ -263,7 +271,8 @@ def _alone(forward: Forward, x, draw: Draw) -> Tensor:
 
 
 def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor | None:
-    """The outputs (T*N, ...) of samples that go through the model together; None for one after another."""
+    """The outputs (T*N, ...) of samples that go through the model together;
+    None for one after another."""
     coupled = any(module.training and averages_rows(module) for module in modules)
     if coupled or num_rows(forward.op, x) == 0:
         return None
@@ -271,8 +280,9 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
         rows = dict.fromkeys(forward.layers, len(x))
         x = expand(forward.op, x, draw.num_samples) if drops_first(modules) else x
         return forward.run(x, draw, rows)[0]
-    # Of two, the sample that is run alone would cost what going together saves. And processes that wait for each
-    # other must make the same forwards, which a proof by each one's own rows would not.
+    # Of two, the sample that is run alone would cost what going together saves. And processes that
+    # wait for each other must make the same forwards,
+    # which a proof by each one's own rows would not.
     waiting = nn.parallel.DistributedDataParallel
     if draw.num_samples == 2 or any(isinstance(module, waiting) for module in modules):
         return None
@@ -331,7 +341,8 @@ def _check_loss(likelihood: str, noise_std, reduction: str) -> None:
 
 
 def _is_known(factor) -> bool:
-    """A tensor is not looked at on a GPU, where a step waits for nothing, nor where it is traced."""
+    """A tensor is not looked at on a GPU, where a step waits for nothing,
+    nor where it is traced."""
     return not isinstance(factor, Tensor) or (factor.device.type == "cpu" and is_eager())
 
 

@@ -1,7 +1,8 @@
-"""Lightning trains a network, and its predictions come with uncertainty. Needs lightning and scikit-learn.
+"""Lightning trains a network, and its predictions come with uncertainty.
+Needs lightning and scikit-learn.
 
-Save the bank beside the checkpoint: it is no part of the state_dict. The checkpoint itself is that of the
-plain network, and loads with or without this package.
+Save the bank beside the checkpoint: it is no part of the state_dict. The checkpoint itself is that
+of the plain network, and loads with or without this package.
 """
 
 import lightning

@@ -55,8 +55,8 @@ def call(op, tensors, num_samples, **options):
 
 
 def moments(op, tensors, num_samples, device):
-    """Statistics of the replicas, both (T, C), from the reference and `philox_normal`'s noise on the device:
-    each has the bits of its own logarithm and cosine."""
+    """Statistics of the replicas, both (T, C), from the reference and `philox_normal`'s noise on
+    the device: each has the bits of its own logarithm and cosine."""
     if op == "bank":
         snapshot = reference.snapshot_indices(KEY, FIRST, len(tensors["mean"]), num_samples)
         return tensors["mean"][snapshot], tensors["var"][snapshot]

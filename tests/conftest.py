@@ -38,7 +38,8 @@ def device(request, monkeypatch):
 
 @pytest.fixture
 def without_gpu(monkeypatch):
-    """For what trains where it can on a GPU, which rounds otherwise and draws other dropout than the CPU."""
+    """For what trains where it can on a GPU, which rounds otherwise
+    and draws other dropout than the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

@@ -1,4 +1,5 @@
-"""Models whose rows meet, or whose replicas could: each must give the loop's answer or be refused."""
+"""Models whose rows meet, or whose replicas could: each must give the loop's answer
+or be refused."""
 
 import torch
 import torch.nn.functional as F
@@ -193,7 +194,8 @@ class QueueInPlace(Norms):
 
 
 class Neighbours(Norms):
-    """Each row is mixed with the next: the last of a replica would meet the next replica's first."""
+    """Each row is mixed with the next: the last of a replica would meet the next replica's
+    first."""
 
     def forward(self, x):
         h = self.second(self.first(x))

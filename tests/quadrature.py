@@ -14,7 +14,8 @@ def crps(mean, std, target):
 
 
 def crps_scores(mean, std, y, plain_std):
-    """Means over the rows: the CRPS, that with one plain_std, and where the first lies between it and the best, in %."""
+    """Means over the rows: the CRPS, that with one plain_std,
+    and where the first lies between it and the best, in %."""
     own = np.mean([crps(*row) for row in zip(mean, std, y, strict=True)])
     rows = list(zip(mean, y, strict=True))
     constant = np.mean([crps(m, plain_std, v) for m, v in rows])

@@ -1,4 +1,5 @@
-"""Autocast reaches into ops, but changes no number of theirs: neither forward nor, in its region, backward.
+"""Autocast reaches into ops, but changes no number of theirs: neither forward nor,
+in its region, backward.
 
 A layer rounds what goes in and out, as torch's own do, and nothing in between."""
 

@@ -285,7 +285,8 @@ print(*found, len(os.listdir(folder)) - len(paths))
 
 
 def test_killed_while_saving(tmp_path):
-    """100 kills at random times leave one of the two banks: a failure rate below 6.7 % at 99.9 %."""
+    """100 kills at random times leave one of the two banks:
+    a failure rate below 6.7 % at 99.9 %."""
     command = [sys.executable, "-c", KILLED, str(tmp_path), "10"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)

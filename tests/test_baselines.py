@@ -1,4 +1,5 @@
-"""Plug-in batch norm, MC dropout and deep ensembles as predictions, alone and with drawn statistics."""
+"""Plug-in batch norm, MC dropout and deep ensembles as predictions,
+alone and with drawn statistics."""
 
 import copy
 import threading

@@ -191,7 +191,8 @@ def test_traces_with_fake_tensors():
         assert ops.batch_norm_bank(x, mean, var, snapshot=snapshot, shared=True, out=out) is out
 
 
-# whole rows; rows that end in the middle of a vector, planes that do; planes shorter than one; replicas that are
+# whole rows; rows that end in the middle of a vector, planes that do; planes shorter than one;
+# replicas that are
 @pytest.mark.parametrize(
     "T, shape",
     [(1, (1000, 64)), (1, (500, 3)), (1, (20, 64, 47)), (1, (100, 64, 9)), (9000, (9000, 1, 7))],

@@ -237,7 +237,8 @@ def test_out_must_not_overlap(name):
 
 @pytest.mark.parametrize("name", ["x", "residual"])
 def test_out_must_not_be_read_in_another_order(name):
-    """It begins where the input does, but has other strides; or it lies in the gaps of the input."""
+    """It begins where the input does, but has other strides;
+    or it lies in the gaps of the input."""
     other = torch.zeros(4, 3, 4, 4).transpose(2, 3)  # the result is contiguous
     memory = torch.zeros(2 * 192)
     sparse = memory.view(4, 3, 4, 4, 2)[..., 0]

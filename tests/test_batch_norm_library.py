@@ -85,7 +85,8 @@ FORMATS = [
 @pytest.mark.parametrize("shared", [False, True], ids=["folded", "shared"])
 @pytest.mark.parametrize("k", range(len(FORMATS)))
 def test_fakes_have_the_strides_of_results(k, shared):
-    """A compiler lays memory out by them. Backward takes the format of the output, else of its gradient."""
+    """A compiler lays memory out by them. Backward takes the format of the output,
+    else of its gradient."""
     x, T = torch.empty_strided(FORMATS[k].shape, FORMATS[k].stride()).fill_(0.5), 2
     C = x.shape[1]
     affine = (torch.ones(C), torch.ones(C), None, 1e-5)

@@ -25,7 +25,8 @@ def test_loops_match_single_elements(form, program):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_memory_off_the_elements_own_size(dtype):
-    """Of a file or a message, beyond the caches, where a kernel may store with aligned instructions."""
+    """Of a file or a message, beyond the caches, where a kernel may store
+    with aligned instructions."""
     T, shape = 2, (60, 64, 56, 56) if dtype == torch.float32 else (120, 64, 56, 56)
     x = torch.randn(shape).to(dtype)
     size = T * x.numel()

@@ -103,7 +103,8 @@ def test_divergence_is_that_of_the_snapshots():
 
 
 def test_few_batches_make_the_divergence_too_large_by_a_constant():
-    """2,000 means and deviations: a standard error of 0.014 nats at 3 batches, 0.002 at 64; bias 0.29, 0.008."""
+    """2,000 means and deviations: a standard error of 0.014 nats at 3 batches, 0.002 at 64;
+    bias 0.29, 0.008."""
     torch.manual_seed(0)
     model = bnuq.convert(nn.Sequential(nn.BatchNorm1d(1000), nn.Linear(1000, 2)).eval())
     data = TensorDataset(torch.randn(8000, 1000), torch.zeros(8000, dtype=torch.int64))
@@ -245,7 +246,8 @@ def test_a_dead_channel_is_left_out():
 
 
 def test_a_channel_counts_if_it_varies_in_some_batch_of_every_size():
-    """Of 60 rows one, or six, are not 0 in the first channel: with M = 2 in none, or some, of 6 batches."""
+    """Of 60 rows one, or six, are not 0 in the first channel: with M = 2 in none, or some,
+    of 6 batches."""
     model = bnuq.convert(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, K)).eval())
     for rows, left_out in ((1, 1), (6, 0)):
         x, y = dataset().tensors

@@ -108,8 +108,8 @@ def test_trailing_dimensions_are_like_nn_linear():
 
 
 def test_local_estimator_has_the_exact_ones_marginals():
-    """Mean and variance of each output over 20,000 replicas, within 5 standard errors: a mean off by 0.035
-    standard deviations or a variance by 5 % is found; a right one refused once in 10^6."""
+    """Mean and variance of each output over 20,000 replicas, within 5 standard errors: a mean off
+    by 0.035 standard deviations or a variance by 5 % is found; a right one refused once in 10^6."""
     m = layer(estimator="local")
     with torch.no_grad():
         m.weight_rho.normal_(-1)
@@ -258,7 +258,8 @@ def test_sampler_needs_batch_norm():
         bnuq.predict(layer(), x(), likelihood="gaussian", sampler="joint")
 
 
-# ---- to_bayesian -----------------------------------------------------------------------------------
+# ---- to_bayesian
+# -----------------------------------------------------------------------------------
 
 
 def trained():
@@ -297,7 +298,8 @@ def test_to_bayesian_rejects(call, error, message):
         call()
 
 
-# ---- prune and posterior_summary -------------------------------------------------------------------
+# ---- prune and posterior_summary
+# -------------------------------------------------------------------
 
 
 def spread_out():

@@ -1,4 +1,5 @@
-"""Arguments that are no numbers, no sizes or no labels, in the house form; and those that are, in other types."""
+"""Arguments that are no numbers, no sizes or no labels, in the house form; and those that are,
+in other types."""
 
 import math
 from fractions import Fraction
@@ -105,7 +106,8 @@ def test_labels_of_any_integer_type(dtype):
 
 
 def test_the_noise_can_be_learned():
-    """noise_std and batch_weight as tensors: d loss / d noise_std = (rows - sum r^2 / std^2) / std per row."""
+    """noise_std and batch_weight as tensors: d loss / d noise_std = (rows - sum r^2 / std^2)
+    / std per row."""
     model, x, y = network().double(), torch.randn(4, 5).double(), torch.randn(4, 3).double()
     std = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     weight = torch.tensor(0.0, dtype=torch.float64)
@@ -205,7 +207,8 @@ def test_batch_norm_of_one_s_own_sees_each_sample_alone():
 
 
 def test_elbo_of_a_converted_network_does_not_warn():
-    """Its batch norm is meant to do in training what it always did; a prediction still says what is uncovered."""
+    """Its batch norm is meant to do in training what it always did;
+    a prediction still says what is uncovered."""
 
     class Net(nn.Module):
         def __init__(self):

@@ -1,5 +1,5 @@
-"""BayesLinear in forwards of other shapes than rows by features: shared layers, inner dimensions, one row, none; and
-its noise in each of the functions that draw it."""
+"""BayesLinear in forwards of other shapes than rows by features: shared layers, inner dimensions,
+one row, none; and its noise in each of the functions that draw it."""
 
 import pytest
 import torch
@@ -372,6 +372,7 @@ def test_the_same_seed_gives_the_same_weights_beside_batch_norm():
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 5, 6), (6,)], ids=str)
 def test_the_output_is_no_view(shape):
-    """Of a view `fully_shard` loses its hook when an activation writes into it: the backward crashed."""
+    """Of a view `fully_shard` loses its hook when an activation writes into it:
+    the backward crashed."""
     y = bnuq.BayesLinear(6, 3)(torch.randn(shape))
     assert y.shape == (*shape[:-1], 3) and not y._is_view()

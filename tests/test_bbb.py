@@ -1,4 +1,5 @@
-"""Bayes by Backprop as in the report, on tiny runs: a step by hand, resumption after kill -9, tables, figures."""
+"""Bayes by Backprop as in the report, on tiny runs: a step by hand, resumption after kill -9,
+tables, figures."""
 
 import copy
 import io

@@ -20,7 +20,8 @@ def split_of(seed=0):
 
 
 def state_of(seed):
-    """Three epochs, the second with the least validation error; the best network is another than the last."""
+    """Three epochs, the second with the least validation error;
+    the best network is another than the last."""
     settings = replace(TINY, seed=seed)
     network, best = (bbb.make_network(s, 12, bbb.PRIORS["gaussian"]) for s in (settings, TINY))
     with torch.no_grad():

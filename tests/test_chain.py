@@ -1,4 +1,5 @@
-"""`replicas` of Bayesian layers that are called one after another: known to fold without a trial."""
+"""`replicas` of Bayesian layers that are called one after another:
+known to fold without a trial."""
 
 import pytest
 import torch

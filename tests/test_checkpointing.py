@@ -1,4 +1,5 @@
-"""Activation checkpointing: what a backward computes again has the weights and statistics of its forward."""
+"""Activation checkpointing: what a backward computes again has the weights and statistics
+of its forward."""
 
 import io
 import weakref
@@ -71,7 +72,8 @@ def test_elbo_has_the_same_gradient(reentrant, estimator, num_samples):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("middle", [nn.Tanh, lambda: nn.BatchNorm1d(6)])
 def test_several_losses_before_one_backward(reentrant, middle):
-    """Each forward is computed again with its own weights; behind batch norm there is one for each sample."""
+    """Each forward is computed again with its own weights;
+    behind batch norm there is one for each sample."""
 
     def loss(model):
         losses = [elbo(model, 2, seed=4), elbo(model, 3, seed=5)]
@@ -134,7 +136,8 @@ class Twice(nn.Module):
 
 
 def test_a_layer_called_twice():
-    """With one weight matrix it does not matter which call is made again; with fresh noise it does."""
+    """With one weight matrix it does not matter which call is made again;
+    with fresh noise it does."""
     x = data()[0]
     for estimator in ("exact", "local"):
         model = Twice(estimator)
@@ -175,7 +178,8 @@ def test_checkpoints_inside_checkpoints(reentrant, num_samples):
 
 
 class Auxiliary(Block):
-    """Keeps an output for another loss, as deep supervision does; in a list if `all_kept`, from the first on."""
+    """Keeps an output for another loss, as deep supervision does; in a list if `all_kept`,
+    from the first on."""
 
     all_kept = False
 
@@ -381,17 +385,16 @@ class Regularised(nn.Module):
 
     def forward(self, x):
         x = x.clone().requires_grad_()
-        return (
-            checkpoint(self.both, x, use_reentrant=self.reentrant) if self.again else self.both(x)
-        )
+        if self.again:
+            return checkpoint(self.both, x, use_reentrant=self.reentrant)
+        return self.both(x)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_a_divergence_inside_is_at_the_same_weights_again(reentrant, num_samples):
     def found(again):
-        model = Regularised(again, reentrant)
-        elbo(model, num_samples).backward()
+        elbo(model := Regularised(again, reentrant), num_samples).backward()
         return [p.grad for p in model.parameters()]
 
     agree(found)

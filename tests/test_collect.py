@@ -10,7 +10,8 @@ import bnuq_ext as bnuq
 
 
 class Net(nn.Module):
-    """Convolution, BN, dropout, a second BN behind it, a dense BN: what a deeper layer sees matters."""
+    """Convolution, BN, dropout, a second BN behind it, a dense BN:
+    what a deeper layer sees matters."""
 
     def __init__(self, p=0.5):
         super().__init__()
@@ -260,7 +261,8 @@ def test_a_name_like_that_of_a_second_call_is_refused():
 
 
 class Frozen(bnuq.nn.Stochastic, nn.Module):
-    """An adapter's layer: no num_features, an eps of 0, and something to do after the normalisation."""
+    """An adapter's layer: no num_features, an eps of 0,
+    and something to do after the normalisation."""
 
     def __init__(self):
         super().__init__()

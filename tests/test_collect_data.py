@@ -327,7 +327,8 @@ def test_data_sets(dataset):
 
 
 def test_rows_are_drawn_without_replacement_and_batches_independently():
-    """chi2 of the rows and z of the overlap of neighbours, alpha 1e-6 each, 4,000 batches of 5 of 20.
+    """chi2 of the rows and z of the overlap of neighbours, alpha 1e-6 each,
+    4,000 batches of 5 of 20.
 
     Finds (power 0.999) a row drawn 3.6 % more often, and a mean overlap off by 0.11 of 1.25.
     """

@@ -227,14 +227,15 @@ def test_after_a_warning_that_is_an_error():
         bnuq.collect(model, torch_data.DataLoader(Noisy(), 6), 7)
 
 
-# Entering and leaving the contexts of `restore` and `replicas` is not cut: an interrupt inside a `finally`
-# cannot be undone.
+# Entering and leaving the contexts of `restore` and `replicas` is not cut:
+# an interrupt inside a `finally` cannot be undone.
 PACKAGE = Path(bnuq.__file__).parent
 CUT = {str(PACKAGE / name) for name in ("collect.py", "batches.py", "bank.py", "inputs.py")}
 
 
 def trace_lines(run, at=None):
-    """Runs with a KeyboardInterrupt at the given (file, line, n-th time); returns the lines passed."""
+    """Runs with a KeyboardInterrupt at the given (file, line, n-th time);
+    returns the lines passed."""
     passed, lines = {}, []
 
     def local(frame, event, _):

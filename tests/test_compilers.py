@@ -149,7 +149,8 @@ FULLGRAPH = pytest.param(
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's own, in torch 2.10
 @pytest.mark.parametrize("fullgraph", [FULLGRAPH, False])
 def test_trials_do_not_compile(fullgraph):
-    """torch compiles a function eight times, and then never again; fullgraph asks for no watching."""
+    """torch compiles a function eight times, and then never again;
+    fullgraph asks for no watching."""
     torch.compiler.reset()
     graphs = []
 

@@ -21,7 +21,8 @@ zoo = pytest.mark.parametrize("name", ZOO)
 
 
 class Rebuilt(nn.Module):
-    """Copies itself into train(), and does something else there, as torchvision's feature extractors."""
+    """Copies itself into train(), and does something else there,
+    as torchvision's feature extractors."""
 
     def __init__(self):
         super().__init__()

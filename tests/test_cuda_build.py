@@ -1,4 +1,5 @@
-"""What can be known of the CUDA side without a GPU: it compiles cleanly, and its hot loops are lean.
+"""What can be known of the CUDA side without a GPU: it compiles cleanly,
+and its hot loops are lean.
 
 The budgets hold for nvcc 13.0: another compiler may spend a register or an instruction more.
 """
@@ -25,8 +26,8 @@ ARCHS = ("80", "90")
 # access of a warp (512 bytes) takes, the SMs issue this many instructions.
 SLOTS_PER_ACCESS = 132 * 4 * 1.98e9 * 512 / 4.8e12
 
-# The least accesses of 16 bytes that one turn of a hot loop's unrolled body makes for one vector, and
-# the blocks of 256 threads that must fit on an SM for enough bytes in flight.
+# The least accesses of 16 bytes that one turn of a hot loop's unrolled body makes for one vector,
+# and the blocks of 256 threads that must fit on an SM for enough bytes in flight.
 HOT = {
     "columns_kernel": (2, 3),  # x, y
     "planes_kernel": (2, 3),
@@ -184,13 +185,15 @@ def test_a_softmax_takes_one_exponential_a_class(kernels):
     for loop in loops:
         special = [op for op, _ in loop if op.startswith("MUFU.EX2")]
         assert len(special) == 8  # the classes of a thread
-    # A third of the loops, the teams of lanes, hold no barrier and nothing that passes through memory.
+    # A third of the loops, the teams of lanes, hold no barrier and nothing
+    # that passes through memory.
     assert sorted(map(len, loops))[len(loops) // 3 - 1] < 8 * 38
 
 
 @needs_nvcc
 def test_a_gradient_by_logits_accesses_nothing_else_in_its_loop(kernels):
-    """32 logits of float32 and their gradients leave 56 instructions of time, of which the loop takes 62."""
+    """32 logits of float32 and their gradients leave 56 instructions of time,
+    of which the loop takes 62."""
     loops = [
         max(kernel.loops(), key=len)
         for name, _, _, kernel in kernels

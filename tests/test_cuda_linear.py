@@ -1,4 +1,5 @@
-"""The Bayesian kernels without a GPU: they compile cleanly, and the fused loop is as lean as its floor allows.
+"""The Bayesian kernels without a GPU: they compile cleanly,
+and the fused loop is as lean as its floor allows.
 
 The budgets hold for nvcc 13.0: another compiler may spend a register or an instruction more.
 """
@@ -57,7 +58,8 @@ def noise_loop(kernel):
 
 @needs_nvcc
 def test_fused_loops_are_bound_by_their_noise(fused):
-    """2 MUFU a weight are 8 weights a clock of an SM. 14.5 other issue slots are 8.8: the MUFU rate binds."""
+    """2 MUFU a weight are 8 weights a clock of an SM. 14.5 other issue slots are 8.8:
+    the MUFU rate binds."""
     assert len(fused) == 2 * (3 + 3 + 2 + 1)
     for (blocks, replicas, shared), kernel in fused.items():
         loop = noise_loop(kernel)
@@ -72,8 +74,9 @@ def test_fused_loops_are_bound_by_their_noise(fused):
 
 @needs_nvcc
 def test_one_row_costs_little_more_than_its_noise(fused):
-    """Words and normals are 88 instructions for eight weights. Products by multiplications would add at least
-    12 (two and a half for a pair of weights, half of one for sigma), the product by mma adds 10 to 19."""
+    """Words and normals are 88 instructions for eight weights. Products by multiplications would
+    add at least 12 (two and a half for a pair of weights, half of one for sigma),
+    the product by mma adds 10 to 19."""
     floor = 88 / WEIGHTS
     for (blocks, replicas, _), kernel in fused.items():
         if blocks == 1:
@@ -85,14 +88,16 @@ def test_one_row_costs_little_more_than_its_noise(fused):
 
 @needs_nvcc
 def test_gradient_loops_are_bound_by_their_noise(backward):
-    """That by x as the forward; that by rho has 20 slots a weight for a replica of 64 rows, products and all."""
+    """That by x as the forward; that by rho has 20 slots a weight for a replica of 64 rows,
+    products and all."""
     for tiles in (1, 2, 8):
         loop = noise_loop(backward["grad_x", tiles])
         assert loop["MUFU"] == 2 * WEIGHTS and loop["HMMA"] == 2 * tiles
         assert sum(loop.values()) - loop["HMMA"] <= 14.5 * WEIGHTS
     replica = noise_loop(backward["grad_rho", 0])
     assert replica["MUFU"] == 2 * 2 * WEIGHTS
-    # Three groups of matrices for four products of 16 rows, four times; what N leaves out is skipped.
+    # Three groups of matrices for four products of 16 rows, four times;
+    # what N leaves out is skipped.
     assert replica["HMMA"] == 16 and replica["LDSM"] == 12
     assert sum(replica.values()) <= 20.5 * 2 * WEIGHTS
 
@@ -115,7 +120,8 @@ def test_the_direct_way_takes_what_its_limits_assume(hopper):
 
 @needs_nvcc
 def test_the_mixture_reads_a_weight_once_for_all_replicas(hopper):
-    """The loop over them makes noise and terms alone; it may read the seed again. No softplus, 75 slots a term."""
+    """The loop over them makes noise and terms alone; it may read the seed again. No softplus,
+    75 slots a term."""
     kernels = [
         kernel for name, kernel in hopper.items() if re.search("mixture_kl_.*kernelIf", name)
     ]
@@ -127,7 +133,8 @@ def test_the_mixture_reads_a_weight_once_for_all_replicas(hopper):
 
 @needs_nvcc
 def test_a_stage_costs_a_fraction_of_its_noise(fused, backward):
-    """What lies between two loops over the tiles of a stage: copies of the next, a barrier. No place is found anew."""
+    """What lies between two loops over the tiles of a stage: copies of the next, a barrier.
+    No place is found anew."""
     staged = [kernel for (blocks, _, _), kernel in fused.items() if blocks > 1]
     for kernel in [*staged, *(backward["grad_x", tiles] for tiles in (1, 2, 8))]:
         tiles, stage, *_ = sorted(len(lp) for lp in kernel.loops() if "MUFU" in names(lp))

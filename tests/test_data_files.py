@@ -1,4 +1,5 @@
-"""Tables, arrays and images from files: what is read, and what is said of what is missing or damaged."""
+"""Tables, arrays and images from files: what is read,
+and what is said of what is missing or damaged."""
 
 import io
 import lzma

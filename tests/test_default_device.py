@@ -1,4 +1,5 @@
-"""A default device other than the model's, as after torch.set_default_device("cuda"): nothing goes there."""
+"""A default device other than the model's, as after torch.set_default_device("cuda"):
+nothing goes there."""
 
 import pytest
 import torch

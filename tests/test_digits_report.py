@@ -1,4 +1,5 @@
-"""The report of the demo from invented units, all of whose numbers differ; and the units from the network by hand."""
+"""The report of the demo from invented units, all of whose numbers differ;
+and the units from the network by hand."""
 
 from dataclasses import replace
 
@@ -201,7 +202,8 @@ def test_curve_and_verdict_by_hand():
         for name, x in inputs.items():
             nll = cross_entropy(model(x), split.test.y).item()
             assert found[name]["plug_in_nll"] == pytest.approx(nll, rel=1e-4)
-            # The replicas are not the plug-in, and at M = N no more than about its running statistics.
+            # The replicas are not the plug-in, and at M = N no more than about its running
+            # statistics.
             assert min(abs(v - nll) for v in found[name]["nll"][:-1]) > 1e-4
     settings = replace(TINY, epochs=20)
     unit = digits.alone(0, lambda: digits.confident_error(settings))

@@ -52,7 +52,8 @@ def way(model):
 
 
 def assert_right_or_refused(model, x, **options):
-    """Auto gives the loop's answer, and so does folded unless it refuses; each on a model of its own."""
+    """Auto gives the loop's answer, and so does folded unless it refuses;
+    each on a model of its own."""
     loop, auto, folded = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
     expected = samples(loop, x, strategy="loop", **options)
     torch.testing.assert_close(samples(auto, x, **options), expected, rtol=1e-5, atol=1e-5)

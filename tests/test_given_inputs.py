@@ -1,4 +1,5 @@
-"""What replicas are given: each the caller's input, which stays as it is, in the caller's classes."""
+"""What replicas are given: each the caller's input, which stays as it is,
+in the caller's classes."""
 
 from collections import OrderedDict, UserDict
 from types import MappingProxyType

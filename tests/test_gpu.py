@@ -223,7 +223,8 @@ def test_every_device_of_the_machine():
 
 @pytest.fixture(scope="module")
 def model():
-    """A small convolutional network, converted, with a bank; on the CPU. Its logits differ from draw to draw."""
+    """A small convolutional network, converted, with a bank; on the CPU.
+    Its logits differ from draw to draw."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     layers += [nn.Conv2d(16, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()]

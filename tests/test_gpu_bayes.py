@@ -162,7 +162,8 @@ def peak(N, T, dtype):
 
 @pytest.mark.parametrize("N,dtype", [(4, torch.float32), (600, torch.bfloat16), (4, torch.float64)])
 def test_no_weight_matrix_of_a_replica_is_kept(N, dtype):
-    """Beyond a chunk of 32 MiB only what has the size of the outputs grows with T: six such at the most."""
+    """Beyond a chunk of 32 MiB only what has the size of the outputs grows with T:
+    six such at the most."""
     peak(N, 2, dtype)  # workspaces of torch's products
     few, many = peak(N, 64, dtype), peak(N, 128, dtype)
     assert many - few <= 6 * 64 * N * 512 * (8 if dtype == torch.float64 else 4)

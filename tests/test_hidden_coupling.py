@@ -43,7 +43,8 @@ def test_rows_that_meet_on_other_values_than_the_trials(cls):
 
 
 class Outliers(Norms):
-    """Leaves out what lies `most` standard deviations from the mean of the rows: of n rows none beyond sqrt(n - 1)."""
+    """Leaves out what lies `most` standard deviations from the mean of the rows:
+    of n rows none beyond sqrt(n - 1)."""
 
     most = 3.0
     activation = staticmethod(lambda h: h)
@@ -123,7 +124,8 @@ class Config:
 
 
 class ListCounter(Norms):
-    """Scales by the number of its forwards, which it keeps in a list, a dict, a buffer's data or a generator."""
+    """Scales by the number of its forwards, which it keeps in a list, a dict,
+    a buffer's data or a generator."""
 
     def __init__(self, keep):
         super().__init__()
@@ -245,7 +247,8 @@ def test_a_state_whose_change_shows_later_than_in_the_trial():
 
 
 class Levels(Norms):
-    """Looks up each value's level, if it has them, where an infinity would be an index out of range."""
+    """Looks up each value's level, if it has them, where an infinity would be an index out
+    of range."""
 
     met = []
 

@@ -1,6 +1,7 @@
 """What the kernels' accesses touch: sectors of global memory, turns at the banks of shared memory.
 
-A request, of a warp by one instruction, may touch little more than its bytes fill. See hostrun/accesses.cpp.
+A request, of a warp by one instruction, may touch little more than its bytes fill.
+See hostrun/accesses.cpp.
 """
 
 import ctypes

@@ -1,4 +1,5 @@
-"""The CUDA source of batch_norm_bank and batch_norm_fitted, forward and backward, run on the CPU."""
+"""The CUDA source of batch_norm_bank and batch_norm_fitted, forward and backward,
+run on the CPU."""
 
 import numpy as np
 import pytest

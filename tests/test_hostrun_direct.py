@@ -100,7 +100,8 @@ def test_only_what_is_needed_is_made(direct, needs):
 
 
 def test_which_calls_go_direct():
-    """float64, and few rows of few weights; whatever the number of replicas, which `goes_direct` does not know."""
+    """float64, and few rows of few weights; whatever the number of replicas,
+    which `goes_direct` does not know."""
     mu = {size: torch.empty(size, size, device="meta") for size in (16, 443, 444)}
 
     def goes(N, size, dtype=torch.float32):
@@ -113,7 +114,8 @@ def test_which_calls_go_direct():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("N", [8, 9])
 def test_a_replica_alone_is_what_it_is_among_others(monkeypatch, N, dtype):
-    """To far less than the rounding of 16-bit operands: `predict` promises it for every chunk and strategy."""
+    """To far less than the rounding of 16-bit operands:
+    `predict` promises it for every chunk and strategy."""
     both = Ops(1)
     for module in (linear_cuda, linear_parts):
         monkeypatch.setattr(module, "_ops", both)

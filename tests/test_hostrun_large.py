@@ -1,4 +1,5 @@
-"""The CUDA source where a tensor has more than 2^31 numbers: the last blocks of a grid, run on the CPU.
+"""The CUDA source where a tensor has more than 2^31 numbers: the last blocks of a grid,
+run on the CPU.
 
 The tensors are mapped, not allocated: only the pages that these blocks touch exist.
 """

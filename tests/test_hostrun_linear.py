@@ -72,8 +72,9 @@ def test_fused_products_of_so_many_tiles_that_no_warps_share_one(kernels, N, sha
 
 
 def check_fused_products(N, I, O, T, shared, half):  # noqa: E741
-    """Four roundings to 16 bits enter a product: a sum is off by about 2^-11 (2^-8) of the root of its sum of
-    squares. Six times that is allowed; one wrong weight is off by about the root over sqrt(I)."""
+    """Four roundings to 16 bits enter a product: a sum is off by about 2^-11 (2^-8) of the root of
+    its sum of squares. Six times that is allowed; one wrong weight is off
+    by about the root over sqrt(I)."""
     dtype = torch.float32 if half == torch.float16 else torch.bfloat16
     x, *parameters = make(N, I, O, T, shared, dtype)
     mu, rho, _, bias_rho = parameters
@@ -128,7 +129,8 @@ def test_the_noise_is_as_far_off_as_stated(kernels, I, half):  # noqa: E741
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_batched_products_are_the_fused_ones(kernels, monkeypatch, shared, half):
-    """The same operands and noise: what differs is the order of the sums. Chunks of two replicas, and one."""
+    """The same operands and noise: what differs is the order of the sums.
+    Chunks of two replicas, and one."""
     dtype = torch.float32 if half == torch.float16 else torch.bfloat16
     N, I, O, T = 9, 21, 19, 5  # noqa: E741
     x, *parameters = make(N, I, O, T, shared, dtype)
@@ -168,7 +170,8 @@ def test_operands_lie_in_the_range_of_16_bits(kernels, largest, bfloat16):
 
 
 def test_weights_are_the_noise_of_the_cpu(kernels):
-    """x = one row of the identity reads single weights: wrong places would be off by about sigma."""
+    """x = one row of the identity reads single weights:
+    wrong places would be off by about sigma."""
     O, I, T = 33, 40, 3  # noqa: E741
     x = torch.eye(I)
     rho = torch.zeros(O, I)
@@ -206,7 +209,8 @@ def test_operands_are_scaled_to_float16s_range(kernels, scale):
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_the_largest_of_more_numbers_than_the_grid_has_threads(kernels, place):
-    """The range is that of the largest; 512 blocks look for it, some numbers are in a second turn of theirs."""
+    """The range is that of the largest; 512 blocks look for it,
+    some numbers are in a second turn of theirs."""
     v = torch.full((1, 1100, 1000), 0.1)
     v.view(-1)[place] = -7.0
     operand, scale = half_of(kernels, v, False)

@@ -1,8 +1,9 @@
-"""The ops of csrc/cuda from Python down to the kernels: the tests of the ops, once more, on the emulated library.
+"""The ops of csrc/cuda from Python down to the kernels: the tests of the ops, once more,
+on the emulated library.
 
-Each run is a process of its own, where that library stands in the place of the CPU's: see hostrun/on_cpu.py. Where
-the CUDA library was built, its kernels run as they were compiled, instruction by instruction of their PTX, and
-their approximate instructions err as far as they may.
+Each run is a process of its own, where that library stands in the place of the CPU's: see
+hostrun/on_cpu.py. Where the CUDA library was built, its kernels run as they were compiled,
+instruction by instruction of their PTX, and their approximate instructions err as far as they may.
 """
 
 import json
@@ -46,7 +47,8 @@ UNREACHED = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """What makes kernels run as compiled, in the place of their source; nothing where there is no library."""
+    """What makes kernels run as compiled, in the place of their source;
+    nothing where there is no library."""
     if LIBRARY is None or sass.find_tool("cuobjdump") is None:
         return {}
     folder = tmp_path_factory.mktemp("ptx")
@@ -56,7 +58,8 @@ def compiled(tmp_path_factory):
 
 
 def run(*arguments, **variables):
-    """Garbage in every fresh allocation, threads in a shuffled order; a GPU, if there is one, unseen."""
+    """Garbage in every fresh allocation, threads in a shuffled order; a GPU,
+    if there is one, unseen."""
     places = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     fixed = {"PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     env = os.environ | variables | fixed | {"MALLOC_PERTURB_": "128"}

@@ -159,7 +159,8 @@ def test_mma_is_the_matrix_product(module, bfloat16):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_matrices_are_loaded_by_fragment(module, transposed):
-    """Register m of lane 4 g + t: matrix m, row g, columns 2 t and 2 t + 1; or column g, rows 2 t and 2 t + 1."""
+    """Register m of lane 4 g + t: matrix m, row g, columns 2 t and 2 t + 1; or column g,
+    rows 2 t and 2 t + 1."""
     name = "matrices_transposed" if transposed else "matrices"
     y = run(module, name, np.zeros(1, np.float32), np.zeros((32, 4, 2), np.float32))
     matrices = np.arange(256, dtype=np.float32).reshape(4, 8, 8)
@@ -168,7 +169,8 @@ def test_matrices_are_loaded_by_fragment(module, transposed):
 
 
 def test_copies_come_when_they_are_waited_for(module):
-    """Until then what stood there is lost: whoever still needs it must have it before the copy begins."""
+    """Until then what stood there is lost: whoever still needs it must have it before the copy
+    begins."""
     x, y = (placed(v.astype(np.float32)) for v in (np.arange(4), np.full(12, -1)))
     run(module, "copy", x, y, n=1, block=(1, 1, 1))
     assert np.isnan(y[8])

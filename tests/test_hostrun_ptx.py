@@ -1,4 +1,5 @@
-"""The interpreter of PTX: each instruction that asks for more than C++ has, and every kind of broken kernel."""
+"""The interpreter of PTX: each instruction that asks for more than C++ has,
+and every kind of broken kernel."""
 
 import ctypes
 import itertools
@@ -253,7 +254,8 @@ def test_matrix_product(run, kind):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_matrices_from_shared_memory(run, transposed):
-    """Copied there asynchronously, the last eight lanes' bytes as zeros; then one of them turned once more."""
+    """Copied there asynchronously, the last eight lanes' bytes as zeros;
+    then one of them turned once more."""
     body = f"""
     shl.b32 %r2, %r1, 4;
     cvt.u64.u32 %rd2, %r2;

@@ -1,4 +1,5 @@
-"""Races in the CUDA source, by ThreadSanitizer: every CUDA thread is one of its threads, see hostrun/races.h.
+"""Races in the CUDA source, by ThreadSanitizer: every CUDA thread is one of its threads,
+see hostrun/races.h.
 
 A missing barrier is noticed in whatever order the threads ran, where the values come out right too.
 """

@@ -122,7 +122,8 @@ def test_mixture_matches_reference(shape, T, dtype, device, assert_close):
     for a, e in zip(
         torch.autograd.grad(kl, inputs), torch.autograd.grad(expected, inputs64), strict=True
     ):
-        # The gradient is by_w * eps: where w is near a mode of width e^-6, rounding of w is magnified.
+        # The gradient is by_w * eps: where w is near a mode of width e^-6,
+        # rounding of w is magnified.
         assert_close(a, e, scale=max(1.0, float(e.abs().max())) * 20)
 
 
@@ -200,7 +201,8 @@ def test_mixture_where_squares_overflow():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("std2", [math.exp(-6), math.exp(-8)])
 def test_mixture_gradient_where_the_narrow_component_fades(std2, dtype):
-    """Every weight by itself, up to 9 of its deviations: its share falls to 1e-17, its precision is 1e5 to 1e7."""
+    """Every weight by itself, up to 9 of its deviations: its share falls to 1e-17,
+    its precision is 1e5 to 1e7."""
     mu = (torch.linspace(0.01, 9, 900, dtype=torch.float64) * std2).to(dtype).requires_grad_()
     rho = torch.full_like(mu, -100.0)
     kl = ops.mixture_kl(mu, rho, ops.new_seed(0), 0, pi=0.5, std1=1.0, std2=std2)

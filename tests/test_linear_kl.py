@@ -277,7 +277,8 @@ def test_a_plain_chain_has_the_loss_and_the_gradients_of_any_other_model(name, T
 
 @pytest.mark.parametrize("name", ["plain", "mixture", "twice"])
 def test_likelihood_and_divergence_by_themselves(name):
-    """One after the other and in either order; and the sum of both, which a user may weigh as he likes."""
+    """One after the other and in either order; and the sum of both,
+    which a user may weigh as he likes."""
     model, x, y = CHAINS[name](), torch.randn(16, 6), torch.randint(0, 3, (16,))
     parameters = list(model.parameters())
 

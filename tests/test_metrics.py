@@ -83,7 +83,8 @@ def test_accuracy():
 
 
 def test_ece_by_hand():
-    # Two bins: (0, 0.5] holds a row of confidence 0.5 that is right, (0.5, 1] holds 0.9 right and 0.8 wrong.
+    # Two bins: (0, 0.5] holds a row of confidence 0.5 that is right, (0.5,
+    # 1] holds 0.9 right and 0.8 wrong.
     probs = torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.1, 0.0], [0.1, 0.8, 0.1]], dtype=torch.float64)
     y = torch.tensor([0, 0, 2])
     expected = 1 / 3 * abs(1 - 0.5) + 2 / 3 * abs(0.5 - 0.85)

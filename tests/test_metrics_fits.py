@@ -170,7 +170,8 @@ def test_noise_of_a_mixture_whose_means_are_all_exact():
 
 
 def test_noise_of_a_mixture_may_be_far_above_the_error_of_its_mean():
-    """Replicas at -1 and 1 about targets near 0: a mixture without the spread is no density of these."""
+    """Replicas at -1 and 1 about targets near 0: a mixture without the spread is no density
+    of these."""
     samples = torch.tensor([[-1.0], [1.0]]).expand(2, 6).double()
     y = torch.tensor([0.1, -0.1, 0.05, -0.05, 0.02, 0.1]).double()
     expected = search(lambda v: -metrics.gaussian_pll(samples, y, math.exp(v)).item(), (-8, 3))

@@ -1,5 +1,6 @@
-"""A training step on a GPU waits for nothing and copies nothing to or from it, so that it queues ahead and goes
-into a CUDA graph. Shown without a GPU, by tensors that have a device and no values."""
+"""A training step on a GPU waits for nothing and copies nothing to or from it, so that it queues
+ahead and goes into a CUDA graph. Shown without a GPU,
+by tensors that have a device and no values."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""`statistics_normality` and its test of normality: calibration, known answers, and what theory gets wrong."""
+"""`statistics_normality` and its test of normality: calibration, known answers,
+and what theory gets wrong."""
 
 import copy
 import math
@@ -20,7 +21,8 @@ def normals(*shape, seed=0):
 
 @pytest.mark.parametrize("n", [8, 50, 256])
 def test_p_values_are_uniform_for_normal_samples(n):
-    """KS of 4,000 p-values, alpha 1e-6: finds (power 0.99) a share of p < x that is off by 0.055 somewhere."""
+    """KS of 4,000 p-values, alpha 1e-6: finds (power 0.99)
+    a share of p < x that is off by 0.055 somewhere."""
     p = lilliefors(3 + 2 * normals(n, 4000, seed=n))[1]
     assert stats.kstest(p.numpy(), "uniform").pvalue > 1e-6
     # 5 standard errors of a share of 4,000, and the simulation's.
@@ -86,7 +88,8 @@ def normality(model, data=ROWS, batch_size=32, **options):
 
 
 def test_theory_is_right_in_the_first_layer_and_thirty_times_too_wide_behind_it(device):
-    """1,000 batches: a variance has a relative standard error of 4.5 %, the median of 48 of them less."""
+    """1,000 batches: a variance has a relative standard error of 4.5 %,
+    the median of 48 of them less."""
     found = normality(bnuq.convert(mlp()).to(device), num_batches=1000)
     first, *deeper = found.layers.values()
     assert 0.93 < first.mean_ratio.median() < 1.07 and 0.9 < first.std_ratio.median() < 1.1
@@ -97,7 +100,8 @@ def test_theory_is_right_in_the_first_layer_and_thirty_times_too_wide_behind_it(
 
 
 def test_rows_are_the_units_of_a_convolutional_layer():
-    """The rows' own level dominates: with positions as units the variance would be 36 times too small."""
+    """The rows' own level dominates: with positions as units the variance would be 36 times too
+    small."""
     found = normality(bnuq.convert(convolutional()), IMAGES, num_batches=1000)
     first = found.layers["1"]
     assert ((first.mean_ratio - 1).abs() < 5 * 0.045).all()

@@ -1,4 +1,5 @@
-"""The report of unseen classes from invented probabilities, which differ for all networks, statistics and images."""
+"""The report of unseen classes from invented probabilities, which differ for all networks,
+statistics and images."""
 
 from dataclasses import replace
 from itertools import product
@@ -20,7 +21,8 @@ Y = np.arange(40) % 5
 
 
 def invented() -> dict:
-    """Two runs of two members and one with dropout; drawn statistics are surer of the known images."""
+    """Two runs of two members and one with dropout;
+    drawn statistics are surer of the known images."""
     generator = torch.Generator().manual_seed(0)
     units = {}
     for run, member in product(range(2), range(3)):
@@ -96,7 +98,8 @@ def test_corrupted_images_have_their_own_scores(made):
 
 
 def test_differences_and_what_is_better(made):
-    """Less error and less NLL are better, and more AUROC; the last is the NLL of the corrupted images."""
+    """Less error and less NLL are better, and more AUROC;
+    the last is the NLL of the corrupted images."""
     units, tables, report = made
     marks = set()
     for _, _, method, name, *cells in tables["differences"]:

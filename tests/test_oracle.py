@@ -1,4 +1,5 @@
-"""The definition of MCBN: a replica is the original model in eval with a snapshot in its buffers."""
+"""The definition of MCBN: a replica is the original model in eval with a snapshot
+in its buffers."""
 
 import copy
 
@@ -116,7 +117,8 @@ def test_a_replica_is_the_original_with_the_snapshot_in_its_buffers(name, strate
 
 
 def fitted_bank(bank, family, first):
-    """The statistics of T replicas from `first` on, as snapshots: the formulas, fed with the noise of each layer."""
+    """The statistics of T replicas from `first` on, as snapshots: the formulas,
+    fed with the noise of each layer."""
     mean, var, seed = {}, {}, ops.new_seed(1, first)
     for layer, name in enumerate(bank.mean):
         m, spread = bank.mean[name].double(), bank.var[name].double().sqrt()

@@ -1,4 +1,5 @@
-"""Adapters of batch norms that extend no class of torch: that of register_adapter's docstring, and others."""
+"""Adapters of batch norms that extend no class of torch: that of register_adapter's docstring,
+and others."""
 
 import pytest
 import torch

@@ -20,8 +20,8 @@ NORMAL_ATOL = 3e-6
 def assert_normals(z, expected, device):
     """To NORMAL_ATOL; on CUDA to what its approximate instructions leave of the float64 recipe.
 
-    lg2.approx is off by up to 2^-22 near 1, so a radius r by 2^-22 / 2r, which is 2e-7 / |z| at the most of z
-    and never above 1e-3; the cosine of up to 2 pi is off by 1e-6, and r at most 6.7.
+    lg2.approx is off by up to 2^-22 near 1, so a radius r by 2^-22 / 2r, which is 2e-7 / |z| at the
+    most of z and never above 1e-3; the cosine of up to 2 pi is off by 1e-6, and r at most 6.7.
     """
     error, bound = (z.double().cpu() - expected).abs(), torch.tensor(NORMAL_ATOL)
     if device.type == "cuda":

@@ -83,7 +83,8 @@ def test_permutations_are_uniform(num_snapshots):
 
 @pytest.mark.parametrize("num_snapshots", [7, 8, 9, 31, 33, 64])
 def test_positions_are_uniform(num_snapshots):
-    """What a position of an epoch holds, n = 2e4 epochs; alpha 1e-6 over all positions and seeds."""
+    """What a position of an epoch holds, n = 2e4 epochs;
+    alpha 1e-6 over all positions and seeds."""
     epochs, seeds = 20_000, (0, 1)
     for key in seeds:
         drawn = ops.snapshot_indices(ops.new_seed(key), num_snapshots, epochs * num_snapshots)
@@ -93,8 +94,8 @@ def test_positions_are_uniform(num_snapshots):
 
 
 def test_large_bank_is_uniform():
-    """B = 65537, its first two replicas over 2e4 neighbouring seeds in 64 x 64 classes of equal size
-    to 0.1 %; alpha 1e-6; finds a class whose frequency is off by a factor of 4."""
+    """B = 65537, its first two replicas over 2e4 neighbouring seeds in 64 x 64 classes of equal
+    size to 0.1 %; alpha 1e-6; finds a class whose frequency is off by a factor of 4."""
     B, n = 65537, 20_000
     drawn = np.array([ops.snapshot_indices(ops.new_seed(key), B, 2).numpy() for key in range(n)])
     classes = drawn * 64 // B

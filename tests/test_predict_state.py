@@ -1,4 +1,5 @@
-"""What predict leaves behind, how much memory it takes, and what happens when there is too little."""
+"""What predict leaves behind, how much memory it takes,
+and what happens when there is too little."""
 
 import copy
 import gc

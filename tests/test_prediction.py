@@ -190,7 +190,8 @@ def test_running_statistics_match_the_reference(chunks, shape, dtype):
 
 @pytest.mark.parametrize("chunks", [[40], [1] * 40, [7, 33]], ids=str)
 def test_variance_of_means_far_from_zero(chunks):
-    """5e5 standard deviations from zero, where float32 holds a deviation to 3 %, but each replica exactly."""
+    """5e5 standard deviations from zero, where float32 holds a deviation to 3 %,
+    but each replica exactly."""
     generator = torch.Generator().manual_seed(0)
     means = 1e5 + 0.2 * torch.randn(40, 50, generator=generator)
     wide = means.double()

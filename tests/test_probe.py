@@ -36,7 +36,8 @@ def replicas(model, x):
 
 
 def test_rows_that_a_model_does_not_take_decide_nothing():
-    """The first input has too few rows; the next ones go through the model together all the same."""
+    """The first input has too few rows; the next ones go through the model together all the
+    same."""
     torch.manual_seed(0)
     model = Table().eval()
     x = torch.stack([torch.randint(low, end, (8,)) for low, end in ((0, 3), (9, 50), (3, 9))], 1)
@@ -126,7 +127,8 @@ def test_rows_are_not_cut_from_under_a_graph_on_a_gpu(monkeypatch):
 
 
 def test_a_row_far_out_lies_among_small_ones():
-    """Larger than activations bear, it would saturate a deep network, where rounding turns into anything."""
+    """Larger than activations bear, it would saturate a deep network,
+    where rounding turns into anything."""
     torch.manual_seed(0)
     given = torch.randn(9, 3, 4)
     y = given.clone()

@@ -1,4 +1,5 @@
-"""The runner of the batch-size protocol, end to end on tiny images in the format of Fashion-MNIST and MNIST."""
+"""The runner of the batch-size protocol, end to end on tiny images in the format of Fashion-MNIST
+and MNIST."""
 
 import struct
 from dataclasses import replace
@@ -168,7 +169,8 @@ def test_figures(done, data_root):
 
 
 def test_the_choice_is_made_on_validation_images(data_root):
-    """Curves of known and foreign images, prior, plug-in, and shares, of the network trained with M = 16."""
+    """Curves of known and foreign images, prior, plug-in, and shares,
+    of the network trained with M = 16."""
     settings = replace(TINY, epochs=1, fit_batch_sizes=(8, 32), num_samples=4, weight_decay=0.01)
     found = batch_size.compute(batch_size.make_units(settings, data_root)[0], settings, data_root)
     images = batch_size.load(settings, data_root, 0)

@@ -1,4 +1,5 @@
-"""CIFAR-10 on tiny data: the network, augmentation, the likelihood of T replicas, the paper's table."""
+"""CIFAR-10 on tiny data: the network, augmentation, the likelihood of T replicas,
+the paper's table."""
 
 import itertools
 import json

@@ -78,8 +78,8 @@ def test_he_keeps_the_signal_and_torch_loses_it():
         with torch.no_grad():
             spread = hidden(x) - (0 if init == "kept" else hidden(torch.zeros(1, 64)))
         sizes[init] = spread.square().mean().item()
-    # Each layer keeps E y^2, up to the draw of the weights; torch's keeps a sixth: 6^-89 = 1e-69, which
-    # float32 has no digits for.
+    # Each layer keeps E y^2, up to the draw of the weights; torch's keeps a sixth: 6^-89 = 1e-69,
+    # which float32 has no digits for.
     assert 1e-3 < sizes["kept"] < 1e3 and sizes["torch"] < 1e-12
 
 

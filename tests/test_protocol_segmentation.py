@@ -1,4 +1,5 @@
-"""Segmentation on tiny frames: the network, what is stochastic, scores against plain loops, the maps."""
+"""Segmentation on tiny frames: the network, what is stochastic, scores against plain loops,
+the maps."""
 
 import json
 from dataclasses import replace
@@ -31,7 +32,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Frames of two halves, each of a class with its own colour, and a strip that is not labelled."""
+    """Frames of two halves, each of a class with its own colour,
+    and a strip that is not labelled."""
     root = tmp_path_factory.mktemp("data")
     (root / "camvid").mkdir()
     generator = np.random.default_rng(0)

@@ -51,7 +51,8 @@ def test_data_are_the_function_and_noise():
     assert [len(x) for x, _ in parts] == [100, 100, 20_000]
     x, y = parts[2]
     assert x.min() > -5 and x.max() < 5
-    # n = 20,000, fixed seed: five standard errors of a uniform's mean and of a normal's mean and spread.
+    # n = 20,000, fixed seed: five standard errors of a uniform's mean and
+    # of a normal's mean and spread.
     assert abs(x.mean()) < 5 * (10 / 12**0.5) / 20_000**0.5
     noise = y - x * torch.sin(x)
     assert abs(noise.mean()) < 5 * 0.3 / 20_000**0.5
@@ -80,7 +81,8 @@ def test_replicas_are_in_the_unit_of_y():
         toy.train(network, scale, replace(TINY, epochs=200, learning_rate=0.01))
         samples = toy.make_sampler(network, method, scale, TINY, 0)(x)
         assert samples.shape == (6, 40) and samples.std(0).mean() > 0
-        # A line is easily fitted: the replicas lie about it, far from the scale of the network, 0 and 1.
+        # A line is easily fitted: the replicas lie about it,
+        # far from the scale of the network, 0 and 1.
         assert (samples.mean(0) - 100 - 7 * x).abs().mean() < 10
 
 

@@ -220,7 +220,8 @@ def test_a_column_that_does_not_vary_is_zero():
 @pytest.mark.parametrize("method", uci_search.METHODS)
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_unit_is_its_search_its_noise_and_its_networks(method, split, monkeypatch):
-    """Every seed's network alone, the noise by the folds' own replicas, the scores on this split's test part."""
+    """Every seed's network alone, the noise by the folds' own replicas,
+    the scores on this split's test part."""
     given = part(50)
     monkeypatch.setattr(uci, "load", lambda *_: given)
     arguments = {"data": "mine", "method": method, "split": split}
@@ -281,8 +282,8 @@ def test_replicas_take_the_statistics_of_training_batches():
 
 
 def test_dropout_replicas_have_the_moments_of_train_mode():
-    """1,000 replicas against 20,000 passes: means at five standard errors, deviations at 20 %, which is
-    four standard errors for a kurtosis of up to 11."""
+    """1,000 replicas against 20,000 passes: means at five standard errors, deviations at 20 %,
+    which is four standard errors for a kurtosis of up to 11."""
     scaled = uci_search.scale(part(60), part(9, 2))
     choice = uci_search.Choice(16, 1e-4, 0.3, 40)
     (net,) = uci_search.train_final(scaled, choice, 8, range(7, 8))

@@ -101,7 +101,8 @@ if __name__ == "__main__":
 
 
 def _started(folder):
-    """A run in a session of its own, whose worker waits ten minutes in a unit: (parent, worker's number)."""
+    """A run in a session of its own, whose worker waits ten minutes in a unit:
+    (parent, worker's number)."""
     script = folder / "parent.py"
     script.write_text(PARENT.format(tests=str(Path(__file__).parent), folder=str(folder)))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}

@@ -1,4 +1,5 @@
-"""predict(..., sampler="batch", query="in"): each query's row counts in the statistics that it meets."""
+"""predict(..., sampler="batch", query="in"): each query's row counts in the statistics
+that it meets."""
 
 import copy
 

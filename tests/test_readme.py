@@ -1,4 +1,5 @@
-"""What the README says holds: its code runs, its numbers are those of the recorded run, its names exist."""
+"""What the README says holds: its code runs, its numbers are those of the recorded run,
+its names exist."""
 
 import ast
 import copy

@@ -1,4 +1,5 @@
-"""A forward that looks at values of its rows goes one replica after another, whatever the trial's rows show."""
+"""A forward that looks at values of its rows goes one replica after another,
+whatever the trial's rows show."""
 
 import copy
 import gc
@@ -92,8 +93,8 @@ def test_values_of_the_rows_in_inference_mode(meets):
 
 
 class OfMany(Norms):
-    """Looks at the values of pieces only where there are more rows than in the trial, than in one replica, or
-    just as many as in one."""
+    """Looks at the values of pieces only where there are more rows than in the trial, than in one
+    replica, or just as many as in one."""
 
     def __init__(self, counts, piece, limit):
         super().__init__()
@@ -125,7 +126,8 @@ def test_values_of_rows_that_are_read_in_some_batches(counts, piece, limit):
 
 @pytest.mark.parametrize("places", [False, True])
 def test_infinities_do_not_become_indices(places):
-    """On a GPU an index out of range ends the process; the trial gives none to what looks values up."""
+    """On a GPU an index out of range ends the process;
+    the trial gives none to what looks values up."""
     finite = []
 
     class Bins(Norms):

@@ -1,4 +1,4 @@
-"""replicas: the replicas of predict from calls of the model itself, gradients and threads included."""
+"""replicas: the replicas of predict from calls of the model itself, with gradients and threads."""
 
 import copy
 import pickle

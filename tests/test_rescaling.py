@@ -56,8 +56,8 @@ def test_samplers_rescale_by_the_bank_s_own_sizes(M, disjoint):
 @pytest.mark.parametrize("M0, M", [(16, 8), (16, 64), (200, 100), (200, 300)])
 @pytest.mark.parametrize("name", ["joint", "lognormal", "normal"])
 def test_a_channel_far_from_the_formulas_stays_in_its_range(name, M0, M, disjoint, alive):
-    """Of one alive in few snapshots E[var] is all variance of the std; and where the means spread by more than
-    a batch of random rows can, smaller batches had no variance left."""
+    """Of one alive in few snapshots E[var] is all variance of the std; and where the means spread
+    by more than a batch of random rows can, smaller batches had no variance left."""
     bank = random_bank()
     var = {key: value.clone() for key, value in bank.var.items()}
     var["l0"][alive:, 1] = 0
@@ -73,8 +73,9 @@ def test_a_channel_far_from_the_formulas_stays_in_its_range(name, M0, M, disjoin
     "M0, M, share", [(16, 8, 0.05), (16, 10, 0.05), (16, 64, 0.05), (32, 16, 0.02)]
 )
 def test_stds_of_rare_values_are_those_of_batches_of_that_size(M0, M, share):
-    """Ones among zeros, of which many batches have none: 100 features, 64 batches against 2,000. The mean of the
-    medians over the features is known to some 2 %; stds as small as a fifth, or three times as large, would show."""
+    """Ones among zeros, of which many batches have none: 100 features, 64 batches against 2,000.
+    The mean of the medians over the features is known to some 2 %; stds as small as a fifth, or
+    three times as large, would show."""
     generator = torch.Generator().manual_seed(0)
     data = (torch.rand(2000, 100, generator=generator) < share).double()
 
@@ -164,12 +165,13 @@ def skewed_net(kind):
 @pytest.mark.parametrize("M", [16, 128])
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
 def test_rescaled_moments_are_those_of_batches_of_that_size(kind, M):
-    """A bank at M0 = 32 against 800 or more real batches of M rows, in every layer, deeper ones too.
+    """A bank at M0 = 32 against 800 or more real batches of M rows, in every layer,
+    deeper ones too.
 
-    Stds are compared in their mean over channels (error of a mean of 12 or more: about 1 %), to 12 %;
-    without rescaling they would be off by 40 % (M = 16) or 100 % and more (128). The centre of the std
-    is compared with the shift that it makes: what is left is at most 60 % of it. (Inputs are bounded:
-    with heavy tails the deeper layers' stds are off by a third and more.)
+    Stds are compared in their mean over channels (error of a mean of 12 or more: about 1 %), to 12
+    %; without rescaling they would be off by 40 % (M = 16) or 100 % and more (128). The centre of
+    the std is compared with the shift that it makes: what is left is at most 60 % of it. (Inputs
+    are bounded: with heavy tails the deeper layers' stds are off by a third and more.)
     """
     net, data = skewed_net(kind)
     model = bnuq.convert(net).eval()
@@ -191,7 +193,8 @@ def test_rescaled_moments_are_those_of_batches_of_that_size(kind, M):
 
 @pytest.mark.filterwarnings("ignore:collect. the batches have 120 rows")
 def test_disjoint_and_independent_banks_rescale_to_the_same():
-    """1/(B-1) variances of one pass and of independent draws differ by 1 - M0/N = 0.8; rescaled not.
+    """1/(B-1) variances of one pass and of independent draws differ by 1 - M0/N = 0.8;
+    rescaled not.
 
     2,000 snapshots and 400 passes of five: the stds are known to 2 %, and 20 % in variance is 11 %.
     """
@@ -248,7 +251,8 @@ def test_an_ensemble_and_mc_dropout_have_the_statistics_of_predict(name):
 
 @pytest.mark.parametrize("name", ["joint", "lognormal", "normal"])
 def test_a_loader_s_last_batches_are_of_no_size_to_rescale(name):
-    """Their spread is that of fewer rows; without a batch size they are snapshots like the others."""
+    """Their spread is that of fewer rows; without a batch size they are snapshots like the
+    others."""
     full = random_bank(batch_size=32, dataset_size=112)
     last = {key: torch.arange(12) % 4 == 3 for key in full.names}
     count = {key: torch.where(rows, 16 * 49, 32 * 49) for key, rows in last.items()}
@@ -290,8 +294,9 @@ def test_batches_of_many_sizes_are_rescaled_as_if_of_one_with_a_warning():
 
 
 def test_rows_drawn_with_replacement_are_of_infinitely_many():
-    """Var[mean] of M0 rows is sigma^2 / M0 then. n = 400 batches of 200 channels: the mean ratio of variances is
-    known to 1 %, and off by a factor of 1 / (1 - M0/N) = 2 without it (alpha < 1e-6)."""
+    """Var[mean] of M0 rows is sigma^2 / M0 then. n = 400 batches of 200 channels: the mean ratio of
+    variances is known to 1 %, and off by a factor of 1 / (1 - M0/N) = 2 without it
+    (alpha < 1e-6)."""
     torch.manual_seed(0)
     N, M0, M = 160, 80, 40
     rows = torch.randn(N, 200, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""Small numbers that stay, and sums that do not round away, in the gradients of batch norm on the CPU."""
+"""Small numbers that stay, and sums that do not round away,
+in the gradients of batch norm on the CPU."""
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from bnuq_ext import ops
 
 @pytest.fixture
 def flushed():
-    """Subnormal float32 numbers count as 0, as users set it for speed; those of float16 are none."""
+    """Subnormal float32 numbers count as 0, as users set it for speed;
+    those of float16 are none."""
     if not torch.set_flush_denormal(True):
         pytest.skip("the processor does not flush")
     yield

@@ -27,7 +27,8 @@ def test_bank_draws_the_snapshots_of_snapshot_indices():
 
 
 def test_what_a_sampler_keeps_stays_on_its_stream(monkeypatch):
-    """On a GPU another stream would neither wait for it nor be waited for before its memory is used again."""
+    """On a GPU another stream would neither wait for it nor be waited
+    for before its memory is used again."""
     streams = iter([0, 7, 0, 7])
     monkeypatch.setattr(known, "_stream", lambda device: next(streams))
     model = bnuq.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)).eval())
@@ -162,7 +163,8 @@ def bank_features(bank):
 
 
 def test_joint_has_the_banks_covariance_over_all_layers():
-    """n = 40,000; alpha = 1e-6 over 136 entries: |z| < 5.8, so a correlation off by 0.03 is found."""
+    """n = 40,000; alpha = 1e-6 over 136 entries: |z| < 5.8,
+    so a correlation off by 0.03 is found."""
     bank, n = correlated_bank(), 40_000
     expected = bank_features(bank).T.cov()
     drawn = features(statistics("joint", bank, n))
@@ -209,7 +211,8 @@ def test_lognormal_and_normal_have_their_shapes():
         assert stats.kstest(z.numpy(), "norm").pvalue > 1e-6
 
 
-# ---- refusals --------------------------------------------------------------------------------------
+# ---- refusals
+# --------------------------------------------------------------------------------------
 
 
 def test_rejects():

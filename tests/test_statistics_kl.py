@@ -1,4 +1,5 @@
-"""The divergence of the batch statistics, judged by torch.distributions, quadrature and simulated batches."""
+"""The divergence of the batch statistics, judged by torch.distributions,
+quadrature and simulated batches."""
 
 import itertools
 import math
@@ -65,7 +66,8 @@ def test_is_the_integral():
 
 
 def test_infinite_variance_drops_a_constant_and_keeps_the_gradient():
-    """Against a prior of variance 1e12: the same gradient, and a value that is ln 1e6 a channel less."""
+    """Against a prior of variance 1e12: the same gradient,
+    and a value that is ln 1e6 a channel less."""
     q = density(2, 4)
     p = density(3, 4)
     wide = p._replace(mean=torch.zeros(4), mean_var=torch.full((4,), 1e12).double())
@@ -90,7 +92,8 @@ def test_no_variance_is_infinitely_far_and_float32_stays():
 
 
 def test_gradient_is_equation_7():
-    """KL' = (s_q s_q' + m_q m_q' - m_p m_q') / s_p^2 - s_q' / s_q for moments that depend on a weight."""
+    """KL' = (s_q s_q' + m_q m_q' - m_p m_q') / s_p^2 - s_q' / s_q for moments
+    that depend on a weight."""
     w = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     m, s = (1.3 * w.sin(), 0.9 * w.cos()), (0.5 + w.square(), 0.2 + w)  # of mu_B and sigma_B
     p = StatisticsGaussian(0.4, 0.25, -0.3, 1.7)
@@ -109,7 +112,8 @@ def test_gradient_is_equation_7():
 
 
 def test_implied_prior_is_weight_decay():
-    """KL' = 2 N tau l2 W for uncorrelated inputs, up to the -s_q' / s_q that the source neglects."""
+    """KL' = 2 N tau l2 W for uncorrelated inputs, up to the -s_q' / s_q
+    that the source neglects."""
     N, tau, l2, M = 40_000, 3.0, 1e-3, 10_000
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, 4, generator=generator, dtype=torch.float64)
@@ -145,7 +149,8 @@ def test_analytic_is_teyes_formula_for_vectors():
 
 @pytest.mark.parametrize("M", [40, 150, 400])
 def test_analytic_matches_simulated_batches_of_images(M):
-    """20,000 batches of M of 500 rows: variances within 5 standard errors (5 %) and the expansion's O(1/M)."""
+    """20,000 batches of M of 500 rows: variances within 5 standard errors (5 %)
+    and the expansion's O(1/M)."""
     generator = torch.Generator().manual_seed(0)
     shared, own = torch.rand(500, 2, 7, generator=generator).double().square().split([1, 6], 2)
     x = shared + 0.5 * own  # positions of a row hang together
@@ -200,7 +205,8 @@ class Inputs:
 
 
 def test_regularises_a_network_in_training():
-    """The gradient by the first weights goes through both layers, and following it lowers the divergence."""
+    """The gradient by the first weights goes through both layers,
+    and following it lowers the divergence."""
     torch.manual_seed(0)
     hidden = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4), nn.BatchNorm1d(4)
     net, x = nn.Sequential(*hidden).double(), torch.randn(40, 3, dtype=torch.float64)

@@ -182,7 +182,8 @@ def test_one_layer_of_a_transformer_is_sampled(depth, turned):
 @pytest.mark.parametrize("estimator", ["exact", "local"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_posterior_that_hardly_spreads_folds_too(bias, rho, estimator):
-    """Replicas that differ by no more than rounding: the trial of folding widens the posterior by itself."""
+    """Replicas that differ by no more than rounding:
+    the trial of folding widens the posterior by itself."""
     torch.manual_seed(0)
     model = nn.Sequential(
         bnuq.BayesLinear(5, 6, bias, rho_init=rho, estimator=estimator),

@@ -75,7 +75,8 @@ COUPLED = [
 @pytest.mark.parametrize("num_samples", [3, 10])
 @pytest.mark.parametrize("mix", COUPLED)
 def test_a_gate_at_zero_hides_nothing(mix, num_samples):
-    """The outputs of the first step couple no rows, but the gate's gradient does: it goes one by one at once."""
+    """The outputs of the first step couple no rows, but the gate's gradient does:
+    it goes one by one at once."""
     model = Net(middle=mix())
     for i in range(4):
         assert_right(model, i, num_samples)
@@ -86,8 +87,8 @@ def test_a_gate_at_zero_hides_nothing(mix, num_samples):
 @pytest.mark.parametrize("drop", [0.0, 1e-14])
 @pytest.mark.parametrize("cls", [LateGate, Branch])
 def test_what_couples_later_is_found_in_the_very_step(cls, drop, monkeypatch):
-    """No trial in the first step shows it, for here the parameters are hardly moved. Dropout that drops nothing
-    sends the comparison to eval."""
+    """No trial in the first step shows it, for here the parameters are hardly moved. Dropout that
+    drops nothing sends the comparison to eval."""
     monkeypatch.setattr("bnuq_ext.moved._away_from_zero", lambda p: p.detach() * 1.01)
     model = Net(middle=nn.Sequential(cls(), nn.Dropout(drop)))
     found = []
@@ -235,7 +236,8 @@ def test_samples_that_hardly_differ_are_compared_apart(at, monkeypatch):
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("share", [1e-5, 0.1])
 def test_samples_that_hardly_differ_hide_nothing(at, share):
-    """That the mean of all samples' rows is taken for that of one's own shows in no output of the step."""
+    """That the mean of all samples' rows is taken for that of one's own shows in no output
+    of the step."""
     model = Net(middle=nn.Module())
     model.middle.register_buffer("share", torch.zeros((), dtype=torch.float64))
     model.middle.forward = lambda h: h - model.middle.share * h.mean(0)

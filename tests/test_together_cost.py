@@ -1,4 +1,5 @@
-"""Training steps with T samples as one batch: proven in full once, then held to one sample run alone."""
+"""Training steps with T samples as one batch: proven in full once,
+then held to one sample run alone."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -160,7 +161,8 @@ def test_many_batches_with_one_model_of_many_are_proven(monkeypatch):
 
 
 def test_dropout_draws_what_it_draws_in_a_chain(monkeypatch):
-    """The comparison is made without it: T samples and one alone, then the T of the step with their masks."""
+    """The comparison is made without it: T samples and one alone,
+    then the T of the step with their masks."""
     # A chain's layers would add the divergence's gradients in another order.
     monkeypatch.setattr(bnuq.BayesLinear, "_notes_divergence", lambda layer, draw: False)
     model = Net(middle=nn.Dropout(0.5))
@@ -194,7 +196,8 @@ def test_dropout_that_is_always_on_draws_once_in_a_step():
 
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_model_that_changes_itself_goes_one_after_another(idle):
-    """Power iteration in train(): the samples of the loop change it T times, and nothing else does."""
+    """Power iteration in train(): the samples of the loop change it T times,
+    and nothing else does."""
     parametrizations = nn.utils.parametrizations
     linear = parametrizations.spectral_norm(nn.Linear(9, 9, dtype=torch.float64))
     model = Net(middle=linear)

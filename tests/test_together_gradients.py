@@ -1,4 +1,5 @@
-"""Training steps with T samples as one batch: rows whose gradients alone meet, and chains that are none."""
+"""Training steps with T samples as one batch: rows whose gradients alone meet,
+and chains that are none."""
 
 import pytest
 import torch

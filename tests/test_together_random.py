@@ -1,4 +1,5 @@
-"""Samples as one batch where train() draws random numbers: dropout may, what rows share and other draws may not."""
+"""Samples as one batch where train() draws random numbers: dropout may,
+what rows share and other draws may not."""
 
 import pytest
 import torch

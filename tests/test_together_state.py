@@ -1,4 +1,5 @@
-"""Models that keep averages of their batches in training: the samples meet in them, and trials leave no trace."""
+"""Models that keep averages of their batches in training: the samples meet in them,
+and trials leave no trace."""
 
 import copy
 

@@ -30,7 +30,8 @@ def test_where_one_replica_fills_a_chunk_there_is_no_trial(monkeypatch):
 
 
 class Faint(Counting):
-    """Replicas and rows are nearly the same until `loud` is set, which the model's state does not show."""
+    """Replicas and rows are nearly the same until `loud` is set,
+    which the model's state does not show."""
 
     loud = False
 

@@ -1,4 +1,5 @@
-"""The scores of `uci` against quadrature; its report from invented runs, whose numbers all differ."""
+"""The scores of `uci` against quadrature; its report from invented runs,
+whose numbers all differ."""
 
 import math
 from dataclasses import replace
@@ -15,7 +16,8 @@ from bnuq_ext.protocols import uci, uci_report
 SETTINGS = replace(uci.QUICK, num_splits=2, num_seeds=3)
 SCORES = "crps constant_crps best_crps pll constant_pll best_pll".split()
 SCORES += "normalised_crps normalised_pll rmse plain_rmse".split()
-# The paper's for boston, CRPS and PLL of MCBN and MCDO: 8.50 ± 0.86, 10.49 ± 1.35; 3.06 ± 0.33, 5.51 ± 1.05.
+# The paper's for boston, CRPS and PLL of MCBN and MCDO: 8.50 ± 0.86, 10.49 ± 1.35; 3.06 ± 0.33,
+# 5.51 ± 1.05.
 CENTERS = {
     ("boston", "MCBN"): {"normalised_crps": 8.6, "normalised_pll": -10.49},
     ("boston", "MCDO"): {"normalised_crps": 0.0, "normalised_pll": 5.0},
@@ -43,7 +45,8 @@ def test_scores_against_quadrature():
 
 
 def invented() -> dict:
-    """Runs of two splits and three seeds about the centres, -1.2 to 1.2 about those of CRPS of boston's MCDO."""
+    """Runs of two splits and three seeds about the centres,
+    -1.2 to 1.2 about those of CRPS of boston's MCDO."""
     rng, results = np.random.default_rng(0), {}
     for (name, method), centers in CENTERS.items():
         for split in (1, 2):

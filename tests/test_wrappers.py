@@ -71,7 +71,8 @@ def test_a_loss_goes_through_the_wrapper(alone, num_samples):
 @pytest.mark.parametrize("name", ["weight_mu", "weight_rho"])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_weights_in_parts_are_refused(alone, name, sharded):
-    """FullyShardedDataParallel leaves a flat part in the layer; fully_shard one that says the whole's shape."""
+    """FullyShardedDataParallel leaves a flat part in the layer;
+    fully_shard one that says the whole's shape."""
     net = nn.Sequential(bnuq.BayesLinear(4, 6), bnuq.BayesLinear(6, 3))
     whole = getattr(net[1], name).detach()
     part, got = whole.flatten()[:9], r"Parameter \[9\]"

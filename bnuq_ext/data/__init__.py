@@ -1,4 +1,5 @@
-"""Data sets that lie on this machine, read whole into memory; nothing is downloaded, nothing unpickled.
+"""Data sets that lie on this machine, read whole into memory; nothing is downloaded,
+nothing unpickled.
 
 A missing file is a ValueError that names the file and where it is to be had.
 """

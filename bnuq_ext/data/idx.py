@@ -26,8 +26,8 @@ def mnist(root, *, num_validation=None) -> Split:
         root: folder of train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
             t10k-labels-idx1-ubyte, each with or without .gz; or torchvision's folder MNIST or
             FashionMNIST, which has them in raw.
-        num_validation: the last rows of the training files, which become the validation part; may be 0; by
-            default 10,000, or a sixth where that is less.
+        num_validation: the last rows of the training files, which become the validation part; may
+            be 0; by default 10,000, or a sixth where that is less.
 
     Returns:
         Split; x (N, pixels) float32 in [0, 1], y (N,) int64.
@@ -66,7 +66,8 @@ def _find(root: Path, name: str) -> Path:
 
 
 def read_idx(path) -> Tensor:
-    """The unsigned bytes of an idx file, gzipped where its name ends in .gz, in the shape of its header.
+    """The unsigned bytes of an idx file, gzipped where its name ends in .gz,
+    in the shape of its header.
 
     Args:
         path: of the file.

@@ -20,16 +20,17 @@ def cifar10(root, *, num_validation=5_000) -> Split:
     """CIFAR-10, or a part of it.
 
     Args:
-        root: folder of the published binary files data_batch_1.bin to data_batch_5.bin (those that are there) and
-            test_batch.bin; or of train_<first>_<last>.npy.xz and test_<first>_<last>.npy.xz, (n, 32, 32, 3) uint8,
-            with labels.npz: an array train... of all the training labels and one test... of the test labels. The
-            files of the Python version (cifar-10-batches-py) are not read: they are pickles, programs that a reader
-            has to run.
+        root: folder of the published binary files data_batch_1.bin to data_batch_5.bin
+            (those that are there) and test_batch.bin; or of train_<first>_<last>.npy.xz and
+            test_<first>_<last>.npy.xz, (n, 32, 32, 3) uint8, with labels.npz: an array train... of
+            all the training labels and one test... of the test labels. The files of the Python
+            version (cifar-10-batches-py) are not read: they are pickles,
+            programs that a reader has to run.
         num_validation: the last rows of the training files, which become the validation part.
 
     Returns:
-        Split; x (N, 3, 32, 32) float32 in [0, 1], y (N,) int64: 0 airplane, 1 automobile, 2 bird, 3 cat, 4 deer,
-        5 dog, 6 frog, 7 horse, 8 ship, 9 truck.
+        Split; x (N, 3, 32, 32) float32 in [0, 1], y (N,) int64: 0 airplane, 1 automobile, 2 bird, 3
+        cat, 4 deer, 5 dog, 6 frog, 7 horse, 8 ship, 9 truck.
 
     Raises:
         ValueError: a file is missing or damaged, or no training rows would be left.
@@ -100,17 +101,20 @@ def _unit(pixels: np.ndarray) -> Tensor:
 
 
 def camvid(root, *, num_validation=10) -> Split:
-    """CamVid in the version of SegNet: street scenes with a label for every pixel, at half resolution.
+    """CamVid in the version of SegNet: street scenes with a label for every pixel,
+    at half resolution.
 
     Args:
-        root: folder of train_images.npy.xz and test_images.npy.xz, (n, H, W, 3) uint8, and train_labels.npy.xz and
-            test_labels.npy.xz, (n, H, W) uint8; or of the published folders train, trainannot, test and testannot of
-            PNG files, which are halved here: images by the mean of 2x2 pixels, labels by every second pixel.
+        root: folder of train_images.npy.xz and test_images.npy.xz, (n, H, W, 3) uint8, and
+            train_labels.npy.xz and test_labels.npy.xz, (n, H, W) uint8; or of the published folders
+            train, trainannot, test and testannot of PNG files, which are halved here: images by the
+            mean of 2x2 pixels, labels by every second pixel.
         num_validation: the last training frames, which become the validation part.
 
     Returns:
-        Split; x (N, 3, H, W) float32 in [0, 1], y (N, H, W) int64: 0 sky, 1 building, 2 pole, 3 road, 4 pavement, 5 tree,
-        6 sign, 7 fence, 8 car, 9 pedestrian, 10 bicyclist, 11 unlabelled (to be left out). H, W are 180, 240.
+        Split; x (N, 3, H, W) float32 in [0, 1], y (N, H, W) int64: 0 sky, 1 building, 2 pole, 3
+        road, 4 pavement, 5 tree, 6 sign, 7 fence, 8 car, 9 pedestrian, 10 bicyclist, 11 unlabelled
+        (to be left out). H, W are 180, 240.
 
     Raises:
         ValueError: a file is missing or damaged, or no training frames would be left.
@@ -162,7 +166,8 @@ def _halve(image: np.ndarray) -> np.ndarray:
 
 
 def _image(op: str, path: Path, mode: str | None) -> np.ndarray:
-    """The pixels of an image file; in `mode`, or as they are stored (palette indices too) where it is None."""
+    """The pixels of an image file; in `mode`, or as they are stored (palette indices too)
+    where it is None."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError as error:
@@ -175,17 +180,20 @@ def _image(op: str, path: Path, mode: str | None) -> np.ndarray:
 
 
 def image_folder(root) -> Part:
-    """The images of a folder with one folder for each class, as torchvision's ImageFolder reads them.
+    """The images of a folder with one folder for each class,
+    as torchvision's ImageFolder reads them.
 
     Args:
-        root: <root>/<class>/<anything>.png, .jpg, .jpeg, .bmp (turned into RGB) or .npy ((H, W) or (H, W, C) uint8), also in
-            folders further down; files of other kinds are passed over.
+        root: <root>/<class>/<anything>.png, .jpg, .jpeg, .bmp (turned into RGB) or .npy ((H, W) or
+            (H, W, C) uint8), also in folders further down; files of other kinds are passed over.
 
     Returns:
-        Part; x (N, C, H, W) float32 in [0, 1], y (N,) int64: label k is the k-th class folder by name.
+        Part; x (N, C, H, W) float32 in [0, 1], y (N,) int64:
+        label k is the k-th class folder by name.
 
     Raises:
-        ValueError: the folder is missing, a class has no image, a file is damaged or of another size than the first.
+        ValueError: the folder is missing, a class has no image,
+            a file is damaged or of another size than the first.
         ModuleNotFoundError: an image is not an npy file and Pillow is not installed.
     """
     root = Path(root)

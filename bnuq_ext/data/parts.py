@@ -9,7 +9,8 @@ from ..ops.checks import check_integer, refuse
 
 
 class Part(NamedTuple):
-    """Inputs x (N, ...) and targets y (N,): integer labels, or numbers; a label per pixel is (N, H, W)."""
+    """Inputs x (N, ...) and targets y (N,): integer labels, or numbers; a label per pixel is
+    (N, H, W)."""
 
     x: Tensor
     y: Tensor
@@ -37,7 +38,8 @@ def hold_out(op: str, train: Part, num_validation: int, test: Part) -> Split:
 
 
 def check_classes(op: str, split: Split, num_classes: int) -> None:
-    """Raises for a part of the files in `data_root` that has no rows, or labels beyond the classes."""
+    """Raises for a part of the files in `data_root` that has no rows,
+    or labels beyond the classes."""
     for name, part in zip(split._fields, split, strict=True):
         if len(part.x) == 0:
             refuse(op, "data_root", f"hold images for the {name} part", "none")

@@ -7,7 +7,8 @@ from .parts import Part, Split, take
 
 
 def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> Split:
-    """Scikit-learn's 1,797 handwritten digits of 8x8 pixels, split at random, class by class in proportion.
+    """Scikit-learn's 1,797 handwritten digits of 8x8 pixels, split at random,
+    class by class in proportion.
 
     Args:
         num_train, num_validation: rows of these parts; the rest is the test part.
@@ -42,8 +43,8 @@ def diabetes() -> Part:
     """Scikit-learn's 442 patients: ten measurements and the progression of diabetes a year later.
 
     Returns:
-        Part; x (442, 10) float64 in raw units (age in years, sex 1 or 2, body mass index, blood pressure, six of
-        serum), y (442,) float64, from 25 to 346.
+        Part; x (442, 10) float64 in raw units (age in years, sex 1 or 2, body mass index, blood
+        pressure, six of serum), y (442,) float64, from 25 to 346.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.

@@ -1,12 +1,14 @@
-"""Bayes by Backprop on MNIST, with the settings of A. Singh's report (after Blundell et al. 2015, section 5.1).
+"""Bayes by Backprop on MNIST, with the settings of A. Singh's report (after Blundell et al. 2015,
+section 5.1).
 
 A network of two hidden layers is trained by plain SGD on the summed loss of a batch,
 
     nll(batch) + kl_weight(i, M) * KL(posterior || prior),
 
-with the divergence of every layer in it (the code of the report counts the second layer's posterior twice and
-leaves the last one's out). One run per prior; a killed run goes on after its last epoch and comes to the same
-numbers: the order of the images and the noise of every step are functions of the seed and of the step's number.
+with the divergence of every layer in it (the code of the report counts the second layer's posterior
+twice and leaves the last one's out). One run per prior; a killed run goes on after its last epoch
+and comes to the same numbers: the order of the images and the noise of every step are functions of
+the seed and of the step's number.
 """
 
 import hashlib
@@ -81,7 +83,8 @@ class Settings:
             refuse("bbb", "seed", "lie in [0, 2^20)", self.seed)
 
     def key(self, purpose: int, number: int) -> int:
-        """The seed of a thing that is drawn once: below 2^63, another for each (seed, purpose, number)."""
+        """The seed of a thing that is drawn once: below 2^63, another for each
+        (seed, purpose, number)."""
         return (self.seed << 42) | (purpose << 40) | number
 
 
@@ -111,7 +114,8 @@ class State:
 
 
 def load_data(root, scaling: str) -> data.Split:
-    """MNIST from the folder `root` or its `mnist`, or without one scikit-learn's digits, split 1,200, 297, 300."""
+    """MNIST from the folder `root` or its `mnist`, or without one scikit-learn's digits,
+    split 1,200, 297, 300."""
     if root is None:
         split = data.digits(num_train=1200, num_validation=297)
     else:
@@ -168,7 +172,8 @@ def train_epoch(network, part: data.Part, settings: Settings, epoch: int, advanc
 
 
 def error(network: nn.Module, part: data.Part, settings: Settings, number: int) -> float:
-    """The fraction of images that the mean prediction of the samples and the posterior mean gets wrong.
+    """The fraction of images that the mean prediction of the samples
+    and the posterior mean gets wrong.
 
     Args:
         number: of the draw of the samples.
@@ -182,7 +187,8 @@ def error(network: nn.Module, part: data.Part, settings: Settings, number: int) 
 
 
 def run_epoch(state: State, split: data.Split, settings: Settings, advance) -> None:
-    """Train an epoch, test, and note both; "seconds" are those of the training, "test_seconds" of the two tests."""
+    """Train an epoch, test, and note both; "seconds" are those of the training,
+    "test_seconds" of the two tests."""
     epoch, start = len(state.log), time.perf_counter()
     entry = {
         "epoch": epoch + 1,
@@ -247,7 +253,8 @@ def train(
     progress=True,
     claim=lambda: None,
 ) -> State:
-    """A run with the prior `name`, from its checkpoint in `folder` on, which is written after every epoch.
+    """A run with the prior `name`, from its checkpoint in `folder` on,
+    which is written after every epoch.
 
     Beside it lies `log.json`, the log alone. `claim` is called before an epoch is written.
     """
@@ -260,7 +267,8 @@ def train(
         while len(state.log) < settings.epochs:
             run_epoch(state, split, settings, bar.update)
             claim()
-            # Before the checkpoint: a run that is killed in between does the epoch, and its log, again.
+            # Before the checkpoint: a run that is killed in between does the epoch,
+            # and its log, again.
             write_json(folder / "log.json", state.log)
             save(path, state)
             validation = state.log[-1]["validation_error"]
@@ -274,8 +282,8 @@ def run(
     """A run per prior, each from where one before left it in `folder`; more epochs continue a run.
 
     Args:
-        folder: where the checkpoints lie; made if it does not exist. Its first epoch claims it for the settings and
-            the data.
+        folder: where the checkpoints lie; made if it does not exist.
+            Its first epoch claims it for the settings and the data.
         priors: names in `PRIORS`.
         settings: see `Settings`.
         data_root: see `load_data`.
@@ -285,7 +293,8 @@ def run(
         the data, and the state by prior.
 
     Raises:
-        ValueError: an unknown prior, the folder of another run, missing data, a loss that is not finite.
+        ValueError: an unknown prior, the folder of another run, missing data,
+            a loss that is not finite.
     """
     for name in priors:
         check_one_of("bbb", "prior", name, PRIORS)

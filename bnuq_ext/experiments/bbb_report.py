@@ -1,4 +1,5 @@
-"""What the runs of `bbb` show: the printed tables, pruning, the figures; beside the numbers of A. Singh's report."""
+"""What the runs of `bbb` show: the printed tables, pruning, the figures; beside the numbers of A.
+Singh's report."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,8 @@ from .store import write_json
 
 CUTS = (0.0, 0.25, 0.5, 0.75, 0.95)
 RANKINGS = {"magnitude": "naive", "snr": "SNR"}
-# The report's, on MNIST: test error in % by pruned fraction (its table 1), seconds an epoch by hidden units (P100).
+# The report's, on MNIST: test error in % by pruned fraction (its table 1),
+# seconds an epoch by hidden units (P100).
 REPORTED = {
     "magnitude": dict(zip(CUTS, (2.03, 2.41, 5.33, 30.67, 63.11), strict=True)),
     "snr": dict(zip(CUTS, (2.03, 2.59, 5.89, 41.05, 82.50), strict=True)),
@@ -30,7 +32,8 @@ PRIOR_COLORS = dict(zip(PRIORS, COLORS, strict=False))
 
 
 def is_comparable(split: data.Split, settings: Settings) -> bool:
-    """Whether the report's numbers may stand beside: of MNIST, by its test labels, with its units and samples."""
+    """Whether the report's numbers may stand beside: of MNIST, by its test labels,
+    with its units and samples."""
     mnist = torch.bincount(split.test.y).tolist() == MNIST_COUNTS
     known = settings.hidden in REPORTED_SECONDS and settings.num_samples == REPORTED_SAMPLES
     return mnist and known
@@ -39,7 +42,8 @@ def is_comparable(split: data.Split, settings: Settings) -> bool:
 def pruned_errors(
     network, test: data.Part, settings: Settings, number: int
 ) -> dict[str, dict[str, float]]:
-    """Test error by ranking and pruned fraction, all by draw `number`; the network is left unpruned."""
+    """Test error by ranking and pruned fraction, all by draw `number`;
+    the network is left unpruned."""
     result = {}
     for by in RANKINGS:
         result[by] = {}
@@ -51,7 +55,8 @@ def pruned_errors(
 
 
 def summarise(state: State, split: data.Split, settings: Settings) -> dict:
-    """Of one prior: the epoch with the least validation error, its errors, the mean times, the pruned errors."""
+    """Of one prior: the epoch with the least validation error, its errors, the mean times,
+    the pruned errors."""
     log, best = state.log, state.log[state.best_epoch - 1]
     return {
         "epochs": len(log),
@@ -67,7 +72,8 @@ def summarise(state: State, split: data.Split, settings: Settings) -> dict:
 
 
 def write(folder, split: data.Split, states: dict[str, State], settings: Settings) -> dict:
-    """Draw the figures, write results.json (the summaries, the settings, the machine) and return it."""
+    """Draw the figures, write results.json (the summaries, the settings, the machine)
+    and return it."""
     results = {
         "runs": {name: summarise(state, split, settings) for name, state in states.items()},
         "images": [len(part.x) for part in split],

@@ -1,9 +1,10 @@
-"""Stochastic batch norm on scikit-learn's digits: noisy inputs and unseen classes, over several seeds.
+"""Stochastic batch norm on scikit-learn's digits: noisy inputs and unseen classes,
+over several seeds.
 
-A small network with batch norm is trained on few images. Its predictions by ordinary batch norm (plug-in, also
-with a temperature fitted on clean validation data) stand beside those of T replicas by three samplers. The
-number of epochs was set so that plug-in BN has the NLL of an earlier trial at noise 0.35 (1.42); nothing
-else was chosen by looking at the test part.
+A small network with batch norm is trained on few images. Its predictions by ordinary batch norm
+(plug-in, also with a temperature fitted on clean validation data) stand beside those of T replicas
+by three samplers. The number of epochs was set so that plug-in BN has the NLL of an earlier trial
+at noise 0.35 (1.42); nothing else was chosen by looking at the test part.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -146,7 +147,8 @@ def known_and_unseen(settings: Settings, seed: int) -> tuple[Fitted, data.Split,
 
 
 def unseen_classes(settings: Settings, seed: int) -> dict:
-    """Scores of one seed, trained on the first classes: on their test part, and how the others stand out."""
+    """Scores of one seed, trained on the first classes: on their test part,
+    and how the others stand out."""
     fitted, split, others = known_and_unseen(settings, seed)
     seen = outcomes(fitted, split.test.x, settings, seed)
     unseen = outcomes(fitted, others, settings, seed)
@@ -168,8 +170,9 @@ def unseen_classes(settings: Settings, seed: int) -> dict:
 def batch_size_curve(settings: Settings) -> dict:
     """Mutual information and NLL of one network against the batch size M of its statistics.
 
-    A fresh bank is collected per M. The replicas run one after another, since a matrix product may round a
-    row differently in a folded batch: at M = N all are the same network and the information is exactly 0.
+    A fresh bank is collected per M. The replicas run one after another, since a matrix product may
+    round a row differently in a folded batch: at M = N all are the same network
+    and the information is exactly 0.
     """
     split = settings.split(0)
     model = fit(split, 10, settings).model
@@ -192,7 +195,8 @@ def batch_size_curve(settings: Settings) -> dict:
 
 
 def confident_error(settings: Settings) -> dict:
-    """Of the noisy test images that plug-in BN gets wrong with over 90 %, the one its replicas dispute most."""
+    """Of the noisy test images that plug-in BN gets wrong with over 90 %,
+    the one its replicas dispute most."""
     split = settings.split(0)
     fitted = fit(split, 10, settings)
     x = data.add_noise(split.test.x, settings.curve_noise_std, seed=0)
@@ -225,7 +229,8 @@ def entropies(settings: Settings) -> dict:
 def alone(seed: int, compute):
     """compute() with torch's generator seeded, on one thread; both are left as found.
 
-    A second thread gains nothing on matrices this small, and costs tenfold where the cores are busy.
+    A second thread gains nothing on matrices this small,
+    and costs tenfold where the cores are busy.
     """
     with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -236,7 +241,8 @@ def run(folder, settings: Settings, *, progress: bool = True) -> dict:
     """Everything that the report needs, from `folder` where a run before left it there.
 
     Returns:
-        dict of the units' results: "curve", "verdict", "entropies", and "noisy-<seed>", "unseen-<seed>".
+        dict of the units' results: "curve", "verdict", "entropies", and "noisy-<seed>",
+        "unseen-<seed>".
     """
     fixed = {k: v for k, v in asdict(settings).items() if k != "num_seeds"}
     store = Store(folder, {**fixed, "bnuq_ext": __version__, "torch": torch.__version__})

@@ -1,4 +1,5 @@
-"""What the runs of `digits` show: means over seeds, paired comparisons, the printed table, the figures."""
+"""What the runs of `digits` show: means over seeds, paired comparisons, the printed table,
+the figures."""
 
 import math
 from dataclasses import asdict
@@ -25,13 +26,15 @@ SIGNS = {"better": "+", "worse": "-", "level": "="}
 
 
 def mean_and_error(values: list[float]) -> dict[str, float | None]:
-    """Mean over seeds and its standard error, the 1/(n-1) deviation over sqrt(n); None for one seed."""
+    """Mean over seeds and its standard error, the 1/(n-1) deviation over sqrt(n);
+    None for one seed."""
     mean, error = significance.mean_and_error(values)
     return {"mean": mean, "error": None if math.isnan(error) else error}
 
 
 def compare(ours: list[float], theirs: list[float], more_is_better: bool) -> str | None:
-    """Whether ours are "better", "worse" or "level": a mean paired difference within two standard errors.
+    """Whether ours are "better", "worse" or "level":
+    a mean paired difference within two standard errors.
 
     None for one seed, which has no standard error.
     """
@@ -49,7 +52,8 @@ def summarise(units: dict, settings: Settings) -> dict:
 
     Returns:
         dict: "noisy"[std][row][score] and "unseen"[row][score] with mean and error over seeds;
-        "compared"[baseline][row][score][std] and "unseen_compared"[row][score] with the words of `compare`.
+        "compared"[baseline][row][score][std] and "unseen_compared"[row][score] with the words
+        of `compare`.
     """
     seeds = range(settings.num_seeds)
     noisy, unseen = ([units[f"{name}-{s}"] for s in seeds] for name in ("noisy", "unseen"))
@@ -172,7 +176,8 @@ def text(summary: dict, settings: Settings) -> str:
 
 
 def write(folder, units: dict, settings: Settings) -> dict:
-    """Draw the figures, write results.json (the summary, the settings, the machine) and return it."""
+    """Draw the figures, write results.json (the summary, the settings, the machine)
+    and return it."""
     results = {
         **summarise(units, settings),
         "curve": units["curve"],

@@ -1,4 +1,5 @@
-"""How the networks of experiments and protocols are made and fitted: chains, epochs, shifted images, banks."""
+"""How the networks of experiments and protocols are made and fitted: chains, epochs,
+shifted images, banks."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,7 +36,8 @@ def train_epoch(
     y: Tensor,
     batch_size: int,
 ) -> None:
-    """A step for each batch of the rows in a new order; the last rows, which fill no batch, are dropped."""
+    """A step for each batch of the rows in a new order; the last rows, which fill no batch,
+    are dropped."""
     for rows in torch.randperm(len(x)).split(batch_size):
         if len(rows) == batch_size:
             optimizer.zero_grad()
@@ -44,7 +46,8 @@ def train_epoch(
 
 
 def shifted(x: Tensor, most: int) -> Tensor:
-    """Images (N, C, H, W) with up to `most` pixels cut off at one side and zeros at the other, half of them mirrored."""
+    """Images (N, C, H, W) with up to `most` pixels cut off at one side and zeros at the other,
+    half of them mirrored."""
     n, _, height, width = x.shape
     down, right = torch.randint(2 * most + 1, (2, n, 1), device=x.device)
     rows = torch.arange(height, device=x.device) + down

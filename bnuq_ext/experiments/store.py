@@ -1,4 +1,5 @@
-"""Results of a run that may be killed: one JSON file per finished unit of work, written whole or not at all."""
+"""Results of a run that may be killed: one JSON file per finished unit of work,
+written whole or not at all."""
 
 import json
 import os
@@ -25,7 +26,8 @@ def read_json(path: Path):
 
 
 class Store:
-    """The units of one run in a folder; a rerun with the same settings computes only what is missing.
+    """The units of one run in a folder; a rerun with the same settings computes only what is
+    missing.
 
     Args:
         folder: made if it does not exist; what else lies in it is left alone.
@@ -47,7 +49,8 @@ class Store:
         self._is_claimed()
 
     def claim(self) -> None:
-        """Write the settings down, if they are not yet: from here on the folder is no other run's."""
+        """Write the settings down, if they are not yet:
+        from here on the folder is no other run's."""
         if not self._is_claimed():
             write_json(self.folder / "settings.json", self.settings)
 
@@ -72,8 +75,8 @@ class Store:
     def unit(self, name: str, compute):
         """The unit's result: read if it is finished, else `compute()`d and stored.
 
-        The first result claims the folder: a run that failed before it stands in no other's way, and of two that
-        were started in one folder the slower is refused.
+        The first result claims the folder: a run that failed before it stands in no other's way,
+        and of two that were started in one folder the slower is refused.
         """
         if not self.has(name):
             result = compute()

@@ -20,7 +20,8 @@ def take_logits(op: str, name: str, logits: Tensor, form: str) -> Tensor:
 
 
 def take_probs(op: str, probs: Tensor, form: str) -> Tensor:
-    """`take_logits` of probabilities, which lie in [0, 1] or are nan; what rounding made negative is 0."""
+    """`take_logits` of probabilities, which lie in [0, 1] or are nan;
+    what rounding made negative is 0."""
     probs = take_logits(op, "probs", probs, form)
     outside = (probs < -SLACK) | (probs > 1 + SLACK)
     if outside.any():
@@ -70,7 +71,8 @@ def take_means(op: str, mean: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def take_samples(op: str, samples: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs (T, N, *), or (T,) of one row, of at least one replica, and targets of one's shape."""
+    """Outputs (T, N, *), or (T,) of one row, of at least one replica,
+    and targets of one's shape."""
     check_floating(op, "samples", samples)
     if samples.dim() == 0 or len(samples) == 0:
         refuse(op, "samples", "have shape (T, N, *) with T > 0", list(samples.shape))

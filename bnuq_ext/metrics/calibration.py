@@ -50,8 +50,8 @@ def fit_noise_variance(samples: Tensor, y: Tensor, score: str = "crps") -> float
         score: "crps" or "pll".
 
     Returns:
-        the variance in the unit of y squared, at least a millionth of the mean squared error (for "pll" that of the
-        replicas, so that a PLL exists) and 0 only without an error.
+        the variance in the unit of y squared, at least a millionth of the mean squared error (for
+        "pll" that of the replicas, so that a PLL exists) and 0 only without an error.
     """
     op = "fit_noise_variance"
     samples, y = take_samples(op, samples, y)

@@ -80,7 +80,8 @@ def brier(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
 def accuracy(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
     """Whether the most probable class is the label, 1[argmax_k p[n, k] = y_n].
 
-    With the mean probabilities of the replicas it is the accuracy of Mukhoti et al. (2020), Table 1.
+    With the mean probabilities of the replicas it is the accuracy of Mukhoti et al.
+    (2020), Table 1.
 
     Args:
         probs: (N, K, *) probabilities or logits.
@@ -121,7 +122,8 @@ def ece(probs: Tensor, y: Tensor, num_bins: int = 15) -> Tensor:
 
 
 def bins_of(confidence: Tensor, num_bins: int) -> Tensor:
-    """The number b of the bin (b / num_bins, (b + 1) / num_bins] of each confidence; of 0 the first."""
+    """The number b of the bin (b / num_bins, (b + 1) / num_bins] of each confidence;
+    of 0 the first."""
     return (confidence * num_bins).ceil().long().clamp(1, num_bins) - 1
 
 

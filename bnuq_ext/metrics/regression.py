@@ -1,7 +1,7 @@
 """Scores of regression: log-likelihoods, continuous ranked probability scores, errors.
 
-A density of several outputs is joint, so log-likelihoods are summed over the outputs of a row; the ranked
-scores are of one output each and their mean over the outputs is taken.
+A density of several outputs is joint, so log-likelihoods are summed over the outputs of a row; the
+ranked scores are of one output each and their mean over the outputs is taken.
 """
 
 import math
@@ -49,8 +49,8 @@ def gaussian_pll(
     """Predictive log-likelihood of T replicas, log 1/T sum_t N(y | f_t, noise_var).
 
     As logsumexp_t(-sum_d (y_d - f_td)² / (2 noise_var)) - log T - D/2 log(2 pi noise_var), with D
-    outputs, it stays finite however far y lies in the tail. With tau = 1 / noise_var this is the PLL of Teye et al.
-    2018, section 4.1.
+    outputs, it stays finite however far y lies in the tail. With tau = 1 / noise_var this is the
+    PLL of Teye et al. 2018, section 4.1.
 
     Args:
         samples: (T, N, *) outputs of the replicas, T at least 1.

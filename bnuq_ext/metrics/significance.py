@@ -46,7 +46,8 @@ def mean_and_error(values) -> tuple[float, float]:
 
 
 def agrees(mean: float, error: float, other: float = 0.0, other_error: float = 0.0) -> bool | None:
-    """Whether two means differ by at most two standard errors of their difference; None if unknown."""
+    """Whether two means differ by at most two standard errors of their difference;
+    None if unknown."""
     if math.isnan(error) or math.isnan(other_error):
         return None
     return abs(mean - other) <= 2 * math.hypot(error, other_error)

@@ -50,9 +50,10 @@ def batch_norm_bank(
             bfloat16.
         mean: (B, C), the snapshots' means.
         var: (B, C), the snapshots' biased variances.
-        seed: (2,) int64, key and first replica: s_t is as in `snapshot_indices`. Or give `snapshot`.
-        snapshot: (T,) int64 in [0, B); checked on the CPU. On CUDA, and where torch traces or transforms the call,
-            another value yields NaN.
+        seed: (2,) int64, key and first replica: s_t is as in `snapshot_indices`.
+            Or give `snapshot`.
+        snapshot: (T,) int64 in [0, B); checked on the CPU. On CUDA, and where torch traces or
+            transforms the call, another value yields NaN.
         num_samples: T; at least 1. Needed with `seed`; with `snapshot` it is its length.
         weight, bias: (C,), or None for 1 and 0.
         eps: added to the variance.
@@ -70,7 +71,8 @@ def batch_norm_bank(
     Raises:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
 
-    Source: Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks (2018), Algorithm 1.
+    Source: Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks (2018),
+    Algorithm 1.
     """
     op = "batch_norm_bank"
     num_samples = check_bank(op, x, mean, var, seed, snapshot, num_samples)
@@ -94,7 +96,8 @@ def batch_norm_bank(
 def batch_norm_snapshots(
     x: Tensor, mean: Tensor, var: Tensor, snapshot: Tensor, weight, bias, eps: float, shared: bool
 ) -> Tensor:
-    """`batch_norm_bank` without checks of the statistics and snapshots, which this package has drawn."""
+    """`batch_norm_bank` without checks of the statistics and snapshots,
+    which this package has drawn."""
     acc = mean.dtype
     if x.dtype is not acc or x.dim() < 2 or x.shape[1] != mean.shape[1] or x.device != mean.device:
         check_activations("batch_norm_bank", x)
@@ -144,8 +147,8 @@ def batch_norm_fitted(
     The others, the result and the errors are those of `batch_norm_bank`. Gradients with respect to
     x, params, weight, bias and residual.
 
-    Source: Atanov et al., Uncertainty Estimation via Stochastic Batch Normalization (2019), for "lognormal"; Teye
-    et al. (2018) for "normal".
+    Source: Atanov et al., Uncertainty Estimation via Stochastic Batch Normalization (2019), for
+    "lognormal"; Teye et al. (2018) for "normal".
     """
     op = "batch_norm_fitted"
     check_fitted(op, x, params, seed, stream, num_samples, family)

@@ -17,7 +17,8 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def refuse(op: str, name: str, requirement: str, got, error=ValueError) -> NoReturn:
-    """Raises `error` with the message that every refused argument has; of many values it shows the shape."""
+    """Raises `error` with the message that every refused argument has;
+    of many values it shows the shape."""
     if isinstance(got, Tensor) and got.numel() > 1:
         got = f"a tensor of shape {list(got.shape)}"
     raise error(f"{op}: {name} must {requirement}, got {got}")
@@ -104,7 +105,8 @@ def _readable(value):
 
 
 def check_scalar(op: str, name: str, value) -> None:
-    """`check_number` that torch.compile can follow. A tensor is refused: its gradient would be lost."""
+    """`check_number` that torch.compile can follow. A tensor is refused:
+    its gradient would be lost."""
     # Older dynamo cannot ask one of its numbers for an attribute.
     number = torch.compiler.is_compiling() or hasattr(value, "__float__")
     if isinstance(value, Tensor) or not number:

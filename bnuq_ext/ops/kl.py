@@ -28,12 +28,13 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
 
     Args:
         mu: (*) posterior means; float32 or float64.
-        rho: (*) posterior spreads before the softplus; like mu. Safe for every float; -inf marks a weight that
-            is pruned and counts nothing.
+        rho: (*) posterior spreads before the softplus; like mu. Safe for every float; -inf marks a
+            weight that is pruned and counts nothing.
         prior_std: standard deviation of the prior; positive.
 
     Returns:
-        () the divergence in nats, in the dtype of mu. Deterministic. Gradients with respect to mu, rho.
+        () the divergence in nats, in the dtype of mu. Deterministic.
+        Gradients with respect to mu, rho.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
@@ -46,7 +47,8 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
 def gaussian_kl_sum(
     parameters: list[tuple[Tensor, Tensor, float]], value: Tensor | None = None
 ) -> Tensor:
-    """The sum of `gaussian_kl` of all (mu, rho, prior_std), in dtype and on the device of the first.
+    """The sum of `gaussian_kl` of all (mu, rho, prior_std),
+    in dtype and on the device of the first.
 
     With the value, which is then known, for parameters of one dtype on one device.
     """
@@ -65,7 +67,8 @@ def total(terms: Iterable[Tensor]) -> Tensor:
 
 
 class _GaussianSum(torch.autograd.Function):
-    """One node for all layers of a device and dtype: a node of its own costs each more than its arithmetic."""
+    """One node for all layers of a device and dtype:
+    a node of its own costs each more than its arithmetic."""
 
     @staticmethod
     def forward(ctx, value, stds, *tensors):
@@ -100,8 +103,8 @@ def mixture_kl(
         mean over t of sum of log q(w_t) - log p(w_t),  w_t = mu + softplus(rho) * eps[t],
         p = pi N(0, std1^2) + (1 - pi) N(0, std2^2), its logarithm by log-add-exp
 
-    eps is `philox_normal` of the seed and stream: for mu of shape (O, I) the weights' noise, for (O,)
-    that of the tag "bias".
+    eps is `philox_normal` of the seed and stream: for mu of shape (O, I) the weights' noise, for
+    (O,) that of the tag "bias".
 
     Args:
         mu, rho: (O, I) or (O,) as in `gaussian_kl`.
@@ -109,10 +112,12 @@ def mixture_kl(
         stream: number of the stochastic layer; at least 0, below 2^32.
         num_samples: T; at least 1.
         pi: weight of the first component, in [0, 1].
-        std1, std2: standard deviations of the components; positive, with 1 / std^2 finite in the dtype of mu.
+        std1, std2: standard deviations of the components; positive,
+            with 1 / std^2 finite in the dtype of mu.
 
     Returns:
-        () the divergence in nats, in the dtype of mu. Deterministic. Gradients with respect to mu, rho.
+        () the divergence in nats, in the dtype of mu. Deterministic.
+        Gradients with respect to mu, rho.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.

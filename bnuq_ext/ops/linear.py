@@ -37,8 +37,8 @@ def bayes_linear(
 
     Args:
         x: (N, I), shared by the replicas, or (T, N, I); float32, float64, float16 or bfloat16.
-        mu, rho: (O, I), the weights' means and their spreads before the softplus; float32, or float64
-            for float64 x.
+        mu, rho: (O, I), the weights' means and their spreads before the softplus; float32,
+            or float64 for float64 x.
         bias_mu, bias_rho: (O,), or both None.
         seed: (2,) int64, key and first replica.
         stream: number of the stochastic layer; at least 0, below 2^32.
@@ -46,9 +46,9 @@ def bayes_linear(
 
     Returns:
         (T, N, O) in the dtype of x. Sums and gradients are float32 (float64 for float64).
-        Deterministic. Gradients with respect to x, mu, rho, bias_mu and bias_rho. On CUDA, with more than 8 rows
-        or 196,608 weights and x not in float64, the noise of an output is off by about 2^-11 of its own size, 2^-8
-        for bfloat16 x.
+        Deterministic. Gradients with respect to x, mu, rho, bias_mu and bias_rho. On CUDA, with
+        more than 8 rows or 196,608 weights and x not in float64, the noise of an output is off by
+        about 2^-11 of its own size, 2^-8 for bfloat16 x.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
@@ -74,10 +74,11 @@ def bayes_linear_kl(
     num_samples: int,
     prior_std: float,
 ) -> tuple[Tensor, Tensor]:
-    """`bayes_linear` on the CPU, (T*N, O), and `gaussian_kl` of its weights and biases, in one node of autograd.
+    """`bayes_linear` on the CPU, (T*N, O), and `gaussian_kl` of its weights and biases,
+    in one node of autograd.
 
-    The divergence's gradients are added where the layer's lie: in memory of their own they take as long to write
-    and to add as to compute.
+    The divergence's gradients are added where the layer's lie: in memory of their own they take as
+    long to write and to add as to compute.
     """
     _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
     tensors = [p.contiguous() for p in (mu, rho, bias_mu, bias_rho) if p is not None]

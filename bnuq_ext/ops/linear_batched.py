@@ -16,7 +16,8 @@ _ops = torch.ops.bnuq
 
 
 def chunks(num_samples: int, like: Tensor, features: int) -> Iterator[tuple[slice, Tensor]]:
-    """(replicas, room for their weights in the dtype and device of `like`, (R, O * I)) of each chunk."""
+    """(replicas, room for their weights in the dtype and device of `like`, (R, O * I))
+    of each chunk."""
     most = max(1, CHUNK_BYTES // max(1, features * like.element_size()))
     room = like.new_empty((min(most, num_samples), features))
     for start in range(0, num_samples, most):
@@ -39,7 +40,8 @@ def add_noise_product_(
     padded_inputs: int,
     forward: bool,
 ) -> None:
-    """out += scale * v @ (sigma * eps)^T, forward, or scale * v @ (sigma * eps), with 16-bit operands.
+    """out += scale * v @ (sigma * eps)^T, forward, or scale * v @ (sigma * eps),
+    with 16-bit operands.
 
     Args:
         out: (T, N, O) forward; (T or 1, N, I) else, 1 for the sum over the replicas.

@@ -2,12 +2,13 @@
 
     y[t] = x[t] @ mu^T + bias[t] + x[t] @ (sigma * eps[t])^T
 
-Fused: the first product is torch's, in its float32 precision. The second is a kernel's, or torch's with many rows,
-with 16-bit operands and float32 sums: float16 (11 bits), scaled by powers of two to its range, for float32 and
-float16 x; bfloat16 (8 bits) for bfloat16 x. So the noise of an output is off by about 2^-11 (2^-8) of its own size.
+Fused: the first product is torch's, in its float32 precision. The second is a kernel's, or torch's
+with many rows, with 16-bit operands and float32 sums: float16 (11 bits), scaled by powers of two to
+its range, for float32 and float16 x; bfloat16 (8 bits) for bfloat16 x. So the noise of an output is
+off by about 2^-11 (2^-8) of its own size.
 
-Direct: one kernel for all of it, two for the gradients, in the precision of the weights. For float64, and for few rows
-of few weights, whose price are launches.
+Direct: one kernel for all of it, two for the gradients, in the precision of the weights. For
+float64, and for few rows of few weights, whose price are launches.
 """
 
 import functools
@@ -21,13 +22,13 @@ from . import linear_parts as parts
 from .linear_parts import Noise
 from .modes import past_autocast
 
-# The fused kernel makes a weight's noise once for 128 rows. At the rate of its loop that costs more than
-# writing the weight for a product of torch's from about 5 times on.
+# The fused kernel makes a weight's noise once for 128 rows. At the rate of its loop that costs more
+# than writing the weight for a product of torch's from about 5 times on.
 MOST_FUSED_ROWS = 512
 
-# The fused way has five launches where the direct one has one, some 8 us more by counting. So long the direct one
-# takes, at the 69 instructions of its loop, for 20 replicas of so many weights and rows. T has no say: a replica alone
-# is what it is among others.
+# The fused way has five launches where the direct one has one, some 8 us more by counting. So long
+# the direct one takes, at the 69 instructions of its loop, for 20 replicas of so many weights and
+# rows. T has no say: a replica alone is what it is among others.
 MOST_DIRECT_ROWS = 8
 MOST_DIRECT_WEIGHTS = 3 * 2**16
 

@@ -19,7 +19,8 @@ class Noise(NamedTuple):
 
 
 def replicas(x: Tensor) -> Tensor:
-    """(T, N, I) for an x of every replica, (1, N, I) for a shared one; in the accumulation dtype."""
+    """(T, N, I) for an x of every replica, (1, N, I) for a shared one;
+    in the accumulation dtype."""
     x = x if x.dim() == 3 else x[None]
     return x.to(acc_dtype(x.dtype)).contiguous()
 
@@ -50,7 +51,8 @@ def _no_inputs(bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack_grads(x, rho, grad_x, grad_mu, grad_rho, bias_grads) -> tuple[Tensor, ...]:
-    """The results of bayes_linear_backward: in the shapes and dtypes of its inputs, empty for None."""
+    """The results of bayes_linear_backward: in the shapes and dtypes of its inputs,
+    empty for None."""
     if grad_x is not None:
         if x.dim() == 2:
             grad_x = grad_x[0] if len(grad_x) == 1 else grad_x.sum(0)

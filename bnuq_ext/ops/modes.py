@@ -20,13 +20,15 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def mark_written(*tensors: Tensor) -> None:
-    """Tells autograd that an op has written into tensors: a backward that kept one then says so, as torch's do."""
+    """Tells autograd that an op has written into tensors: a backward that kept one then says so,
+    as torch's do."""
     if is_eager():
         torch.autograd.graph.increment_version(tensors)
 
 
 def past_autograd():
-    """Around an op: its kernel directly where no graph is made, past 8 us of its rule, which is Python."""
+    """Around an op: its kernel directly where no graph is made, past 8 us of its rule,
+    which is Python."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nullcontext()
     return torch._C._AutoDispatchBelowAutograd()
@@ -52,8 +54,8 @@ def _autocasts(device: torch.device) -> bool:
 
 
 def refuse_other_derivatives(op: str, *tensors: Tensor | None) -> None:
-    """Raises inside torch.func.grad and the like, which a registered op has no rule for, and for a tensor with a
-    tangent: it would return one of 0."""
+    """Raises inside torch.func.grad and the like, which a registered op has no rule for, and for a
+    tensor with a tangent: it would return one of 0."""
     if _differentiates_functions():
         message = "derivatives by torch.func are not available; torch.autograd.grad is"
         raise NotImplementedError(f"{op}: {message}")

@@ -12,8 +12,8 @@ def new_seed(seed: int | Tensor | None = None, first_replica: int = 0, device="c
     """The seed tensor of an op: (key, number of the first replica).
 
     Args:
-        seed: the key, an integer in [-2^63, 2^63), or (1,) int64 on `device`; None draws it from torch's
-            generator of `device`.
+        seed: the key, an integer in [-2^63, 2^63), or (1,) int64 on `device`;
+            None draws it from torch's generator of `device`.
         first_replica: number of the first replica; at least 0.
         device: where the op runs.
 
@@ -51,8 +51,8 @@ def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -
         seed: (2,) int64, the key and the first replica; its device is the result's.
         stream: number of the stochastic layer; at least 0, below 2^32.
         shape: (T, O, I) or (T, C).
-        tag: what the noise is for: "weight", "bias", "mean", "spread", "joint" or "local". By default "weight"
-            for three dimensions and "mean" for two.
+        tag: what the noise is for: "weight", "bias", "mean", "spread", "joint" or "local". By
+            default "weight" for three dimensions and "mean" for two.
 
     Returns:
         float32 of `shape`, on the device of `seed`.
@@ -77,10 +77,11 @@ def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -
 
 
 def snapshot_indices(seed: Tensor, num_snapshots: int, num_samples: int) -> Tensor:
-    """The snapshot of each replica: perm_e(t mod B), e = floor(t / B), t = `seed[1]`, `seed[1]` + 1, ...
+    """The snapshot of each replica: perm_e(t mod B), e = floor(t / B), t = `seed[1]`,
+    `seed[1]` + 1, ...
 
-    perm_e is a permutation of the B snapshots keyed by the seed, so every B replicas use each snapshot
-    once.
+    perm_e is a permutation of the B snapshots keyed by the seed,
+    so every B replicas use each snapshot once.
 
     Args:
         seed: (2,) int64, the key and the first replica.

@@ -1,4 +1,5 @@
-"""What T replicas' logits say: mean, variance, entropy and expected entropy of the probabilities."""
+"""What T replicas' logits say: mean, variance, entropy and expected entropy
+of the probabilities."""
 
 from typing import NamedTuple
 
@@ -57,7 +58,8 @@ def predictive_accumulate_(
     """Takes T replicas more into running predictive statistics, in place.
 
     Start from zeros with count 0. After T replicas in all, in chunks of any size and with the same
-    bits: variance = m2 / T (T a tensor, for the last bit: by a number torch multiplies with 1/T on a GPU). No gradients.
+    bits: variance = m2 / T (T a tensor, for the last bit:
+    by a number torch multiplies with 1/T on a GPU). No gradients.
 
     Args:
         mean: (N, K, *), mean probability so far; contiguous, float32 (float64 for float64 logits).

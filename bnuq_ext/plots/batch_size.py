@@ -60,7 +60,8 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
 
 
 def _apart(batch_sizes: list, marks) -> set[int]:
-    """Places of the sizes whose labels do not touch: marked ones, and from the largest down what fits between."""
+    """Places of the sizes whose labels do not touch: marked ones,
+    and from the largest down what fits between."""
     digit = 0.025  # its width, of that of an axis of 3.5 inches
     places = np.log2(batch_sizes)
     span = max(places[-1] - places[0], 1e-9)

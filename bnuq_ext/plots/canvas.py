@@ -15,7 +15,8 @@ CLASS_COLORS = [*COLORS, "#882255", "#332288", "#999933", "#44aa99"]
 
 
 def check_matplotlib():
-    """Its class Figure; refused by name where it is not installed, also for runs that draw at their end."""
+    """Its class Figure; refused by name where it is not installed,
+    also for runs that draw at their end."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -68,7 +69,8 @@ def share_axes(ax, labels: list[str], place: int, *, rows=False, ratios=None, **
 
 
 def legend_outside(panels, place: str, **options) -> None:
-    """The first panel's legend for all of them, `place` (upper, lower) of these; their own are taken away."""
+    """The first panel's legend for all of them, `place` (upper, lower) of these;
+    their own are taken away."""
     for ax in panels:
         if ax.get_legend():
             ax.get_legend().remove()

@@ -113,7 +113,8 @@ def _take_labelled(op: str, probs, y) -> tuple:
 
 
 def stacked_probabilities(probs, *, shown, ax=None):
-    """One column per prediction, its class probabilities stacked; the classes not `shown` are one, "others".
+    """One column per prediction, its class probabilities stacked;
+    the classes not `shown` are one, "others".
 
     Args:
         probs: (T, K) probabilities.

@@ -110,8 +110,8 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     """Histogram of the weights' signal-to-noise ratios over their distribution function.
 
     Args:
-        snr: (W,) |mu| / sigma, finite; the least thousandth may lie below the first bin and is counted in it,
-            as the plot then says.
+        snr: (W,) |mu| / sigma, finite; the least thousandth may lie below the first bin and is
+            counted in it, as the plot then says.
         cuts: fractions of the weights; the ratio below which each lies is marked in both.
         num_bins: of equal width in the logarithm of the ratio.
         ax: where to draw.
@@ -152,7 +152,8 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
 
 
 def _label_within_decades(axis):
-    """Ticks at 1, 2 and 5 times a power of ten: where powers are few matplotlib's labels overlap."""
+    """Ticks at 1, 2 and 5 times a power of ten: where powers are few matplotlib's labels
+    overlap."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -1,4 +1,5 @@
-"""The batch size that makes the uncertainty vanish: S. Mukhoti et al.'s figure and table, and the choice by the ELBO."""
+"""The batch size that makes the uncertainty vanish: S. Mukhoti et al.'s figure and table,
+and the choice by the ELBO."""
 
 from __future__ import annotations
 
@@ -28,22 +29,24 @@ CLASSES = 10  # of Fashion-MNIST
 
 @dataclass(frozen=True)
 class Settings:
-    """Fashion-MNIST against MNIST. For each batch size a network is trained with it and predicts with it.
+    """Fashion-MNIST against MNIST. For each batch size a network is trained with it
+    and predicts with it.
 
-    As in the paper: VGG-16, 100 epochs of SGD with momentum 0.9, the rate divided by 10 after epochs 40 and 60,
-    20 replicas. It does not give the rate, nor weight decay; 0.1 and 5e-4 are usual ones. The last
-    `num_validation` training images are kept for validation, which only the choice of the batch size uses. Full
-    needs a GPU.
+    As in the paper: VGG-16, 100 epochs of SGD with momentum 0.9, the rate divided by 10 after
+    epochs 40 and 60, 20 replicas. It does not give the rate, nor weight decay; 0.1 and 5e-4 are
+    usual ones. The last `num_validation` training images are kept for validation, which only the
+    choice of the batch size uses. Full needs a GPU.
 
-    Quick: three small convolutions instead of VGG-16, 20,000 training images, 12 epochs, 2,000 test images of
-    each kind. Without a data root: digits 0 to 4 against 5 to 9, and
-    batch sizes up to 256.
+    Quick: three small convolutions instead of VGG-16, 20,000 training images, 12 epochs, 2,000 test
+    images of each kind. Without a data root: digits 0 to 4 against 5 to 9,
+    and batch sizes up to 256.
 
-    The choice of the batch size takes the network trained with `fit_trained_with` and gives it the statistics of
-    batches of each of `fit_batch_sizes`, and with `fit_whole` of all training images at once (which for VGG-16
-    would need their activations in memory together). Its training likelihood is estimated from `fit_rows`. The
-    mutual information is also taken with the statistics of the first 1/16 and 1/4 of the training images alone,
-    `fit_shares`, each up to the whole of them.
+    The choice of the batch size takes the network trained with `fit_trained_with` and gives it the
+    statistics of batches of each of `fit_batch_sizes`, and with `fit_whole` of all training images
+    at once (which for VGG-16 would need their activations in memory together). Its training
+    likelihood is estimated from `fit_rows`. The mutual information is also taken with the
+    statistics of the first 1/16 and 1/4 of the training images alone, `fit_shares`,
+    each up to the whole of them.
     """
 
     network: str = "vgg16"
@@ -127,7 +130,8 @@ VGG16 = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512
 
 
 def make_network(name: str, num_classes: int) -> nn.Sequential:
-    """ "small": three convolutions of stride 2. "vgg16": with batch norm, for images padded to 32 x 32."""
+    """ "small": three convolutions of stride 2. "vgg16": with batch norm,
+    for images padded to 32 x 32."""
     if name == "small":
         blocks = [(1, 16, 3, 2, 1), (16, 32, 3, 2, 1), (32, 64, 3, 2, 1)]
         layers = [m for block in blocks for m in _block(*block)]
@@ -213,7 +217,8 @@ def _parts(x: Tensor) -> list[Tensor]:
 
 
 def choose(model: nn.Module, images: Images, settings: Settings, seed: int) -> dict:
-    """Curves of `fit_batch_size`, the mutual information of foreign images too; infinite values are None."""
+    """Curves of `fit_batch_size`, the mutual information of foreign images too;
+    infinite values are None."""
     train, N = images.train, len(images.train.x)
     candidates = [M for M in settings.fit_batch_sizes if M < N] + [N] * settings.fit_whole
     options = {

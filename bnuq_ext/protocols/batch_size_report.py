@@ -31,7 +31,8 @@ CURVES = {
 
 
 def report(results: dict[str, dict], settings, folder: Path) -> Report:
-    """The paper's table and figure for networks trained with each M, and the choice of M for one of them."""
+    """The paper's table and figure for networks trained with each M,
+    and the choice of M for one of them."""
     fits = [results[f"fit-{s}"] for s in range(settings.num_seeds)]
     sizes = sorted({int(name[1:].split("-")[0]) for name in results if name[0] == "M"})
     found = {M: [results[f"M{M}-{s}"] for s in range(settings.num_seeds)] for M in sizes}

@@ -23,10 +23,11 @@ REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128)
 class Settings:
     """The paper's ResNet32, batches and rates; what it leaves open is as in its authors' code.
 
-    That is the steps of the rate, residual units that begin with batch norm, crops out of two pixels of padding,
-    and images that each have mean 0 and variance 1. The code has batches of 128 where the paper has 32.
-    Quick trains one residual unit a stage (ResNet8) on a part of the images for fewer steps: its numbers are
-    not the paper's, its course with T is what can be compared. Where a GPU is, it is used.
+    That is the steps of the rate, residual units that begin with batch norm, crops out of two
+    pixels of padding, and images that each have mean 0 and variance 1. The code has batches of 128
+    where the paper has 32. Quick trains one residual unit a stage (ResNet8) on a part of the images
+    for fewer steps: its numbers are not the paper's, its course with T is what can be compared.
+    Where a GPU is, it is used.
     """
 
     num_units: int = 5
@@ -95,12 +96,14 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
 
 
 def pll(probs: Tensor, y: Tensor, count: int) -> float:
-    """Log-likelihood of `count` replicas, mean over the disjoint groups of so many; probs (T, N, K)."""
+    """Log-likelihood of `count` replicas, mean over the disjoint groups of so many; probs
+    (T, N, K)."""
     return fmean(metrics.categorical_pll(group, y).item() for group in probs.split(count))
 
 
 class ResNet(nn.Module):
-    """The 6 n + 2 layers of He et al. 2016 for 32x32 images, batch norm and leaky ReLU before a convolution.
+    """The 6 n + 2 layers of He et al. 2016 for 32x32 images,
+    batch norm and leaky ReLU before a convolution.
 
     Shapes: (N, 3, 32, 32) -> logits (N, 10).
     """
@@ -129,8 +132,8 @@ class ResNet(nn.Module):
 class ResidualUnit(nn.Module):
     """Two convolutions, each behind batch norm and leaky ReLU, added to what came in.
 
-    Where the width grows what came in is pooled and zeros are put beside its channels. If `shared`, it is what the
-    first batch norm and leaky ReLU make of it that is added.
+    Where the width grows what came in is pooled and zeros are put beside its channels. If `shared`,
+    it is what the first batch norm and leaky ReLU make of it that is added.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, slope: float, shared=False):
@@ -151,7 +154,8 @@ class ResidualUnit(nn.Module):
 
 
 def train(network: nn.Module, part: data.Part, settings: Settings) -> list[float]:
-    """SGD with momentum; no decay of biases and of batch norm. The mean loss of each hundredth of the steps."""
+    """SGD with momentum; no decay of biases and of batch norm.
+    The mean loss of each hundredth of the steps."""
     network.train()
     weights = [p for p in network.parameters() if p.dim() > 1]
     others = [p for p in network.parameters() if p.dim() <= 1]
@@ -176,7 +180,8 @@ def train(network: nn.Module, part: data.Part, settings: Settings) -> list[float
 
 
 def augmented(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """`size` different images, each cropped out of two pixels of zeros around it and turned at random.
+    """`size` different images, each cropped out of two pixels of zeros around it
+    and turned at random.
 
     Args:
         x: (N, 3, H, W) in [0, 1].
@@ -189,13 +194,15 @@ def augmented(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def standardised(x: Tensor) -> Tensor:
-    """Each image with mean 0 and standard deviation 1; that of a flat one counts as 1 / sqrt(values)."""
+    """Each image with mean 0 and standard deviation 1;
+    that of a flat one counts as 1 / sqrt(values)."""
     std, mean = torch.std_mean(x, (1, 2, 3), correction=0, keepdim=True)
     return (x - mean) / std.clamp_min(x[0].numel() ** -0.5)
 
 
 def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report:
-    """Table 2 with our numbers beside the paper's, and each less the softmax of the same network."""
+    """Table 2 with our numbers beside the paper's, and each less the softmax
+    of the same network."""
     runs, paper = list(results.values()), read_table("teye_table02_cifar10_pll_vs_T")
     ours = {t: mean_and_error([run["pll"][str(t)] for run in runs]) for t in REPLICAS}
     gains = {t: mean_and_error([run["pll"][str(t)] - run["plug_in"] for run in runs]) for t in ours}
@@ -247,7 +254,8 @@ def remarks(runs: list[dict], settings: Settings) -> list[str]:
 
 
 def comparison(ours: dict, printed: dict) -> list[str]:
-    """Where the two agree within two standard errors; those of the paper are not known and count as 0."""
+    """Where the two agree within two standard errors;
+    those of the paper are not known and count as 0."""
     same = {key: agrees(*ours[key], printed[key]) for key in printed}
     return [
         f"Within two standard errors of the paper: T = {_listed(same, True)}; not: {_listed(same, False)}."

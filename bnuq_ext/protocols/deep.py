@@ -27,11 +27,12 @@ ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 @dataclass(frozen=True)
 class Settings:
-    """The slides name the depth, "fail" without and "success" with batch norm; the rest is chosen here.
+    """The slides name the depth, "fail" without and "success" with batch norm;
+    the rest is chosen here.
 
-    `inits`: "torch" is torch's own, which shrinks the signal from layer to layer; "kept" keeps the variance of
-    the signal (He for ReLU, Glorot for tanh). Each network is trained with each rate, and the rate with
-    the least training loss is shown. Quick has fewer runs, rates and steps.
+    `inits`: "torch" is torch's own, which shrinks the signal from layer to layer; "kept" keeps the
+    variance of the signal (He for ReLU, Glorot for tanh). Each network is trained with each rate,
+    and the rate with the least training loss is shown. Quick has fewer runs, rates and steps.
     """
 
     num_layers: int = 90
@@ -83,7 +84,8 @@ def sources(settings: Settings, data_root: str) -> list[Path]:
 
 
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
-    """The rate with the least loss over the last steps of training: its losses, accuracy, gradients."""
+    """The rate with the least loss over the last steps of training: its losses, accuracy,
+    gradients."""
     arguments = dict(unit.arguments)
     seed = settings.seed + arguments.pop("run")
     split = load(data_root, seed)
@@ -138,7 +140,8 @@ def keep_variance(linear: nn.Linear, activation: str) -> None:
 def train(
     network: nn.Sequential, part: data.Part, rate: float, settings: Settings
 ) -> tuple[list[float], float]:
-    """Adam; the loss of every step, and how the gradient of the first layer stands to the last before it."""
+    """Adam; the loss of every step, and how the gradient of the first layer stands
+    to the last before it."""
     network.train()
     optimizer = torch.optim.Adam(network.parameters(), rate, fused=True)
     losses = []

@@ -1,4 +1,5 @@
-"""Are batch statistics normal, and as wide as the theory says? Over epochs, batch sizes and layers of a regression net."""
+"""Are batch statistics normal, and as wide as the theory says? Over epochs,
+batch sizes and layers of a regression net."""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class Settings:
-    """The network of the paper's regression: two hidden layers of 50 units, Linear, BatchNorm1d, ReLU, Adam 0.001.
+    """The network of the paper's regression: two hidden layers of 50 units, Linear, BatchNorm1d,
+    ReLU, Adam 0.001.
 
-    The paper shows one unit of each layer while training on Yacht, which is not at hand, at epochs and batch
-    sizes that it does not list. Here every unit is tested, and the first one drawn. The network is held still
-    while `num_batches` batches go through it. Quick has two data sets instead of four, and half the epochs.
+    The paper shows one unit of each layer while training on Yacht, which is not at hand, at epochs
+    and batch sizes that it does not list. Here every unit is tested, and the first one drawn. The
+    network is held still while `num_batches` batches go through it.
+    Quick has two data sets instead of four, and half the epochs.
     """
 
     datasets: tuple[str, ...] = ("boston", "concrete", "energy", "wine")
@@ -95,7 +98,8 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
 
 
 def _inputs_and_targets(name: str, data_root: str | None) -> tuple[Tensor, Tensor]:
-    """All rows of a data set, x (N, Q) and y (N, 1), each column with mean 0 and standard deviation 1."""
+    """All rows of a data set, x (N, Q) and y (N, 1),
+    each column with mean 0 and standard deviation 1."""
     x, y = diabetes() if data_root is None else table(Path(data_root) / "uci" / f"{name}.npz")
     x, y = x.double(), y.double()[:, None]
     return tuple(((v - v.mean(0)) / v.std(0).clamp_min(1e-9)).float() for v in (x, y))
@@ -148,7 +152,8 @@ def _row(dataset: str, M: int, epoch: int, number: int, layer: dict) -> list:
 
 
 def draw(dataset: str, found: dict[int, dict], settings: Settings, folder: Path) -> list[str]:
-    """The first unit of each layer, over the epochs at the middle batch size, and over the batch sizes at the end."""
+    """The first unit of each layer, over the epochs at the middle batch size,
+    and over the batch sizes at the end."""
     middle = settings.batch_sizes[len(settings.batch_sizes) // 2]
     last = str(settings.epochs[-1])
     columns = {
@@ -163,7 +168,8 @@ def draw(dataset: str, found: dict[int, dict], settings: Settings, folder: Path)
 
 
 def histograms(panels: dict[str, list[dict]]):
-    """A column of panels for each title, a row for the mean and the deviation of each layer's first unit."""
+    """A column of panels for each title, a row for the mean and the deviation
+    of each layer's first unit."""
     layers = len(next(iter(panels.values())))
     figure = new_figure(3.6 * len(panels), 4.6 * layers)
     axes = figure.subplots(2 * layers, len(panels), squeeze=False)

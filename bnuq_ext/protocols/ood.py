@@ -1,7 +1,7 @@
 """Classes that a network has never seen, and corrupted images of those that it has.
 
-Trained on five classes, shown the other five: does the entropy of the prediction say so? With and without drawn
-statistics, for one network, for dropout and for deep ensembles.
+Trained on five classes, shown the other five: does the entropy of the prediction say so? With and
+without drawn statistics, for one network, for dropout and for deep ensembles.
 """
 
 import math
@@ -25,7 +25,8 @@ from .results import Unit
 
 TITLE = "Unseen classes and corrupted images (Atanov et al. 2019, Table 1)"
 WITHOUT_DATA = "digits"
-# "mnist-all": all ten classes are known, as in the paper, and Fashion-MNIST is unseen (there notMNIST).
+# "mnist-all": all ten classes are known, as in the paper, and Fashion-MNIST is unseen
+# (there notMNIST).
 FOLDERS = {
     "mnist": ("mnist",),
     "mnist-all": ("mnist", "fashion-mnist"),
@@ -37,18 +38,20 @@ _ROWS = 250  # of a batch that is predicted
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of the authors' code where it has any: Adam with rate 0.001 falling to 0, batches of 16, 50
-    epochs (LeNet-5) or 200, dropout 0.5 before the last layer, ensembles of 6, 50 draws, statistics of 5 epochs.
+    """The settings of the authors' code where it has any: Adam with rate 0.001 falling to 0,
+    batches of 16, 50 epochs (LeNet-5) or 200, dropout 0.5 before the last layer, ensembles of 6,
+    50 draws, statistics of 5 epochs.
 
-    Of LeNet-5 the batch norm of the convolutions is stochastic and that of the layer of 500 is not, as there.
-    Three runs are ours, and so are the shifts and flips of CIFAR-10 in training, and the corruptions: noise is
-    added to pixels in [0, 1], blur is Gaussian with a std in 28ths of the width, rotations are in degrees. SBN
-    draws each statistic from a normal and a log-normal; MCBN takes stored batches and is no part of that paper.
+    Of LeNet-5 the batch norm of the convolutions is stochastic and that of the layer of 500 is not,
+    as there. Three runs are ours, and so are the shifts and flips of CIFAR-10 in training, and the
+    corruptions: noise is added to pixels in [0, 1], blur is Gaussian with a std in 28ths of the
+    width, rotations are in degrees. SBN draws each statistic from a normal and a log-normal; MCBN
+    takes stored batches and is no part of that paper.
 
-    Classes 0 to 4 are known and 5 to 9 are unseen, but for "mnist-all", which knows all ten as the paper's MNIST
-    does and is shown Fashion-MNIST (there notMNIST). Quick: digits and MNIST alone, 4,000 training images of
-    MNIST (of the digits 400, as always), 20 and 10 epochs, ensembles of 3, 20 draws, statistics of 64 batches,
-    at most 800 test images of each kind.
+    Classes 0 to 4 are known and 5 to 9 are unseen, but for "mnist-all", which knows all ten as the
+    paper's MNIST does and is shown Fashion-MNIST (there notMNIST). Quick: digits and MNIST alone,
+    4,000 training images of MNIST (of the digits 400, as always), 20 and 10 epochs, ensembles of 3,
+    20 draws, statistics of 64 batches, at most 800 test images of each kind.
     """
 
     cases: tuple[tuple[str, str, int], ...] = (
@@ -207,7 +210,8 @@ def shown_images(images: Images, settings: Settings) -> dict[str, Tensor]:
 
 
 def blur(x: Tensor, std: float) -> Tensor:
-    """Images (N, C, H, W) smoothed by a Gaussian of `std` pixels, cut off at 3 stds; edges are repeated."""
+    """Images (N, C, H, W) smoothed by a Gaussian of `std` pixels, cut off at 3 stds;
+    edges are repeated."""
     radius = max(1, round(3 * std))
     weights = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / std).square())
     weights = (weights / weights.sum()).to(x)
@@ -220,7 +224,8 @@ def blur(x: Tensor, std: float) -> Tensor:
 
 
 def rotate(x: Tensor, degrees: float) -> Tensor:
-    """Square images (N, C, H, H) turned counterclockwise, bilinear; zeros come in at the corners."""
+    """Square images (N, C, H, H) turned counterclockwise, bilinear;
+    zeros come in at the corners."""
     angle = torch.deg2rad(torch.tensor(degrees, dtype=x.dtype))
     turn = torch.stack([angle.cos(), -angle.sin(), angle * 0, angle.sin(), angle.cos(), angle * 0])
     grid = functional.affine_grid(turn.view(1, 2, 3).expand(len(x), 2, 3), x.shape, False)

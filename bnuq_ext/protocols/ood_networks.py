@@ -8,7 +8,8 @@ from ..experiments.fitting import shifted
 
 
 class LeNet5(nn.Sequential):
-    """Two convolutions (20, 50) and a layer of 500, batch norm before each ReLU; dropout behind the last.
+    """Two convolutions (20, 50) and a layer of 500, batch norm before each ReLU;
+    dropout behind the last.
 
     Kernels of 5 as for 28 x 28 pixels; of 3 with padding where the images are smaller than 16.
     """
@@ -28,7 +29,8 @@ class LeNet5(nn.Sequential):
 
 
 class VGG11(nn.Sequential):
-    """Eight convolutions of 3 x 3, each with batch norm and ReLU, and five poolings; for 32 x 32 pixels."""
+    """Eight convolutions of 3 x 3, each with batch norm and ReLU, and five poolings;
+    for 32 x 32 pixels."""
 
     WIDTHS = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
 
@@ -46,7 +48,8 @@ class VGG11(nn.Sequential):
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3 and the way past them, which is a convolution of 1 x 1 where sizes change."""
+    """Two convolutions of 3 x 3 and the way past them,
+    which is a convolution of 1 x 1 where sizes change."""
 
     def __init__(self, channels: int, width: int, stride: int):
         super().__init__()
@@ -91,7 +94,8 @@ def train(
     learning_rate: float,
     augment: bool,
 ) -> None:
-    """Adam on the cross-entropy, with a rate that falls linearly to 0; rows that fill no batch wait.
+    """Adam on the cross-entropy, with a rate that falls linearly to 0;
+    rows that fill no batch wait.
 
     Args:
         network: changed in place, and in eval at the end.

@@ -48,10 +48,11 @@ def decode(value: dict) -> Tensor:
 
 
 class Outcomes:
-    """The predictions of one case: `probs[method, statistics]` is a list of {images: (N, K)}, one per repetition.
+    """The predictions of one case: `probs[method, statistics]` is a list of {images: (N, K)},
+    one per repetition.
 
-    One network is repeated by every member of every ensemble, the others by run. An ensemble's probabilities are
-    the mean of its members' (`bnuq_ext.ensemble`).
+    One network is repeated by every member of every ensemble, the others by run. An ensemble's
+    probabilities are the mean of its members' (`bnuq_ext.ensemble`).
     """
 
     def __init__(self, units: list[dict]):
@@ -126,7 +127,8 @@ def _row(values: dict[str, list[float]], names) -> list[str]:
 
 
 def scores_table(cases: dict, paper: dict) -> Table:
-    """Errors and likelihoods on the known classes, and how the others stand out, beside the paper's."""
+    """Errors and likelihoods on the known classes, and how the others stand out,
+    beside the paper's."""
     rows = []
     for case, outcomes in cases.items():
         for method, name in product(METHODS, STATISTICS):

@@ -1,4 +1,5 @@
-"""Units of work, tables and reports of a protocol, and how measured numbers stand beside printed ones."""
+"""Units of work, tables and reports of a protocol, and how measured numbers stand beside printed
+ones."""
 
 import csv
 import io

@@ -29,7 +29,8 @@ from .results import Report, Unit, crc32_of_files
 
 
 def reproduce(name: str, folder, *, full=False, data_root=None, jobs=1, progress=True) -> dict:
-    """Run a protocol, from where an earlier run in `folder` was stopped, and write its report there.
+    """Run a protocol, from where an earlier run in `folder` was stopped,
+    and write its report there.
 
     Args:
         name: one of `protocols.NAMES`.
@@ -40,7 +41,8 @@ def reproduce(name: str, folder, *, full=False, data_root=None, jobs=1, progress
         progress: show a bar over the units on stderr; where that is no terminal, a line a minute.
 
     Returns:
-        what results.json holds: settings, data_root, machine, seconds of computation, tables, remarks, figures.
+        what results.json holds: settings, data_root, machine, seconds of computation, tables,
+        remarks, figures.
 
     Raises:
         ValueError: an unknown name, missing data, a folder with another run.

@@ -1,4 +1,5 @@
-"""Street scenes: uncertainty of every pixel from the statistics of the first batch-norm layers alone."""
+"""Street scenes: uncertainty of every pixel from the statistics
+of the first batch-norm layers alone."""
 
 import math
 from dataclasses import dataclass
@@ -37,12 +38,13 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper takes the published Bayesian SegNet, batches of 10 frames of 360x480 and 20 inferences.
+    """The paper takes the published Bayesian SegNet,
+    batches of 10 frames of 360x480 and 20 inferences.
 
-    The network here is a small SegNet (pooling indices go to the decoder), trained from scratch by Adam on what
-    frames the folder holds, each turned left to right with probability 1/2. `shrink` takes the mean of that many
-    pixels a side of the half-resolution frames, and every so-manyth label. Quick shrinks to 90x120 and has fewer
-    epochs and channels.
+    The network here is a small SegNet (pooling indices go to the decoder), trained from scratch by
+    Adam on what frames the folder holds, each turned left to right with probability 1/2. `shrink`
+    takes the mean of that many pixels a side of the half-resolution frames, and every so-manyth
+    label. Quick shrinks to 90x120 and has fewer epochs and channels.
     """
 
     shrink: int = 1
@@ -74,7 +76,8 @@ def _folder(data_root: str | None) -> Path:
 
 
 def load(settings: Settings, data_root: str | None) -> data.Split:
-    """Frames as the network sees them: shrunk, with mean 0 and standard deviation 1 in each colour."""
+    """Frames as the network sees them: shrunk, with mean 0 and standard deviation 1
+    in each colour."""
     split = data.camvid(_folder(data_root), num_validation=settings.num_validation)
     size = settings.shrink
     parts = [(functional.avg_pool2d(x, size), y[:, ::size, ::size]) for x, y in split]
@@ -88,7 +91,8 @@ def sources(settings: Settings, data_root: str) -> list[Path]:
 
 
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
-    """Train one network; scores of each way to predict the test frames, and maps of some of them."""
+    """Train one network; scores of each way to predict the test frames,
+    and maps of some of them."""
     seed = settings.seed + unit.arguments["run"]
     device = device_at_hand()
     split = load(settings, data_root)
@@ -245,7 +249,8 @@ def near_border(y: Tensor, distance: int) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> float:
-    """Mean over the classes that occur of intersection over union; counts (K true, K predicted) pixels."""
+    """Mean over the classes that occur of intersection over union; counts
+    (K true, K predicted) pixels."""
     hits, union = counts.diag(), counts.sum(0) + counts.sum(1) - counts.diag()
     present = counts.sum(1) > 0
     return (hits[present] / union[present]).double().mean().item()

@@ -1,4 +1,5 @@
-"""`bnuq reproduce sensitivity`: MCBN against the batch size M and the number of replicas T (Teye et al. 2018)."""
+"""`bnuq reproduce sensitivity`: MCBN against the batch size M and the number of replicas T
+(Teye et al. 2018)."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +22,9 @@ PAPER = {"crps": ("08_batchsize_crps", "10_T_crps"), "pll": ("09_batchsize_pll",
 
 @dataclass(frozen=True)
 class Settings(Regression):
-    """The paper's protocol: every M is searched and trained by itself. QUICK has 2 splits with 3 seeds, 2 of the 5
-    folds, 3 weight decays, and trains a network at most 1,000 epochs and on at most 400,000 rows: too few
-    steps for the largest M on large tables.
+    """The paper's protocol: every M is searched and trained by itself. QUICK has 2 splits with 3
+    seeds, 2 of the 5 folds, 3 weight decays, and trains a network at most 1,000 epochs and on at
+    most 400,000 rows: too few steps for the largest M on large tables.
 
     T = `num_samples` replicas for the batch sizes, `sample_counts` with M = `sampled_batch_size`.
     """
@@ -98,7 +99,8 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
 
 
 def collected(results: dict[str, dict], settings: Settings) -> tuple[dict, dict]:
-    """Normalised scores of all runs: score -> data set -> M, and score -> data set -> T, -> values."""
+    """Normalised scores of all runs: score -> data set -> M, and score -> data set -> T,
+    -> values."""
     sizes, counts = ({score: {} for score in SCORES} for _ in range(2))
     for unit in sorted(results):
         name, M, _ = unit.rsplit("-", 2)

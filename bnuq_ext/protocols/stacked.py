@@ -1,9 +1,9 @@
 """Many small regression networks trained at once, each as if it were alone.
 
-A step of a network of 50 units is a few microseconds of arithmetic inside hundreds of dispatch. Here
-every tensor carries S networks in its first dimension, activations lie as (S, units, rows) so that a batched
-product feeds a batch norm over contiguous rows, the backward pass is written out over buffers that are made
-once, and Adam runs over one flat vector. On the CPU, in one thread.
+A step of a network of 50 units is a few microseconds of arithmetic inside hundreds of dispatch.
+Here every tensor carries S networks in its first dimension, activations lie as (S, units, rows) so
+that a batched product feeds a batch norm over contiguous rows, the backward pass is written out
+over buffers that are made once, and Adam runs over one flat vector. On the CPU, in one thread.
 """
 
 import math
@@ -27,7 +27,8 @@ class Network(NamedTuple):
     Attributes:
         seed: of its initial weights, its order of rows and its dropout.
         weight_decay: lambda in the loss mean (f - y)^2 / 2 + lambda ||weights||^2 / 2.
-        dropout: the rate before each Linear, the input included; None is batch norm without dropout.
+        dropout: the rate before each Linear, the input included;
+            None is batch norm without dropout.
     """
 
     seed: int
@@ -36,7 +37,8 @@ class Network(NamedTuple):
 
 
 def plain_network(num_features: int, hidden: int, dropout: float | None = None) -> nn.Sequential:
-    """(Linear, BatchNorm1d, ReLU) twice and a Linear, or the same with Dropout before each Linear and no BN."""
+    """(Linear, BatchNorm1d, ReLU) twice and a Linear,
+    or the same with Dropout before each Linear and no BN."""
     if dropout is None:
         return batch_norm_chain(num_features, (hidden, hidden), 1, eps=EPS)
     layers = []
@@ -48,7 +50,8 @@ def plain_network(num_features: int, hidden: int, dropout: float | None = None) 
 class Stack:
     """S networks of one architecture and their parameters.
 
-    Weights are drawn from N(0, 0.1^2) cut at two standard deviations; scales are 1, shifts and biases 0.
+    Weights are drawn from N(0, 0.1^2) cut at two standard deviations; scales are 1,
+    shifts and biases 0.
 
     Args:
         networks: S of them, all with batch norm or all with dropout.
@@ -128,8 +131,8 @@ class Stack:
         """Network s by itself, in eval.
 
         Args:
-            x: (n, Q) rows whose mean and biased variance, layer by layer, become the running statistics;
-                without batch norm they are not looked at.
+            x: (n, Q) rows whose mean and biased variance, layer by layer, become the running
+                statistics; without batch norm they are not looked at.
         """
         net = plain_network(self.num_features, self.hidden, self.networks[s].dropout)
         linears = [m for m in net if isinstance(m, nn.Linear)]
@@ -150,7 +153,8 @@ class Stack:
 
 
 def take_statistics(net: nn.Sequential, x: Tensor) -> None:
-    """Sets the running statistics of a chain's batch norms to those of x (n, Q), the deeper behind the first."""
+    """Sets the running statistics of a chain's batch norms to those of x (n, Q),
+    the deeper behind the first."""
     for module in net:
         if isinstance(module, nn.BatchNorm1d):
             var, mean = torch.var_mean(x, 0, correction=0)
@@ -162,8 +166,9 @@ def take_statistics(net: nn.Sequential, x: Tensor) -> None:
 class Training:
     """The training of a stack by Adam, which goes on with every `run`.
 
-    Network s sees in every epoch all its rows in a new order, in batches of M without the rest, and minimises
-    mean (f - y)^2 / 2 + weight_decay / 2 ||weights||^2. It takes the same course in any stack, to rounding.
+    Network s sees in every epoch all its rows in a new order, in batches of M without the rest, and
+    minimises mean (f - y)^2 / 2 + weight_decay / 2 ||weights||^2.
+    It takes the same course in any stack, to rounding.
 
     Args:
         stack: its parameters are changed in place.
@@ -257,7 +262,8 @@ class Training:
         return torch.mul(normal, p[f"scale{i}"], out=active).add_(p[f"shift{i}"]).clamp_min_(0)
 
     def _hidden_backward(self, i: int, inputs: Tensor, masks) -> None:
-        """From d loss / d output in `slope`: this layer's gradients, and d loss / d (weight inputs) in `product`.
+        """From d loss / d output in `slope`: this layer's gradients, and d loss / d (weight inputs)
+        in `product`.
 
         With z the normalised, d the gradient at the ReLU's input, means over the M rows:
             d loss / d (weight inputs) = scale rstd (d - mean(d) - z mean(d z))
@@ -277,5 +283,6 @@ class Training:
 
 
 def networks_at_once(batch_size: int, hidden: int) -> int:
-    """How many networks a stack should have at most: their activations are to stay in a core's cache."""
+    """How many networks a stack should have at most:
+    their activations are to stay in a core's cache."""
     return max(4, 2**17 // (batch_size * hidden))

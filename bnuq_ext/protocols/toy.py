@@ -1,4 +1,5 @@
-"""Regression of one input: a picture of what drawn batch-norm statistics say, and where they say nothing."""
+"""Regression of one input: a picture of what drawn batch-norm statistics say,
+and where they say nothing."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,9 +37,9 @@ COLUMNS = {
 class Settings:
     """The paper gives three hidden layers of 30 units and 500 passes for this figure, and no more.
 
-    Adam with rate 0.001, up to 2,000 epochs, batch size 32 and dropout 0.05 are of its regression protocol. The
-    function y = x sin x is of Karpathy's demonstration, which it follows; the noise is added here, so that
-    there is something to fit. Quick is the whole.
+    Adam with rate 0.001, up to 2,000 epochs, batch size 32 and dropout 0.05 are of its regression
+    protocol. The function y = x sin x is of Karpathy's demonstration, which it follows; the noise
+    is added here, so that there is something to fit. Quick is the whole.
     """
 
     num_train: int = 100

@@ -1,4 +1,5 @@
-"""`bnuq reproduce uci`: MCBN and MCDO on regression tables, against a constant variance (Teye et al. 2018)."""
+"""`bnuq reproduce uci`: MCBN and MCDO on regression tables, against a constant variance
+(Teye et al. 2018)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,9 @@ WITHOUT_DATA = "diabetes"
 
 @dataclass(frozen=True)
 class Settings(Regression):
-    """The paper's protocol. QUICK uses 3 of the 5 folds, 3 batch sizes, 3 weight decays, 3 dropout rates, and
-    trains a network at most 1,000 epochs and on at most 800,000 rows (protein: 27 epochs)."""
+    """The paper's protocol. QUICK uses 3 of the 5 folds, 3 batch sizes, 3 weight decays, 3 dropout
+    rates, and trains a network at most 1,000 epochs and on at most 800,000 rows
+    (protein: 27 epochs)."""
 
 
 FULL = Settings()
@@ -96,7 +98,8 @@ def sources(settings: Settings, data_root: str) -> list[Path]:
 
 
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
-    """One split of a data set with one method: the choice, the noise, and the scores of each seed."""
+    """One split of a data set with one method: the choice, the noise,
+    and the scores of each seed."""
     name, method, split = (unit.arguments[key] for key in ("data", "method", "split"))
     part = load(data_root, name)
     found, scaled, networks = fit_split(part, split, method, settings)
@@ -111,7 +114,8 @@ def scores(
 
     Args:
         networks: by the seeds of their replicas.
-        points: whether the first network's predictive means, standard deviations and targets are wanted.
+        points: whether the first network's predictive means,
+            standard deviations and targets are wanted.
     """
     num_samples = settings.num_samples
     noise = fit_noise(found, num_samples, settings.least_noise * scaled.spread**2)
@@ -138,7 +142,8 @@ class Noise(NamedTuple):
         noise_var: beside the variance of the replicas, by CRPS, not below the bound.
         constant_var: of the same mean without replicas, by CRPS.
         held_out_pll: with `noise_var`.
-        unbounded_pll: with the noise variance that CRPS alone would take; the same unless the bound held.
+        unbounded_pll: with the noise variance that CRPS alone would take;
+            the same unless the bound held.
     """
 
     noise_var: float
@@ -163,7 +168,8 @@ def fit_noise(found: Found, num_samples: int, least_var: float) -> Noise:
 def run_scores(
     samples: Tensor, y: Tensor, noise_var: float, constant_var: float
 ) -> dict[str, float]:
-    """Scores of (T, m) replicas beside those of the constant variance and of the best one of each point."""
+    """Scores of (T, m) replicas beside those of the constant variance and of the best one
+    of each point."""
     var, mean = torch.var_mean(samples, 0, correction=0)
     crps = {
         "crps": metrics.gaussian_crps(mean, (var + noise_var).sqrt(), y),

@@ -66,7 +66,8 @@ def beside(values: list[float], paper: dict | None) -> list:
 
 
 def normalised(groups: dict) -> tuple[Table, list[str]]:
-    """Tables 1, 4 and 5: percent of the way from a constant variance to the best one of each point."""
+    """Tables 1, 4 and 5: percent of the way from a constant variance to the best one
+    of each point."""
     rows, remarks = [], []
     columns = ["data set", "score", "method", "ours [%]", "p", "", "paper [%]", "paper p", "agree"]
     for score, number in (("crps", "04_normalised_crps"), ("pll", "05_normalised_pll")):
@@ -99,7 +100,8 @@ def verdict(score: str, method: str, found: list[tuple[str, float, float]]) -> s
 
 
 def agreement(what: str, rows: list[list]) -> str:
-    """How many rows, with "agree" in the last column, are within two standard errors of the paper."""
+    """How many rows, with "agree" in the last column,
+    are within two standard errors of the paper."""
     compared = [row for row in rows if row[-1] is not None]
     if not compared:
         return f"The paper has no {what} to compare with."
@@ -161,7 +163,8 @@ def unfinished(groups: dict, settings) -> str:
 
 
 def bounded(groups: dict, settings) -> str:
-    """Where the fit of the noise by CRPS ended at its bound, and the held-out PLL with the bound and without."""
+    """Where the fit of the noise by CRPS ended at its bound,
+    and the held-out PLL with the bound and without."""
     where, held = searches(groups, lambda split: split["held_out_pll"] != split["unbounded_pll"])
     text = (
         f"The noise variance ended at its bound, {settings.least_noise:g} of the training targets' "

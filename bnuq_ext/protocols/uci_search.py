@@ -1,4 +1,5 @@
-"""What the regression protocols train: splits, folds, the grid by cross-validated error, the networks chosen."""
+"""What the regression protocols train: splits, folds, the grid by cross-validated error,
+the networks chosen."""
 
 import itertools
 import math
@@ -23,9 +24,10 @@ ROWS = 2048  # predicted together, so that a layer of a few replicas stays in th
 class Regression:
     """The networks and their choice (Teye et al. 2018, section 4.3, and the authors' code).
 
-    `max_rows` bounds the epochs by the rows that a network sees. `least_noise` is the least noise variance
-    over that of the training targets: the authors search tau in a range per data set, and the loosest that is
-    known, tau <= 100 for energy, is 1e-4 of its targets' variance. It stands for all sets.
+    `max_rows` bounds the epochs by the rows that a network sees. `least_noise` is the least noise
+    variance over that of the training targets: the authors search tau in a range per data set, and
+    the loosest that is known, tau <= 100 for energy, is 1e-4 of its targets' variance.
+    It stands for all sets.
     """
 
     num_splits: int = 5
@@ -99,7 +101,8 @@ def scale(train: Part, test: Part) -> Scaled:
 
 
 def split_of(part: Part, split: int) -> tuple[Part, Part]:
-    """(train, test) of the paper's split 1, 2, ...: 80 % and 20 % of the rows as its code shuffles them."""
+    """(train, test) of the paper's split 1, 2, ...:
+    80 % and 20 % of the rows as its code shuffles them."""
     rows = np.arange(len(part.y))
     np.random.RandomState(split).shuffle(rows)
     cut = len(rows) - num_train(len(rows))
@@ -107,7 +110,8 @@ def split_of(part: Part, split: int) -> tuple[Part, Part]:
 
 
 def folds_of(train: Part, settings: Regression) -> list[Scaled]:
-    """The first `folds_used` of the folds; all of one size, the rest of the rows is always trained on."""
+    """The first `folds_used` of the folds; all of one size,
+    the rest of the rows is always trained on."""
     rows = np.random.RandomState(1).permutation(len(train.y))
     size = len(rows) // settings.num_folds
     held_out = [slice(k * size, (k + 1) * size) for k in range(settings.folds_used)]
@@ -115,7 +119,8 @@ def folds_of(train: Part, settings: Regression) -> list[Scaled]:
 
 
 class Choice(NamedTuple):
-    """A point of the grid with what cross-validation found: epochs and mean RMSE, in the data's unit."""
+    """A point of the grid with what cross-validation found: epochs and mean RMSE,
+    in the data's unit."""
 
     batch_size: int
     weight_decay: float
@@ -135,7 +140,8 @@ class Found(NamedTuple):
 def grid(method: str, settings: Regression, num_rows: int) -> list[list[Choice]]:
     """The choices of a method, those of one batch size together; none above the rows of a fold.
 
-    Where a fold is smaller than every batch size, MCBN has batches of half of it, and MCDO of all of it.
+    Where a fold is smaller than every batch size, MCBN has batches of half of it,
+    and MCDO of all of it.
     """
     if method == "MCDO":
         M = min(settings.dropout_batch_size, num_rows)
@@ -213,7 +219,8 @@ def cross_validate(
 
 
 def _rmse(outputs: Tensor, folds: list[Scaled]) -> Tensor:
-    """(C,) mean over the folds of the root mean squared error, from (C, F, m) normalised outputs."""
+    """(C,) mean over the folds of the root mean squared error, from (C, F, m)
+    normalised outputs."""
     errors = [
         (outputs[:, f].double() * fold.spread + fold.center - fold.test_y).square().mean(1).sqrt()
         for f, fold in enumerate(folds)
@@ -233,7 +240,8 @@ def train_final(data: Scaled, choice: Choice, hidden: int, seeds: range) -> list
 def fit_split(
     part: Part, split: int, method: str, settings: Regression
 ) -> tuple[Found, Scaled, dict[int, nn.Sequential]]:
-    """The search on a split's training part, its scaled parts, and the networks of the choice by their seeds."""
+    """The search on a split's training part, its scaled parts,
+    and the networks of the choice by their seeds."""
     train, test = split_of(part, split)
     hidden, first = settings.width(len(part.y)), 1000 * split
     found, scaled = search(train, method, settings, hidden, first), scale(train, test)
@@ -247,8 +255,8 @@ def replicas(
 ) -> Tensor:
     """(T, m) outputs of a network's replicas for the test part, float64 in the data's unit.
 
-    MCBN: each replica has the statistics of a batch of M training rows, drawn without replacement; no
-    query is among them. MCDO: each has its own masks.
+    MCBN: each replica has the statistics of a batch of M training rows, drawn without replacement;
+    no query is among them. MCDO: each has its own masks.
     """
     options = {"likelihood": "gaussian", "num_samples": num_samples, "seed": seed}
     if choice.dropout is not None:

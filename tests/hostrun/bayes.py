@@ -58,7 +58,8 @@ class Direct:
         return [x.new_empty(0) if r is None else r for r in results]
 
     def noise64(self, seed, T, O, I):  # noqa: E741
-        """The noise of weights and biases to the last bit, which the CPU's own op rounds otherwise."""
+        """The noise of weights and biases to the last bit,
+        which the CPU's own op rounds otherwise."""
         key, made = array(seed), []
         for tag, shape in ((0, (T, O, I)), (1, (T, O))):
             some = np.prod(shape) > 0

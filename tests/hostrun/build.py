@@ -22,8 +22,8 @@ KINDS = {  # of objects: what they are compiled with
     "plain": "",
     "ucontext": "-DHOSTRUN_UCONTEXT",
     "sanitized": f"-O0 {SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1",
-    # The kernels' accesses alone are watched: the machinery says which barriers order them. A memcpy
-    # is seen where it is a call.
+    # The kernels' accesses alone are watched: the machinery says which barriers order them. A
+    # memcpy is seen where it is a call.
     "races": f"{RACES} -fno-builtin -g1",
     # One instruction for each access of the source, as wide as it is there.
     "accesses": f"{RACES} -fno-builtin -g1 -fno-tree-sra -fno-tree-fre -fno-tree-forwprop",

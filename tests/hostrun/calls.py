@@ -1,4 +1,5 @@
-"""The host-run kernels as functions that return arrays; numpy only, so that they run under sanitizers.
+"""The host-run kernels as functions that return arrays; numpy only,
+so that they run under sanitizers.
 
 Arrays of 16-bit floats are uint16. A result starts as NaN between guards, which every call checks
 afterwards; `offset` puts tensors off a 16-byte boundary.
@@ -85,8 +86,8 @@ class Kernels:
         """y (T, N, C, S) of x (N, C, S), shared, or (T, N, C, S).
 
         Args:
-            source: {"mean", "var" (B, C), "seed" or "snapshot"} or {"params" (4, C), "seed", "stream",
-                "family"}.
+            source: {"mean", "var" (B, C), "seed" or "snapshot"} or {"params" (4, C), "seed",
+                "stream", "family"}.
             options: weight, bias, eps, slope (1 without activation).
         """
         y = fresh((num_samples, *x.shape[-3:]), STORAGE[dtype], offset)
@@ -97,7 +98,8 @@ class Kernels:
     def batch_norm_backward(
         self, dtype, grad_y, x, y, num_samples, source, *, offset=0, need=(1, 1, 1), **options
     ):
-        """(grad_x, grad_residual, sums), None for what is not needed; `x` tells whether it is shared."""
+        """(grad_x, grad_residual, sums), None for what is not needed;
+        `x` tells whether it is shared."""
         arguments = batch_norm_arguments(dtype, x, num_samples, source, **options)
         storage, channels = STORAGE[dtype], x.shape[-2]
         results = [
@@ -122,7 +124,8 @@ class Kernels:
         return state[0], state[1], entropy, state[2]
 
     def predictive_accumulate(self, dtype, logits, state, count):
-        """The state (mean, m2, expected_entropy) after more replicas; with count 0 it is not read."""
+        """The state (mean, m2, expected_entropy) after more replicas;
+        with count 0 it is not read."""
         before, state = state, [fresh(array.shape, array.dtype) for array in state]
         for own, array in zip(state, before, strict=True):
             own[...] = array

@@ -1,12 +1,13 @@
-"""A plugin of pytest's: bnuq_ext with the library of csrc/cuda, emulated, in the place of the CPU's.
+"""A plugin of pytest's: bnuq_ext with the library of csrc/cuda, emulated,
+in the place of the CPU's.
 
     PYTHONPATH=tests python -m pytest -p hostrun.on_cpu tests
 
-Tensors on the CPU then go through everything that those of a GPU go through: the ops' checks, allocations
-and launches in csrc/cuda/*.cu, and the Python that is registered for CUDA. HOSTRUN_ORDER seeds the order of
-the threads; 0 keeps them in order. With HOSTRUN_PTX, a folder of PTX files, what nvcc compiled runs in the
-place of the kernels' source; HOSTRUN_APPROXIMATION is then the share of their allowed error that approximate
-instructions make, at most 1.
+Tensors on the CPU then go through everything that those of a GPU go through: the ops' checks,
+allocations and launches in csrc/cuda/*.cu, and the Python that is registered for CUDA.
+HOSTRUN_ORDER seeds the order of the threads; 0 keeps them in order. With HOSTRUN_PTX, a folder of
+PTX files, what nvcc compiled runs in the place of the kernels' source; HOSTRUN_APPROXIMATION is
+then the share of their allowed error that approximate instructions make, at most 1.
 """
 
 import ctypes
@@ -64,7 +65,8 @@ def bayes_linear_kl_backward(
 
 
 def install():
-    """Loads the library, then bnuq_ext over it. Without any kernel for the CPU, none is called unseen."""
+    """Loads the library, then bnuq_ext over it. Without any kernel for the CPU,
+    none is called unseen."""
     path = build.build(os.environ.get("HOSTRUN_VARIANT", "torch"))
     torch.ops.load_library(path)
     sys.modules["bnuq_ext._library"] = types.SimpleNamespace(HAS_CUDA=False)
