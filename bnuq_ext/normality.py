@@ -256,7 +256,7 @@ def lilliefors(values: Tensor) -> tuple[Tensor, Tensor]:
     distance = _distance(values.detach().double().cpu())
     null = _null_distances(len(values))
     at_least = len(null) - torch.searchsorted(null, distance, side="left")
-    p = (1 + at_least) / (1 + len(null))
+    p = (1 + at_least).double() / (1 + len(null))
     return distance, torch.where(distance.isnan(), math.nan, p)
 
 

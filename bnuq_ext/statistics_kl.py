@@ -17,6 +17,7 @@ from .ops.checks import (
     broadcasts,
     check_floating,
     check_integer,
+    check_shape,
     check_tensor,
     refuse,
 )
@@ -87,6 +88,10 @@ def check_statistics_prior(op: str, prior) -> None:
     """Checks the prior of a layer."""
     if not isinstance(prior, StatisticsGaussian):
         refuse(op, "prior", "be a StatisticsGaussian", type(prior).__name__, TypeError)
+    for name, value in prior._asdict().items():
+        if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+            requirement = "be a number or a tensor"
+            refuse(op, f"prior.{name}", requirement, type(value).__name__, TypeError)
     for name in ("mean_var", "std_var"):
         value = torch.as_tensor(getattr(prior, name))
         if not bool((value > 0).all()):
@@ -116,6 +121,7 @@ def _check_variances(op: str, name: str, q: StatisticsGaussian) -> None:
     place = f"q[{name!r}]" if name else "q"
     for field, value in q._asdict().items():
         check_tensor(op, f"{place}.{field}", value)
+        check_shape(op, f"{place}.{field}", value, tuple(q.mean.shape))
     for field in ("mean_var", "std_var"):
         value = getattr(q, field)
         # On a GPU a step of training would wait for it.
@@ -134,8 +140,7 @@ def check_fit(op: str, q: StatisticsGaussian, prior: StatisticsGaussian) -> None
 def _kl(q_mean: Tensor, q_var: Tensor, mean, var) -> Tensor:
     mean, var = (p if isinstance(p, Tensor) else q_mean.new_tensor(p) for p in (mean, var))
     log_var = torch.where(var.isinf(), 0.0, var.log())
-    # The precision of an infinite variance is 0, so its quadratic term is none.
-    quadratic = (q_var + (q_mean - mean).square()) * var.reciprocal()
+    quadratic = (q_var + (q_mean - mean).square()) / var
     return (log_var - q_var.log() + quadratic - 1) / 2
 
 
@@ -165,7 +170,8 @@ def implied_prior(l2: float, dataset_size: int, tau: float = 1.0) -> StatisticsG
     """
     op = "implied_prior"
     for name, value in (("l2", l2), ("tau", tau)):
-        if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+        one = isinstance(value, Tensor) and value.numel() == 1
+        if isinstance(value, bool) or not (one or isinstance(value, Real)):
             refuse(op, name, "be a number", repr(value), TypeError)
         if not 0 < value < inf:
             refuse(op, name, "be positive and finite", value)

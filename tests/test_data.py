@@ -50,11 +50,30 @@ def test_rejects():
     with pytest.raises(ValueError) as caught:
         data.digits(num_train=1700, num_validation=97)
     assert str(caught.value) == (
-        "digits: num_train and num_validation must be positive and leave test rows out of 1797, "
-        "got (1700, 97)"
+        "digits: num_train and num_validation must leave each part of the 1797 rows one of each "
+        "class or more, got (1700, 97)"
     )
-    with pytest.raises(ValueError, match="^add_noise: std must not be negative, got -1$"):
-        data.add_noise(torch.zeros(1), -1, seed=0)
+    with pytest.raises(
+        ValueError, match="num_validation must leave each part .* got \\(5, 300\\)$"
+    ):
+        data.digits(num_train=5)
+    with pytest.raises(TypeError, match="^digits: num_train must be an integer, got 1.5$"):
+        data.digits(num_train=1.5)
+    for std in (-1, math.nan):
+        message = f"^add_noise: std must be finite and not negative, got {std}$"
+        with pytest.raises(ValueError, match=message):
+            data.add_noise(torch.zeros(1), std, seed=0)
+    with pytest.raises(TypeError, match="^add_noise: x must be a floating-point tensor, got torch"):
+        data.add_noise(torch.zeros(1, dtype=torch.uint8), 0.5, seed=0)
+
+
+@pytest.mark.parametrize(
+    "call", [data.mnist, data.cifar10, data.camvid, data.image_folder, data.table, data.arrays]
+)
+def test_a_path_must_be_one(call):
+    name = "path" if call in (data.table, data.arrays) else "root"
+    with pytest.raises(TypeError, match=f"^{call.__name__}: {name} must be a path, got NoneType$"):
+        call(None)
 
 
 def test_missing_scikit_learn_names_the_extra(monkeypatch):

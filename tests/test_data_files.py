@@ -255,6 +255,21 @@ def test_damaged_cifar10_parts(cifar_arrays):
         f"cifar10: {root / 'labels.npz'} must have a label for each image of "
         "train_00006_00008.npy.xz, got 8 labels"
     )
+    wrong = {"float64 of [8]": np.arange(8.0), "int64 of [8, 1]": np.arange(8)[:, None]}
+    for got, labels in wrong.items():
+        np.savez(root / "labels.npz", train=labels, test=np.arange(3))
+        assert refusal(data.cifar10, root) == (
+            f"cifar10: {root / 'labels.npz'} must hold an integer for each image, got {got}"
+        )
+    np.savez(root / "labels.npz", train=np.arange(8) - 5, test=np.arange(3))
+    message = refusal(data.cifar10, root)
+    assert message.endswith("train_00000_00003.npy.xz must have labels from 0 to 9, got -5")
+    again = root / "train_00003_00005.npy.xz"
+    again.write_bytes(packed(images[:3]))
+    np.savez(root / "labels.npz", train=np.arange(8), test=np.arange(3))
+    message = refusal(data.cifar10, root)
+    assert message == f"cifar10: {again} must hold images from number 4 on, got 3"
+    again.unlink()
     (root / "test_00000_00002.npy.xz").unlink()
     (root / "train_00006_00008.npy.xz").unlink()
     assert refusal(data.cifar10, root) == (

@@ -10,6 +10,7 @@ from scipy import optimize, stats
 from sklearn import metrics as sklearn_metrics
 
 from bnuq_ext import metrics
+from bnuq_ext.metrics.classification import bins_of
 
 
 def draw(*shape, seed=0):
@@ -83,8 +84,8 @@ def test_accuracy():
 
 
 def test_ece_by_hand():
-    # Two bins: (0, 0.5] holds a row of confidence 0.5 that is right, (0.5,
-    # 1] holds 0.9 right and 0.8 wrong.
+    # Two bins: (0, 0.5] holds a row of confidence 0.5 that is right,
+    # (0.5, 1] holds 0.9 right and 0.8 wrong.
     probs = torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.1, 0.0], [0.1, 0.8, 0.1]], dtype=torch.float64)
     y = torch.tensor([0, 0, 2])
     expected = 1 / 3 * abs(1 - 0.5) + 2 / 3 * abs(0.5 - 0.85)
@@ -99,6 +100,20 @@ def test_ece_matches_scipy_bins():
     gap = stats.binned_statistic(-confidence, confidence - right, "sum", edges).statistic
     assert count.sum() == 500
     assert metrics.ece(probs, y).item() == pytest.approx(abs(gap).sum() / 500, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_bins", [1, 15, 25, 29, 100])
+def test_an_edge_belongs_to_the_bin_below(num_bins):
+    edges = torch.tensor([b / num_bins for b in range(num_bins + 1)], dtype=torch.float64)
+    assert bins_of(edges, num_bins).tolist() == [0, *range(num_bins)]
+    above = torch.nextafter(edges, torch.tensor(2.0, dtype=torch.float64))
+    assert bins_of(above, num_bins).tolist() == [*range(num_bins), num_bins - 1]
+
+
+def test_gradients_reach_a_probability_of_zero():
+    probs = torch.tensor([[0.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(metrics.brier(probs, torch.tensor([0])), probs)
+    assert grad.tolist() == [[-2.0, 2.0]]
 
 
 def test_ece_counts_pixels_as_rows():

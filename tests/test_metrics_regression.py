@@ -301,6 +301,18 @@ REFUSED = [
         "gaussian_pll: noise_var must be a number or a tensor, got NoneType",
     ),
     (
+        lambda: metrics.gaussian_pll(SAMPLES, MEAN, torch.tensor(1 + 5j)),
+        "gaussian_pll: noise_var must be real numbers, got torch.complex64",
+    ),
+    (
+        lambda: metrics.gaussian_crps(MEAN, MEAN > 0, MEAN),
+        "gaussian_crps: std must be real numbers, got torch.bool",
+    ),
+    (
+        lambda: metrics.t_test(torch.tensor([1 + 1j, 2])),
+        "t_test: values must be real numbers, got torch.complex64",
+    ),
+    (
         lambda: metrics.ensemble_crps(SAMPLES[:1], MEAN),
         'ensemble_crps: samples must have at least 2 replicas with estimator "fair", got 1',
     ),
@@ -313,7 +325,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("call, message", REFUSED, ids=[r[1][:50] for r in REFUSED])
 def test_rejects(call, message):
-    typed = ("got list", "torch.int64", "a number or a tensor")
+    typed = ("got list", "torch.int64", "a number or a tensor", "real numbers")
     with pytest.raises(TypeError if any(t in message for t in typed) else ValueError) as caught:
         call()
     assert str(caught.value) == message

@@ -57,6 +57,7 @@ def test_finds_what_is_not_normal_and_not_scale_or_place():
 def test_constant_column_has_no_p_value():
     distance, p = lilliefors(torch.stack([torch.full((9,), 0.1), normals(9).float()], 1))
     assert distance.isnan().tolist() == p.isnan().tolist() == [True, False]
+    assert distance.dtype == p.dtype == torch.float64
 
 
 def test_lilliefors_rejects():

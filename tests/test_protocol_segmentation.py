@@ -238,9 +238,13 @@ def test_remarks_by_hand():
         return [{"scores": {segmentation.SHOWN: {"border_ratio": r}}} for r in ratios]
 
     # 2.5 ± 1 is not above 1 by two standard errors; 2.5 ± 0.1 is.
-    for ratios, words in (((1.5, 3.5), "not as the paper's"), ((2.4, 2.6), ", as the paper's")):
+    for ratios, words in (
+        ((1.5, 3.5), ", no sure difference by"),
+        ((2.4, 2.6), ", as the paper's"),
+    ):
         text = segmentation.remarks(runs(*ratios), TINY)[1]
         assert "is 2.5 times that elsewhere" in text and words in text
+    assert ", not as the paper's" in segmentation.remarks(runs(0.4, 0.5), TINY)[1]
 
 
 def test_maps(root):

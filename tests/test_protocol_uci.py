@@ -336,6 +336,11 @@ def test_data_sets(tmp_path):
         np.savez(tmp_path / "uci" / f"{name}.npz", X=np.ones((rows, 2)), y=np.arange(rows))
     assert uci.by_size(tmp_path) == {"large": 40, "small": 30}
     assert uci.by_size(tmp_path / "uci" / "small.npz") == {"small": 30}
+    (tmp_path / "uci" / "small.csv").write_text("1,2\n")
+    with pytest.raises(ValueError, match=r"hold one table small, got \['small.csv', 'small.npz'\]"):
+        uci.tables_at(tmp_path)
+    (tmp_path / "uci" / "small.csv").rename(tmp_path / "uci" / "large.2.npz.xz")
+    assert {*uci.tables_at(tmp_path)} == {"large", "large.2", "small"}
     constant = data.Part(torch.zeros(5, 2).double(), torch.ones(5).double())
     with pytest.raises(ValueError, match="^uci: y must take more than one value, got 1.0$"):
         uci_search.scale(constant, constant)

@@ -65,6 +65,11 @@ def test_is_the_integral():
     assert abs(bnuq.statistics_kl(q, p).item() - expected) < 1e-7
 
 
+def test_is_exactly_nothing_from_itself():
+    q = StatisticsGaussian(*torch.rand(4, 1000, dtype=torch.float64))
+    assert bnuq.statistics_kl(q, q).item() == 0
+
+
 def test_infinite_variance_drops_a_constant_and_keeps_the_gradient():
     """Against a prior of variance 1e12: the same gradient,
     and a value that is ln 1e6 a channel less."""
@@ -252,6 +257,10 @@ CASES = {
     "prior std_var": (lambda: bnuq.statistics_kl(Q, Q._replace(std_var=math.nan)), ValueError, "prior.std_var must be positive"),
     "prior shape": (lambda: bnuq.statistics_kl(Q, Q._replace(std=torch.ones(3))), ValueError, r"prior.std must broadcast to \[2\], got \[3\]"),
     "prior rank": (lambda: bnuq.statistics_kl(Q, Q._replace(mean_var=torch.ones(1, 2))), ValueError, r"prior.mean_var must broadcast to \[2\], got \[1, 2\]"),
+    "q shapes": (lambda: bnuq.statistics_kl(Q._replace(std=torch.ones(3)), Q), ValueError, r"q.std must have shape \[2\], got \[3\]"),
+    "prior none": (lambda: bnuq.statistics_kl(Q, Q._replace(mean=None)), TypeError, "prior.mean must be a number or a tensor, got NoneType"),
+    "prior word": (lambda: bnuq.statistics_kl(Q, Q._replace(std_var="a")), TypeError, "prior.std_var must be a number or a tensor, got str"),
+    "l2 of several": (lambda: bnuq.implied_prior(torch.ones(2), 10), TypeError, "l2 must be a number, got tensor"),
     "l2 type": (lambda: bnuq.implied_prior("1e-3", 10), TypeError, "l2 must be a number, got '1e-3'"),
     "l2": (lambda: bnuq.implied_prior(0.0, 10), ValueError, "l2 must be positive and finite, got 0.0"),
     "tau": (lambda: bnuq.implied_prior(1.0, 10, -1.0), ValueError, "tau must be positive and finite"),

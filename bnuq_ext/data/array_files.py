@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..ops.checks import refuse
-from .parts import Part
+from .parts import Part, as_path
 
 # What numpy, zipfile and lzma raise for a file that is cut short, overwritten or something else.
 # Numpy reads an npy file's header as Python, and in part by Python's own tokenizer.
@@ -33,7 +33,7 @@ def arrays(path) -> dict[str, np.ndarray]:
     Raises:
         ValueError: the file is missing or damaged, or holds something else.
     """
-    return read_arrays("arrays", Path(path))
+    return read_arrays("arrays", as_path("arrays", "path", path))
 
 
 def read_arrays(op: str, path: Path) -> dict[str, np.ndarray]:
@@ -70,7 +70,7 @@ def table(path) -> Part:
         ValueError: the file is missing or damaged, or a number is missing,
             not a number or not finite.
     """
-    path = Path(path)
+    path = as_path("table", "path", path)
     if not path.is_file():
         requirement = f"be an npz file with X and y, or a csv file (those of the paper: {UCI})"
         refuse("table", "path", requirement, str(path))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import refuse
-from .parts import Part, Split, hold_out
+from .parts import Part, Split, as_path, hold_out
 
 SOURCE = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/, or torchvision's MNIST/raw; Fashion-MNIST: "
@@ -35,7 +35,8 @@ def mnist(root, *, num_validation=None) -> Split:
     Raises:
         ValueError: a file is missing or damaged, or no training rows would be left.
     """
-    train, test = (Part(*_images_and_labels(Path(root), part)) for part in ("train", "t10k"))
+    root = as_path("mnist", "root", root)
+    train, test = (Part(*_images_and_labels(root, part)) for part in ("train", "t10k"))
     if train.x.shape[1:] != test.x.shape[1:]:
         requirement = f"hold test images of {train.x.shape[1]} pixels, as the others"
         refuse("mnist", "root", requirement, test.x.shape[1])
@@ -75,7 +76,7 @@ def read_idx(path) -> Tensor:
     Raises:
         ValueError: the file is missing or damaged, or holds something else.
     """
-    path = Path(path)
+    path = as_path("read_idx", "path", path)
     if not path.is_file():
         refuse("read_idx", "path", f"be an idx file (MNIST's: {SOURCE})", str(path))
     try:

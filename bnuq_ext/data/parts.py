@@ -1,11 +1,14 @@
 """What a data set is here: parts of inputs and targets."""
 
+import math
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_integer, refuse
+from ..ops.checks import check_floating, check_integer, check_number, refuse
 
 
 class Part(NamedTuple):
@@ -22,6 +25,12 @@ class Split(NamedTuple):
     train: Part
     validation: Part
     test: Part
+
+
+def as_path(op: str, name: str, value) -> Path:
+    if not isinstance(value, (str, os.PathLike)):
+        refuse(op, name, "be a path", type(value).__name__, TypeError)
+    return Path(value)
 
 
 def take(part: Part, rows) -> Part:
@@ -60,9 +69,11 @@ def add_noise(x: Tensor, std: float, *, seed: int) -> Tensor:
         (*) like x.
 
     Raises:
-        ValueError: std is negative.
+        ValueError, TypeError: std is out of range, or x is no floating-point tensor.
     """
-    if std < 0:
-        refuse("add_noise", "std", "not be negative", std)
+    check_floating("add_noise", "x", x)
+    check_number("add_noise", "std", std)
+    if not 0 <= std < math.inf:
+        refuse("add_noise", "std", "be finite and not negative", std)
     generator = torch.Generator().manual_seed(seed)
     return x + std * torch.randn(x.shape, generator=generator).to(x)

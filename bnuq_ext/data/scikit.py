@@ -2,7 +2,7 @@
 
 import torch
 
-from ..ops.checks import refuse
+from ..ops.checks import check_integer, refuse
 from .parts import Part, Split, take
 
 
@@ -25,10 +25,15 @@ def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> S
     sklearn = _scikit("digits")
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     x, y = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
-    rows = torch.isin(y, torch.as_tensor(list(classes))).nonzero().squeeze(1)
-    if min(num_train, num_validation) < 1 or num_train + num_validation >= len(rows):
-        requirement = f"be positive and leave test rows out of {len(rows)}"
-        refuse("digits", "num_train and num_validation", requirement, (num_train, num_validation))
+    classes = {check_integer("digits", "classes", k, 0) for k in classes}
+    rows = torch.isin(y, torch.tensor(sorted(classes))).nonzero().squeeze(1)
+    counts = [
+        check_integer("digits", name, value, 1)
+        for name, value in (("num_train", num_train), ("num_validation", num_validation))
+    ]
+    if min(*counts, len(rows) - sum(counts)) < len(classes):
+        requirement = f"leave each part of the {len(rows)} rows one of each class or more"
+        refuse("digits", "num_train and num_validation", requirement, tuple(counts))
 
     def split(some, count):
         options = {"train_size": count, "stratify": y[some], "random_state": seed}

@@ -26,7 +26,7 @@ def take_probs(op: str, probs: Tensor, form: str) -> Tensor:
     outside = (probs < -SLACK) | (probs > 1 + SLACK)
     if outside.any():
         refuse(op, "probs", "lie in [0, 1]", probs[outside][0].item())
-    return probs.clamp_min(0)
+    return torch.where(probs < 0, 0.0, probs)  # clamp would stop the gradient at 0
 
 
 def take_replicas(op: str, probs: Tensor) -> Tensor:
@@ -43,10 +43,17 @@ def check_replicas(op: str, probs: Tensor) -> None:
 
 def take_numbers(op: str, name: str, values) -> Tensor:
     """A number, a list of them or a tensor, as float64."""
+    check_real(op, name, values)
     try:
         return torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         refuse(op, name, "be numbers or a tensor", repr(values), TypeError)
+
+
+def check_real(op: str, name: str, values) -> None:
+    """Refuses a tensor of truth values, or of complex ones: a cast drops the imaginary part."""
+    if isinstance(values, Tensor) and (values.is_complex() or values.dtype == torch.bool):
+        refuse(op, name, "be real numbers", values.dtype, TypeError)
 
 
 def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
@@ -97,6 +104,7 @@ def take_scale(op: str, name: str, value: float | Tensor, target: Tensor) -> Ten
     """A standard deviation or variance, as a number or a tensor that fits the targets."""
     if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
         refuse(op, name, "be a number or a tensor", type(value).__name__, TypeError)
+    check_real(op, name, value)
     value = torch.as_tensor(value, dtype=torch.float64, device=target.device)
     value = as_rows_of(value, target.shape)
     try:

@@ -124,7 +124,8 @@ def ece(probs: Tensor, y: Tensor, num_bins: int = 15) -> Tensor:
 def bins_of(confidence: Tensor, num_bins: int) -> Tensor:
     """The number b of the bin (b / num_bins, (b + 1) / num_bins] of each confidence;
     of 0 the first."""
-    return (confidence * num_bins).ceil().long().clamp(1, num_bins) - 1
+    edges = torch.arange(1, num_bins, dtype=torch.float64, device=confidence.device) / num_bins
+    return torch.bucketize(confidence, edges)
 
 
 def predictive_entropy(probs: Tensor, *, reduction: str = "mean") -> Tensor:

@@ -14,6 +14,7 @@ from .canvas import (
     take_array,
     take_axes,
     take_entries,
+    take_options,
     take_values,
 )
 
@@ -34,16 +35,17 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
     Returns:
         Axes.
     """
-    ax, marks = take_axes(ax), marks or {}
-    take_entries("against_batch_size", "curves", curves)
-    batch_sizes = take_array(batch_sizes).tolist()
+    op, ax = "against_batch_size", take_axes(ax)
+    levels, marks = take_options(op, "levels", levels), take_options(op, "marks", marks)
+    take_entries(op, "curves", curves)
+    batch_sizes = _take_sizes(op, batch_sizes)
     for (label, values), color in zip(curves.items(), cycle(ORDER), strict=False):
-        values = take_values("against_batch_size", label, values)
+        values = take_values(op, label, values)
         if len(values) != len(batch_sizes):
             requirement = f"have one value for each of {len(batch_sizes)} batch sizes"
-            refuse("against_batch_size", label, requirement, len(values))
+            refuse(op, label, requirement, len(values))
         ax.plot(batch_sizes, values, marker="o", markersize=4, color=color, label=label)
-        if label in (levels or {}):
+        if label in levels:
             level = {"color": color, "linestyle": "--", "linewidth": 1}
             ax.axhline(levels[label], label=f"{label}, plug-in BN", **level)
     for m in marks:
@@ -57,6 +59,13 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
     ax.set(xlabel="batch size M of the statistics", ylabel=ylabel)
     ax.legend(frameon=False)
     return ax
+
+
+def _take_sizes(op: str, batch_sizes) -> list:
+    sizes = take_values(op, "batch_sizes", batch_sizes)
+    if not (sizes > 0).all():
+        refuse(op, "batch_sizes", "be positive", sizes.min())
+    return take_array(batch_sizes).tolist()
 
 
 def _apart(batch_sizes: list, marks) -> set[int]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
+from ..metrics.arguments import SLACK
 from ..ops.checks import refuse
 
 BLUE, ORANGE, GREY, LIGHT_GREY = "#0072b2", "#d55e00", "#8a8a8a", "#d9d9d9"
@@ -98,6 +99,33 @@ def take_numbers(op: str, name: str, values):
 def check_mapping(op: str, name: str, entries, values: str = "values") -> None:
     if not isinstance(entries, Mapping):
         refuse(op, name, f"be a dict of label -> {values}", type(entries).__name__, TypeError)
+
+
+def take_options(op: str, name: str, entries, values: str = "values"):
+    """A dict of label -> values; empty for None."""
+    if entries is None:
+        return {}
+    check_mapping(op, name, entries, values)
+    return entries
+
+
+def take_probs(op: str, name: str, values):
+    """Probabilities; what rounding may have made of them counts."""
+    values = take_numbers(op, name, values)
+    inside = (values >= -SLACK) & (values <= 1 + SLACK)  # NaN does not
+    if not inside.all():
+        refuse(op, name, "lie in [0, 1]", values[~inside][0])
+    return values
+
+
+def take_std(op: str, name: str, value) -> float:
+    """One standard deviation."""
+    value = take_numbers(op, name, value)
+    if value.size != 1:
+        refuse(op, name, "be one number", f"{value.size} of them")
+    if not 0 <= value.item() < np.inf:
+        refuse(op, name, "be finite and not negative", value.item())
+    return value.item()
 
 
 def take_entries(op: str, name: str, entries):

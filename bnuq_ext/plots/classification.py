@@ -5,7 +5,6 @@ from itertools import cycle
 import numpy as np
 import torch
 
-from ..metrics.arguments import SLACK
 from ..metrics.classification import bins_of
 from ..ops.checks import check_integer, refuse
 from .canvas import (
@@ -18,7 +17,8 @@ from .canvas import (
     take_array,
     take_axes,
     take_entries,
-    take_numbers,
+    take_options,
+    take_probs,
     take_values,
 )
 
@@ -36,14 +36,17 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
         Axes.
     """
     ax = take_axes(ax)
-    take_entries("entropy_cdf", "entropies", entropies)
+    op = "entropy_cdf"
+    take_entries(op, "entropies", entropies)
+    styles = take_options(op, "styles", styles, "arguments")
     for (label, values), color in zip(entropies.items(), cycle(CLASS_COLORS), strict=False):
-        values = np.sort(take_values("entropy_cdf", label, values))
+        values = np.sort(take_values(op, label, values))
         fraction = np.arange(len(values) + 1) / len(values)
         edges = np.concatenate([[0], values])
-        style = {"color": color} | (styles or {}).get(label, {})
+        style = {"color": color} | styles.get(label, {})
         ax.step(edges, fraction, where="post", label=label, **style)
     if num_classes is not None:
+        num_classes = check_integer(op, "num_classes", num_classes, 1)
         ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)
         place = (np.log(num_classes), 0.6)
         ax.annotate(f" log {num_classes}", place, color=GREY, rotation=90, ha="right")
@@ -97,12 +100,9 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
 
 
 def _take_labelled(op: str, probs, y) -> tuple:
-    probs, y = take_numbers(op, "probs", probs), take_array(y)
+    probs, y = take_probs(op, "probs", probs), take_array(y)
     if probs.ndim != 2 or len(probs) == 0:
         refuse(op, "probs", "have shape (N, K) with N > 0", list(probs.shape))
-    inside = (probs >= -SLACK) & (probs <= 1 + SLACK)  # NaN does not
-    if not inside.all():
-        refuse(op, "probs", "lie in [0, 1]", probs[~inside][0])
     if y.shape != probs.shape[:1]:
         refuse(op, "y", f"have shape {list(probs.shape[:1])}", list(y.shape))
     if y.dtype.kind not in "iu":
@@ -125,7 +125,7 @@ def stacked_probabilities(probs, *, shown, ax=None):
         Axes.
     """
     ax = take_axes(ax)
-    probs = take_numbers("stacked_probabilities", "probs", probs)
+    probs = take_probs("stacked_probabilities", "probs", probs)
     if probs.ndim != 2:
         refuse("stacked_probabilities", "probs", "have shape (T, K)", list(probs.shape))
     K, shown = probs.shape[1], list(shown)
@@ -197,8 +197,8 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
 
 
 def _take_verdicts(plug_in, replicas) -> tuple:
-    plug_in = take_numbers("verdict", "plug_in", plug_in)
-    replicas = take_numbers("verdict", "replicas", replicas)
+    plug_in = take_probs("verdict", "plug_in", plug_in)
+    replicas = take_probs("verdict", "replicas", replicas)
     if plug_in.ndim != 1:
         refuse("verdict", "plug_in", "have shape (K,)", list(plug_in.shape))
     if replicas.ndim != 2 or len(replicas) == 0 or replicas.shape[1] != len(plug_in):

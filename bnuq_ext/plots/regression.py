@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..ops.checks import check_integer, refuse
-from .canvas import BLUE, GREY, take_array, take_axes, take_values
+from .canvas import BLUE, GREY, take_axes, take_std, take_values
 
 # Half the width of the central interval of a Gaussian, in standard deviations.
 HALF_WIDTHS = {"95 %": 1.959964, "50 %": 0.674490}
@@ -64,12 +64,13 @@ def uncertainty_error(
     ax.plot(rank, error, "o", color=GREY, ms=size, mew=0, alpha=alpha, label="absolute errors")
     running = np.convolve(error, np.full(window, 1 / window), "valid")
     label = f"their running mean over {window}"
-    ax.plot(np.arange(len(running)) + (window + 1) / 2, running, color="#404040", label=label)
+    style = {"color": "#404040", "marker": "o" if len(running) == 1 else "", "markersize": 3}
+    ax.plot(np.arange(len(running)) + (window + 1) / 2, running, label=label, **style)
     # A few widest bands may leave the figure: they would press the errors into its foot.
     heights = [*error, HALF_WIDTHS["95 %"] * np.quantile(std, 0.99)]
     if constant_std is not None:
         label = "95 %, constant uncertainty"
-        heights.append(HALF_WIDTHS["95 %"] * float(take_array(constant_std)))
+        heights.append(HALF_WIDTHS["95 %"] * take_std(op, "constant_std", constant_std))
         ax.axhline(heights[-1], color="black", ls="--", lw=1, label=label)
     top = 1.05 * max((height for height in heights if np.isfinite(height)), default=0)
     ax.set(xlabel="test points, sorted by estimated uncertainty", ylabel=ylabel)
@@ -105,14 +106,19 @@ def regression_band(
     for level, width in HALF_WIDTHS.items():
         style = {"color": color, "alpha": ALPHAS[level], "linewidth": 0, "label": f"{level} band"}
         ax.fill_between(x, mean - width * std, mean + width * std, **style)
-    ax.plot(x, mean, color=color, label="predictive mean")
+    # One point makes no line.
+    mark = "o" if len(x) == 1 else ""
+    ax.plot(x, mean, marker=mark, color=color, label="predictive mean")
     if constant_std is not None:
-        width = HALF_WIDTHS["95 %"] * float(take_array(constant_std))
+        width = HALF_WIDTHS["95 %"] * take_std(op, "constant_std", constant_std)
         style = {"color": "black", "linestyle": "--", "linewidth": 1}
         ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
         ax.plot(x, mean - width, **style)
     if data is not None:
-        ax.plot(*map(take_array, data), ".", color="#404040", markersize=4, label="training data")
+        points = [take_values(op, f"data[{i}]", values) for i, values in enumerate(data)]
+        if len(points) != 2 or len(points[0]) != len(points[1]):
+            refuse(op, "data", "be (x, y) of one length", [len(values) for values in points])
+        ax.plot(*points, ".", color="#404040", markersize=4, label="training data")
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.margins(x=0)
     ax.legend(frameon=False, fontsize="small")

@@ -99,7 +99,9 @@ def _draw_side_by_side(ax, maps: dict, shape: tuple) -> None:
     height, width = shape
     step = (1 + GAP) * width
     for i, (name, pixels) in enumerate(maps.items()):
-        style = {"cmap": "viridis", "vmin": 0} if name == "uncertainty" else {"cmap": "gray"}
+        style = {"cmap": "gray"}
+        if name == "uncertainty":  # 0 everywhere where nothing is drawn
+            style = {"cmap": "viridis", "vmin": 0, "vmax": np.nanmax(pixels, initial=0) or 1}
         extent = (i * step, i * step + width, height, 0)
         ax.imshow(pixels, extent=extent, interpolation="nearest", label=name, **style)
         place = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}

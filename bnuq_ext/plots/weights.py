@@ -13,6 +13,7 @@ from .canvas import (
     take_axes,
     take_entries,
     take_finite,
+    take_options,
     take_values,
 )
 
@@ -36,17 +37,21 @@ def error_over_epochs(
     ax = take_axes(ax)
     from matplotlib.ticker import MaxNLocator
 
-    take_entries("error_over_epochs", "errors", errors)
+    op = "error_over_epochs"
+    levels, best = take_options(op, "levels", levels), take_options(op, "best", best, "epochs")
+    colors = take_options(op, "colors", colors, "colours")
+    take_entries(op, "errors", errors)
     for (label, values), color in zip(errors.items(), cycle(COLORS), strict=False):
-        values = take_values("error_over_epochs", label, values)
-        color = (colors or {}).get(label, color)
-        ax.plot(np.arange(1, len(values) + 1), values, color=color, label=label, linewidth=1.4)
-        if label in (best or {}):
-            epoch = best[label]
-            if not 1 <= epoch <= len(values):
-                refuse("error_over_epochs", "best", f"lie in [1, {len(values)}]", epoch)
+        values = take_values(op, label, values)
+        style = {"color": colors.get(label, color), "marker": "." if len(values) == 1 else ""}
+        ax.plot(np.arange(1, len(values) + 1), values, label=label, linewidth=1.4, **style)
+        if label in best:
+            epoch = check_integer(op, "best", best[label], 1)
+            if epoch > len(values):
+                refuse(op, "best", f"lie in [1, {len(values)}]", epoch)
+            color = style["color"]
             ax.plot(epoch, values[epoch - 1], marker="o", color=color, mec="white", zorder=3)
-    for label, level in (levels or {}).items():
+    for label, level in levels.items():
         ax.axhline(level, color=GREY, linestyle="--", linewidth=1, label=label)
     ax.set(xlabel="epoch", ylabel=ylabel, xlim=(1, None), ylim=(0, None))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
@@ -72,13 +77,13 @@ def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, colors=
     take_entries("weight_histograms", "weights", weights)
     check_positive("weight_histograms", "limit", limit)
     num_bins = check_integer("weight_histograms", "num_bins", num_bins, 1)
+    colors = take_options("weight_histograms", "colors", colors, "colours")
     edges = np.linspace(-limit, limit, num_bins + 1)
     ax = take_axes(ax, 5.4, 0.6 + 1.5 * len(weights))
     panels = share_axes(ax, [*weights], len(weights) - 1, rows=True, sharex=ax)
     for panel, (label, values), color in zip(panels, weights.items(), cycle(COLORS), strict=False):
         values = take_finite("weight_histograms", label, values)
-        color = (colors or {}).get(label, color)
-        _histogram(panel, values, edges, color, label, initial)
+        _histogram(panel, values, edges, colors.get(label, color), label, initial)
         panel.tick_params(labelbottom=panel is ax)
     ax.set_xlabel("mean of a weight")
     ax.figure.align_ylabels(panels)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .. import Prediction, convert, data, metrics, plots, plug_in, predict
 from ..experiments.fitting import collect_random, device_at_hand
-from ..metrics.significance import mean_and_error
+from ..metrics.significance import agrees, mean_and_error
 from ..restore import preserved_rng
 from .results import Report, Table, Unit, required_folder, shown
 
@@ -306,8 +306,9 @@ def draw(entry: dict):
 
 def remarks(runs: list[dict], settings: Settings) -> list[str]:
     ratio, error = mean_and_error([run["scores"][SHOWN]["border_ratio"] for run in runs])
-    least = ratio if math.isnan(error) else ratio - 2 * error
-    sure = "as the paper's maps show" if least > 1 else "not as the paper's maps show"
+    sure = "as the paper's maps show" if ratio > 1 else "not as the paper's maps show"
+    if agrees(ratio, error, 1.0):
+        sure = "no sure difference by two standard errors; the paper's maps show one"
     return [
         "The paper shows maps and prints no number for segmentation.",
         f"The variance within {settings.border} pixels of a border is {ratio:.1f} times that elsewhere, {sure}.",

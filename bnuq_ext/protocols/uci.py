@@ -1,6 +1,7 @@
 """`bnuq reproduce uci`: MCBN and MCDO on regression tables, against a constant variance
 (Teye et al. 2018)."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -57,15 +58,27 @@ def tables_at(data_root: str | None) -> dict[str, Path | None]:
         return {"diabetes": None}
     root = Path(data_root)
     if root.is_file():
-        return {root.stem: root}
+        return {_name_of(root) or root.stem: root}
     folder = root / "uci" if (root / "uci").is_dir() else root
-    found = {p.stem: p for p in sorted(folder.glob("*")) if p.suffix.lower() in (".npz", ".csv")}
+    found = {}
+    for path in sorted(folder.glob("*")):
+        name = _name_of(path)
+        if name in found:
+            refuse("uci", "data_root", f"hold one table {name}", [found[name].name, path.name])
+        if name is not None:
+            found[name] = path
     if not found:
         requirement = (
             f"hold npz files with X and y or csv files, as those of {data.array_files.UCI}"
         )
         refuse("uci", "data_root", requirement, str(folder))
     return found
+
+
+def _name_of(path: Path) -> str | None:
+    """The data set's name, of an npz (npz.xz too) or csv file."""
+    parts = re.fullmatch(r"(.+)\.(npz|npz\.xz|csv)", path.name, re.IGNORECASE)
+    return parts and parts[1]
 
 
 def load(data_root: str | None, name: str) -> Part:
