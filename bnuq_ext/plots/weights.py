@@ -139,6 +139,7 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     upper.stairs(100 * counts / len(snr), edges, fill=True, color=BLUE)
     if snr[0] < low:
         _note(upper, f"first bin: also the {np.mean(snr < low):.1%} below {low:.2g}")
+        upper.set_ylim(0, 1.25 * upper.dataLim.y1)  # room for the note
     ax.step(snr, np.arange(1, len(snr) + 1) / len(snr), where="post", color=BLUE)
     for cut, color in zip(cuts, cycle(COLORS[1:]), strict=False):
         value = snr[min(int(cut * len(snr)), len(snr) - 1)]
