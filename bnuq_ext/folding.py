@@ -133,8 +133,10 @@ class Folding:
             key_of(self.forward.output_fn, self.modules),
             tuple(self.forward.layers),
             self.flags,
-            torch.is_autocast_enabled("cpu"),
-            torch.is_autocast_enabled("cuda"),
+            *(
+                torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+                for kind in ("cpu", "cuda")
+            ),
         )
 
     def remember(self, memory: dict, place, value, lasting: bool = True) -> None:
