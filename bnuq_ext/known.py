@@ -34,8 +34,8 @@ class Known:
             of parameters has changed; see `StandingFolding`.
         generation: how often those have changed.
         times_changed: how often in a row it was another model before a plan could be kept: a
-            training loop counts something in it, or anneals a rate of it. skipped:
-            batches that have gone without a proof then.
+            training loop counts something in it, or anneals a rate of it.
+        skipped: batches that have gone without a proof then.
         checked_in_train: where plans have been compared with the training flags as they are;
             see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.
