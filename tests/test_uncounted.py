@@ -107,6 +107,7 @@ def test_a_step_of_training_is_held_to_one_sample(fused):
     assert ways(model) == {"loop"}
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside its compiler
 def test_a_compiled_step_counts():
     layer = nn.Linear(2, 2)
     before = fingerprint([layer])
