@@ -83,7 +83,10 @@ def _name_of(path: Path) -> str | None:
 
 def load(data_root: str | None, name: str) -> Part:
     path = tables_at(data_root)[name]
-    return data.diabetes() if path is None else data.table(path)
+    part = data.diabetes() if path is None else data.table(path)
+    if part.y.numel() and part.y.min() == part.y.max():
+        refuse("uci", str(path), "have a target of more than one value", part.y[0].item())
+    return part
 
 
 def by_size(data_root: str | None) -> dict[str, int]:
