@@ -235,11 +235,8 @@ def choose(model: nn.Module, images: Images, settings: Settings, seed: int) -> d
     foreign = TensorDataset(images.foreign, labels)
     other = fit_batch_size(model, data, candidates, validation=foreign, num_rows=1, **options)
     plain = plug_in(model, _parts(images.validation.x), likelihood="categorical").mean
-    curves = {
-        "log_likelihood": fit.log_likelihood,
-        "kl": fit.kl,
-        "elbo": fit.elbo,
-        "nll": fit.nll,
+    curves = {name: getattr(fit, name) for name in ("log_likelihood", "kl", "elbo", "nll")}
+    curves |= {
         "information_in": fit.mutual_information,
         "information_out": other.mutual_information,
     }

@@ -164,6 +164,10 @@ def _keep_optimum_in_sight(ax, fit: dict) -> None:
 
 
 def remarks(means: dict[int, dict], fits: list[dict], settings) -> list[str]:
+    return [*_of_scores(means, settings), *_of_choices(fits, settings)]
+
+
+def _of_scores(means: dict[int, dict], settings) -> list[str]:
     small, large = min(means), max(means)
     texts = []
     for place, name in (("known", "information_in"), ("foreign", "information_out")):
@@ -188,12 +192,16 @@ def remarks(means: dict[int, dict], fits: list[dict], settings) -> list[str]:
             "The paper's accuracies lie between 0.9427 and 0.9486 (VGG-16), 0.9343 and 0.9396 (ResNet-50), one run "
             f"each{other}; they hardly depend on M."
         )
+    return texts
+
+
+def _of_choices(fits: list[dict], settings) -> list[str]:
     by_elbo, by_nll = ([fit[k] for fit in fits] for k in ("best_by_elbo", "best_by_nll"))
-    texts.append(
+    texts = [
         f"The ELBO is greatest at M = {_list(by_elbo)} and the validation NLL least at M = {_list(by_nll)}, one "
         f"number a seed, for a network trained with M = {settings.fit_trained_with}. The paper proposes the "
         "choice by the ELBO and does not try it."
-    )
+    ]
     if settings.fit_whole:
         whole = {
             v for fit in fits for k in ("information_in", "information_out") for v in fit[k][-1:]
