@@ -117,7 +117,7 @@ class Bank:
         _check_range(f"count[{key!r}]", count, 2)
 
     def _start_cache(self) -> None:
-        self._cache: dict[torch.device, tuple[tuple, dict[str, tuple[Tensor, Tensor]]]] = {}
+        self._cache: dict[torch.device, tuple[tuple, dict[str, Statistics]]] = {}
         self._lock = threading.Lock()
 
     @property

@@ -162,23 +162,6 @@ def is_record(value) -> bool:
     return isinstance(value, _RECORDS) or hasattr(type(value), "__dataclass_fields__")
 
 
-def switches(hook: Callable) -> list[bool]:
-    """The truth values that a hook's closure, the object that it is bound to, or a dict or record
-    in these holds. What it counts in numbers or takes down in lists is left out."""
-    owner, function = getattr(hook, "__self__", hook), getattr(hook, "__func__", hook)
-    held = [] if isinstance(owner, nn.Module) else [*getattr(owner, "__dict__", {}).values()]
-    if isinstance(function, FunctionType):
-        held += _cells(function)
-    elif isinstance(function, partial):
-        held += (*function.args, *function.keywords.values())
-    for value in list(held):
-        if isinstance(value, _RECORDS):
-            value = vars(value)
-        if isinstance(value, dict):
-            held += list(value.values())[:_LONGEST]
-    return [value for value in held if isinstance(value, bool)]
-
-
 def _code_of(modules: list[nn.Module]) -> tuple[set[str], list[type]]:
     """The packages that modules come from, and their classes and bases of those."""
     classes = set(map(type, modules))

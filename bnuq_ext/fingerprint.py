@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .contents import SCALARS, Contents, switches
+from .contents import SCALARS, Contents
 from .state import OF_EVERY_MODULE
 from .uncounted import STEPS, steps_of, watch_optimizers
 
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN = (Tensor, nn.Parameter)
 _REPARAMETRISE = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
@@ -33,9 +32,10 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     of every parameter and buffer.
 
     Two equal fingerprints of one model mean that its forward is still the same function, as far as
-    it can be seen from outside: in-place changes of tensors count, steps of optimizers, and what
-    `Contents` looks into; changes inside other objects, of global variables, and those of tensors
-    by way of `.data` or NumPy, do not. The training flags are left out.
+    it can be seen from outside: in-place changes of tensors count, other memory under them, steps
+    of optimizers, and what `Contents` looks into. Changes inside other objects, of global
+    variables, of what hooks hold, and writes by way of `.data`, NumPy or a replayed CUDA graph do
+    not. The training flags are left out.
     """
     watch_optimizers()
     seen, versions = [], []
@@ -47,25 +47,24 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
         for kind in HOOKS:
             if attributes[kind]:
                 # The key is new for every hook; an id may come again. Another thread may add one of
-                # ours. What they hold besides switches is as a rule what they take down.
+                # ours. What they hold is as a rule what they take down.
                 hooks = [*attributes[kind].items()]
-                seen += [
-                    (key, id(hook), switches(hook))
-                    for key, hook in hooks
-                    if not hasattr(hook, OURS)
-                ]
+                seen += [(key, id(hook)) for key, hook in hooks if not hasattr(hook, OURS)]
         for tensor in (*module._parameters.values(), *module._buffers.values()):  # traced: no dicts
             add(id(tensor))
             if tensor is not None:
                 add(ref(tensor))  # tells it from a later one at the same address
                 try:
                     versions.append(tensor._version)
-                    if type(tensor) in _PLAIN:
-                        versions.append(tensor.data_ptr())  # all that `tensor.data = other` changes
                 except RuntimeError:  # inference tensors do not count their versions
                     versions.append(-1)
+                try:
+                    # All that `tensor.data = other` changes; the next may lie at the same address.
+                    versions.append(ref(tensor.untyped_storage()))
+                except (RuntimeError, ValueError):  # sparse, or without a shape yet
+                    versions.append(None)
         if STEPS:
-            versions += [steps_of(parameter) for parameter in module._parameters.values()]
+            versions += [n for p in module._parameters.values() if (n := steps_of(p))]
         before = attributes["_forward_pre_hooks"]
         made = _made_by_hooks(before) if before else ()
         for name, value in attributes.items():

@@ -16,8 +16,8 @@ def freeze(model: nn.Module, *, statistics: bool = True, affine: bool = True) ->
     Args:
         model: converted by `convert`.
         statistics: True: in train() too a layer normalises with its running statistics, which do
-            not move, nor are they reset (`torch.optim.swa_utils.update_bn`). False: as in torch
-            again, from the next call of train() on.
+            not move, nor are they reset (`torch.optim.swa_utils.update_bn`).
+            False: as in torch again, from the next call of train() on.
         affine: True: weight and bias of the layers get no gradient. False: they do.
 
     Raises:

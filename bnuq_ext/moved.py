@@ -1,5 +1,5 @@
-"""Parameters moved away from where they are, for a trial that is
-to hold wherever training takes them."""
+"""Parameters moved away from where they are,
+for a trial that is to hold wherever training takes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Moved(TorchFunctionMode):
     """Inside, torch's functions are given the parameters of a model moved away from zero.
 
         p' = p + sign(p) s |u| / 2,   u ~ U(-1, 1),   s = max(rms(p), 1 / sqrt(fan-in)),
-        sign(0) = sign(u)
+             sign(0) = sign(u)
 
     A gate at zero hides a coupling of the rows from every value, but not from its own gradient. The
     parameters are left alone, for another thread may be using them. What no function of torch in

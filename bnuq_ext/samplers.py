@@ -175,10 +175,10 @@ class FittedSampler:
     """`lognormal` and `normal`: every statistic drawn by itself, moment-matched to the bank.
 
     Of a channel with batch means m_b and spreads s_b (standard deviations), b = 1..B:
-        mean ~ N(mean of m_b, variance of m_b), and "lognormal" (Atanov et al. 2019): ln spread ~
-        N(mean of ln s_b, variance of ln s_b), "normal" (Teye et al. 2018): spread ~ N(mean of s_b,
-        variance of s_b), held above an eighth
-                                           of its mean,
+        mean ~ N(mean of m_b, variance of m_b), and
+        "lognormal" (Atanov et al. 2019):  ln spread ~ N(mean of ln s_b, variance of ln s_b),
+        "normal" (Teye et al. 2018):  spread ~ N(mean of s_b, variance of s_b), held above an
+                                      eighth of its mean,
     variances with 1/(B-1). A spread enters the logarithm as at least an eighth of its mean.
     """
 

@@ -8,10 +8,12 @@ from math import inf
 from numbers import Real
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .bank import Bank
+from .metrics.arguments import is_complex
 from .ops.checks import (
     acc_dtype,
     broadcasts,
@@ -89,8 +91,9 @@ def check_statistics_prior(op: str, prior) -> None:
     if not isinstance(prior, StatisticsGaussian):
         refuse(op, "prior", "be a StatisticsGaussian", type(prior).__name__, TypeError)
     for name, value in prior._asdict().items():
-        if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
-            requirement = "be a number or a tensor"
+        known = isinstance(value, (Real, Tensor, np.ndarray)) and not isinstance(value, bool)
+        if not known or is_complex(value):
+            requirement = "be a number or a tensor of them"
             refuse(op, f"prior.{name}", requirement, type(value).__name__, TypeError)
     for name in ("mean_var", "std_var"):
         value = torch.as_tensor(getattr(prior, name))
@@ -172,12 +175,13 @@ def implied_prior(l2: float, dataset_size: int, tau: float = 1.0) -> StatisticsG
     for name, value in (("l2", l2), ("tau", tau)):
         one = isinstance(value, Tensor) and value.numel() == 1
         if isinstance(value, bool) or not (one or isinstance(value, Real)):
-            refuse(op, name, "be a number", repr(value), TypeError)
+            got = value if isinstance(value, Tensor) else repr(value)
+            refuse(op, name, "be a number", got, TypeError)
         if not 0 < value < inf:
             refuse(op, name, "be positive and finite", value)
     dataset_size = check_integer(op, "dataset_size", dataset_size, 1)
     entries = 0.0, inf, 0.0, 1 / (2 * dataset_size * tau * l2)
-    return StatisticsGaussian(*(torch.as_tensor(e, dtype=torch.float64) for e in entries))
+    return StatisticsGaussian(*(torch.as_tensor(e, dtype=torch.float64).squeeze() for e in entries))
 
 
 def analytic_statistics(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -25,10 +26,21 @@ def steps_of(parameter: Tensor) -> int:
     return 0 if found is None else found[1]
 
 
-@untraced
 def _note(optimizer: Optimizer, args, kwargs) -> None:
-    if not _writes_unseen(optimizer):
-        return
+    if _writes_unseen(optimizer):
+        _count(optimizer)
+
+
+def _writes_unseen(optimizer: Optimizer) -> bool:
+    """Fused kernels of torch write so, and those of other packages may, unless they are compiled."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return True
+    others = type(optimizer).__module__.partition(".")[0] != "torch"
+    return others and not torch.compiler.is_compiling()
+
+
+@untraced
+def _count(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             key = id(parameter)
@@ -36,12 +48,6 @@ def _note(optimizer: Optimizer, args, kwargs) -> None:
             if held is None or held() is not parameter:
                 held = ref(parameter, partial(_forget, key))
             STEPS[key] = held, steps + 1
-
-
-def _writes_unseen(optimizer: Optimizer) -> bool:
-    """Fused kernels of torch write so, and those of other packages may."""
-    others = type(optimizer).__module__.partition(".")[0] != "torch"
-    return others or any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _forget(key: int, held: ref) -> None:

@@ -68,10 +68,19 @@ def test_rejects():
 
 
 @pytest.mark.parametrize(
-    "call", [data.mnist, data.cifar10, data.camvid, data.image_folder, data.table, data.arrays]
+    "call",
+    [
+        data.mnist,
+        data.cifar10,
+        data.camvid,
+        data.image_folder,
+        data.table,
+        data.arrays,
+        data.read_idx,
+    ],
 )
 def test_a_path_must_be_one(call):
-    name = "path" if call in (data.table, data.arrays) else "root"
+    name = "path" if call in (data.table, data.arrays, data.read_idx) else "root"
     with pytest.raises(TypeError, match=f"^{call.__name__}: {name} must be a path, got NoneType$"):
         call(None)
 
@@ -83,6 +92,19 @@ def test_missing_scikit_learn_names_the_extra(monkeypatch):
     assert str(caught.value).startswith(
         "digits: scikit-learn must be installed (pip install 'bnuq_ext[demo]'), got "
     )
+
+
+def test_diabetes_is_the_raw_table():
+    part = data.diabetes()
+    assert part.x.shape == (442, 10) and part.x.dtype == part.y.dtype == torch.float64
+    assert sorted(part.x[:, 1].unique().tolist()) == [1, 2]
+    assert (part.y.min(), part.y.max()) == (25, 346)
+
+
+def test_diabetes_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ModuleNotFoundError, match=r"^diabetes: scikit-learn must be installed \("):
+        data.diabetes()
 
 
 def idx(*shape, code=0x08):

@@ -125,19 +125,6 @@ def test_a_missing_table_is_named_with_its_source(tmp_path):
     assert refusal(data.table, path).startswith(f"table: {path} must be text or an npz file, got ")
 
 
-def test_diabetes_is_the_raw_table():
-    part = data.diabetes()
-    assert part.x.shape == (442, 10) and part.x.dtype == part.y.dtype == torch.float64
-    assert sorted(part.x[:, 1].unique().tolist()) == [1, 2]
-    assert (part.y.min(), part.y.max()) == (25, 346)
-
-
-def test_diabetes_without_scikit_learn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"^diabetes: scikit-learn must be installed \("):
-        data.diabetes()
-
-
 def test_arrays(tmp_path):
     np.save(tmp_path / "a.npy", X)
     np.savez_compressed(tmp_path / "b.npz", X=X, y=Y)
@@ -219,6 +206,10 @@ def test_cifar10_parts(cifar_arrays):
     message = refusal(data.cifar10, root, num_validation=6)
     assert message == "cifar10: num_validation must lie in [0, 6), got 6"
     assert [len(part.y) for part in data.cifar10(root, num_validation=0)] == [6, 0, 3]
+    np.savez(root / "labels.npz", train=np.arange(12) % 10, test=np.arange(3))
+    (root / "train_00000_00003.npy.xz").rename(root / "train_2_5.npy.xz")
+    (root / "train_00006_00007.npy.xz").rename(root / "train_10_11.npy.xz")
+    assert data.cifar10(root, num_validation=0).train.y.tolist() == [2, 3, 4, 5, 0, 1]
 
 
 def test_cifar10_binary(tmp_path):
@@ -270,6 +261,9 @@ def test_damaged_cifar10_parts(cifar_arrays):
     message = refusal(data.cifar10, root)
     assert message == f"cifar10: {again} must hold images from number 4 on, got 3"
     again.unlink()
+    (root / "train_6.npy.xz").touch()
+    assert refusal(data.cifar10, root).endswith("_<last>.npy.xz, got train_6.npy.xz")
+    (root / "train_6.npy.xz").unlink()
     (root / "test_00000_00002.npy.xz").unlink()
     (root / "train_00006_00008.npy.xz").unlink()
     assert refusal(data.cifar10, root) == (

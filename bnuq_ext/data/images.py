@@ -68,10 +68,14 @@ def _cifar_arrays(root: Path, part: str) -> Part:
     paths = sorted(root.glob(f"{part}_*.npy.xz"))
     if not paths:
         refuse("cifar10", "root", f"hold {part}_<first>_<last>.npy.xz", str(root))
-    images, labels, end = [], [], 0
+    found = {}
     for path in paths:
         rows = re.fullmatch(rf"{part}_(\d+)_(\d+)\.npy\.xz", path.name)
-        first, last = map(int, rows.groups()) if rows else (0, -1)
+        if rows is None:
+            refuse("cifar10", str(path), f"be called {part}_<first>_<last>.npy.xz", path.name)
+        found[path] = tuple(map(int, rows.groups()))
+    images, labels, end = [], [], 0
+    for path, (first, last) in sorted(found.items(), key=lambda item: item[1]):
         if first < end:
             refuse("cifar10", str(path), f"hold images from number {end} on", first)
         end = last + 1

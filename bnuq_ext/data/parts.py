@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_floating, check_integer, check_number, refuse
+from ..ops.checks import check_floating, check_integer, refuse
 
 
 class Part(NamedTuple):
@@ -72,7 +72,6 @@ def add_noise(x: Tensor, std: float, *, seed: int) -> Tensor:
         ValueError, TypeError: std is out of range, or x is no floating-point tensor.
     """
     check_floating("add_noise", "x", x)
-    check_number("add_noise", "std", std)
     if not 0 <= std < math.inf:
         refuse("add_noise", "std", "be finite and not negative", std)
     generator = torch.Generator().manual_seed(seed)

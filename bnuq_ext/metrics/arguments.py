@@ -2,6 +2,7 @@
 
 from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,17 +44,19 @@ def check_replicas(op: str, probs: Tensor) -> None:
 
 def take_numbers(op: str, name: str, values) -> Tensor:
     """A number, a list of them or a tensor, as float64."""
-    check_real(op, name, values)
     try:
-        return torch.as_tensor(values, dtype=torch.float64)
+        unreal = is_complex(values)
+        numbers = torch.as_tensor(values, dtype=torch.float64) if not unreal else None
     except (TypeError, ValueError, RuntimeError):
         refuse(op, name, "be numbers or a tensor", repr(values), TypeError)
+    if unreal:
+        refuse(op, name, "be real numbers", repr(values), TypeError)
+    return numbers
 
 
-def check_real(op: str, name: str, values) -> None:
-    """Refuses a tensor of truth values, or of complex ones: a cast drops the imaginary part."""
-    if isinstance(values, Tensor) and (values.is_complex() or values.dtype == torch.bool):
-        refuse(op, name, "be real numbers", values.dtype, TypeError)
+def is_complex(values) -> bool:
+    """Of numbers, a list of them, an array or a tensor: a cast would drop the imaginary part."""
+    return values.is_complex() if isinstance(values, Tensor) else np.iscomplexobj(values)
 
 
 def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
@@ -104,7 +107,8 @@ def take_scale(op: str, name: str, value: float | Tensor, target: Tensor) -> Ten
     """A standard deviation or variance, as a number or a tensor that fits the targets."""
     if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
         refuse(op, name, "be a number or a tensor", type(value).__name__, TypeError)
-    check_real(op, name, value)
+    if is_complex(value):
+        refuse(op, name, "be real numbers", value.dtype, TypeError)
     value = torch.as_tensor(value, dtype=torch.float64, device=target.device)
     value = as_rows_of(value, target.shape)
     try:

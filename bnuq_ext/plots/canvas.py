@@ -123,8 +123,8 @@ def take_std(op: str, name: str, value) -> float:
     value = take_numbers(op, name, value)
     if value.size != 1:
         refuse(op, name, "be one number", f"{value.size} of them")
-    if not 0 <= value.item() < np.inf:
-        refuse(op, name, "be finite and not negative", value.item())
+    if not value.item() >= 0:
+        refuse(op, name, "not be negative", value.item())
     return value.item()
 
 

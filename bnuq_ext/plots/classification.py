@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..metrics.classification import bins_of
-from ..ops.checks import check_integer, refuse
+from ..ops.checks import check_integer, check_positive, refuse
 from .canvas import (
     BLUE,
     CLASS_COLORS,
@@ -46,7 +46,7 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
         style = {"color": color} | styles.get(label, {})
         ax.step(edges, fraction, where="post", label=label, **style)
     if num_classes is not None:
-        num_classes = check_integer(op, "num_classes", num_classes, 1)
+        check_positive(op, "num_classes", num_classes)
         ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)
         place = (np.log(num_classes), 0.6)
         ax.annotate(f" log {num_classes}", place, color=GREY, rotation=90, ha="right")

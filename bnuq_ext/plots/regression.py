@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..ops.checks import check_integer, refuse
-from .canvas import BLUE, GREY, take_axes, take_std, take_values
+from .canvas import BLUE, GREY, take_axes, take_numbers, take_std, take_values
 
 # Half the width of the central interval of a Gaussian, in standard deviations.
 HALF_WIDTHS = {"95 %": 1.959964, "50 %": 0.674490}
@@ -115,7 +115,7 @@ def regression_band(
         ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
         ax.plot(x, mean - width, **style)
     if data is not None:
-        points = [take_values(op, f"data[{i}]", values) for i, values in enumerate(data)]
+        points = [take_numbers(op, f"data[{i}]", v).reshape(-1) for i, v in enumerate(data)]
         if len(points) != 2 or len(points[0]) != len(points[1]):
             refuse(op, "data", "be (x, y) of one length", [len(values) for values in points])
         ax.plot(*points, ".", color="#404040", markersize=4, label="training data")

@@ -101,7 +101,8 @@ def _draw_side_by_side(ax, maps: dict, shape: tuple) -> None:
     for i, (name, pixels) in enumerate(maps.items()):
         style = {"cmap": "gray"}
         if name == "uncertainty":  # 0 everywhere where nothing is drawn
-            style = {"cmap": "viridis", "vmin": 0, "vmax": np.nanmax(pixels, initial=0) or 1}
+            largest = np.max(pixels, where=np.isfinite(pixels), initial=0)
+            style = {"cmap": "viridis", "vmin": 0, "vmax": largest or 1}
         extent = (i * step, i * step + width, height, 0)
         ax.imshow(pixels, extent=extent, interpolation="nearest", label=name, **style)
         place = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}

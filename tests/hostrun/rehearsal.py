@@ -1,7 +1,8 @@
 """A plugin beside `on_cpu`: what tests ask of torch.cuda, answered on the CPU,
 as far as there is an answer.
 
-    PYTHONPATH=tests python -m pytest -p hostrun.on_cpu -p hostrun.rehearsal tests/test_gpu.py
+    PYTHONPATH=tests python -m pytest -p hostrun.on_cpu -p hostrun.rehearsal \\
+        tests/test_gpu.py tests/test_gpu_bayes.py
 
 "cuda" means the CPU, a stream is the only one, and peaks of memory are the profiler's: the tests
 themselves are shown to be sound, before they meet a GPU.
