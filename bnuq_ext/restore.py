@@ -16,6 +16,7 @@ _EVAL_LOCK = threading.Lock()
 # By module: bodies inside; before the first its flag,
 # and its state where it has a train() of its own.
 _EVAL_USERS: dict[int, tuple[int, bool, State | None]] = {}
+_INTERRUPTS = 8  # that the flags are put back in spite of
 _WARNED_OF: WeakSet[type[nn.Module]] = WeakSet()
 
 
@@ -61,16 +62,31 @@ def _held_in_eval(modules: list[nn.Module]):
                 module.training = False
         yield
     finally:
-        # torch.compile's wrapper has no flag of its own: it sets that of the next.
-        for module in reversed(entered):
-            with _EVAL_LOCK:
-                users, training, state = _EVAL_USERS.pop(id(module), (1, module.training, None))
-                if users > 1:
-                    _EVAL_USERS[id(module)] = users - 1, training, state
-                    continue
+        interrupts: list[BaseException] = []
+        while entered and len(interrupts) < _INTERRUPTS:
+            try:
+                _leave(entered)
+            except BaseException as error:  # of a signal's handler; it must not cost the flags
+                interrupts.append(error)
+        if interrupts:
+            raise interrupts[0]
+
+
+def _leave(entered: list[nn.Module]) -> None:
+    """Puts the flags back, the last module first, which is taken out then: after an interrupt it
+    can be called again."""
+    while entered:
+        module = entered[-1]  # torch.compile's wrapper has no flag of its own: it sets the next's
+        with _EVAL_LOCK:
+            users, training, state = _EVAL_USERS.get(id(module), (1, module.training, None))
+            if users > 1:
+                _EVAL_USERS[id(module)] = users - 1, training, state
+            else:
                 if state is not None:
                     state.restore()
                 module.training = training
+                _EVAL_USERS.pop(id(module), None)
+        entered.pop()
 
 
 def _before(module: nn.Module) -> tuple[bool, State | None]:

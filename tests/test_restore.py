@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils import data as torch_data
 
 import bnuq_ext as bnuq
+from bnuq_ext import restore
 from bnuq_ext.restore import drawn_since, evaluating, preserved_rng, random_states
 
 
@@ -151,3 +152,36 @@ def test_the_generator_of_a_batch_sampler_is_left_as_found():
     loader = torch_data.DataLoader(torch_data.TensorDataset(ROWS), batch_sampler=batches)
     bnuq.collect(model, loader, 6, progress=False)
     assert torch.equal(batches.generator.get_state(), before)
+
+
+class Interrupted(nn.Linear):
+    """Putting its flag back is interrupted so many times."""
+
+    def __setattr__(self, name, value):
+        if name == "training" and value and self.__dict__.get("left", 0) > 0:
+            self.__dict__["left"] -= 1
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_interrupt_does_not_cost_the_flags(times):
+    modules = [nn.ReLU(), Interrupted(2, 2), nn.ReLU(), Interrupted(2, 2)]
+    for module in modules:
+        module.__dict__["left"] = times
+    with pytest.raises(KeyboardInterrupt), evaluating(modules):
+        assert not any(m.training for m in modules)
+    assert all(m.training for m in modules) and not restore._EVAL_USERS
+    with evaluating(modules):
+        pass
+    assert all(m.training for m in modules)
+
+
+def test_what_cannot_be_put_back_ends_it():
+    module = Interrupted(2, 2)
+    module.__dict__["left"] = 100
+    with pytest.raises(KeyboardInterrupt), evaluating([module]):
+        pass
+    assert module.left > 80
+    module.__dict__["left"] = 0
+    restore._EVAL_USERS.clear()

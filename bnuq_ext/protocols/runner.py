@@ -112,7 +112,10 @@ def _executed(compute, units: list[Unit], jobs: int):
     try:
         yield (future.result() for future in as_completed([pool.submit(compute, u) for u in units]))
     except BrokenProcessPool as error:
-        text = "reproduce: a process was killed, perhaps for memory; the same command goes on"
+        text = (
+            "reproduce: a process was killed, perhaps for memory, and the same command goes on; or it "
+            'could not start, as from a script without `if __name__ == "__main__"`'
+        )
         raise ChildProcessError(text) from error
     finally:
         pool.shutdown(cancel_futures=True)
