@@ -22,6 +22,7 @@ class Stochastic(Replicated):
     needs_bank = True
     bank = None  # Bank, shared by all layers of a model
     bank_name = None  # the layer's key in the bank
+    not_by_forwards = ("bank", "bank_name")  # another thread may attach one while a trial runs
     frozen = False  # whether train() leaves the layer in eval; see `freeze`
 
     def train(self, mode: bool = True):

@@ -64,7 +64,7 @@ def predict(
     of (seed, replica) alone (and of the bank, or of the batches that a loader yields, whose order
     is its own): bit-identical for any chunk, strategy and device; outputs agree to rounding. Memory
     beyond the result does not grow with T. Training flags are restored, gradients are off. Other
-    threads may use the model meanwhile, but not change it (its weights, hooks or bank): a trial
+    threads may use the model meanwhile, but not change it (its weights or hooks): a trial
     takes what changes for the forward's doing, and puts it back.
 
     Args:

@@ -38,7 +38,7 @@ class State:
 
     def __init__(self, modules: list[nn.Module]):
         self.saved = [
-            (m, _copies(vars(m)), _copies(m._buffers), _copies(_frozen(m))) for m in modules
+            (m, _copies(_attributes(m)), _copies(m._buffers), _copies(_frozen(m))) for m in modules
         ]
 
     def written(self) -> bool:
@@ -50,7 +50,7 @@ class State:
     def restore(self) -> None:
         with torch.no_grad():
             for module, attributes, buffers, frozen in self.saved:
-                for name in vars(module).keys() - OF_EVERY_MODULE - attributes.keys():
+                for name in _attributes(module).keys() - attributes.keys():
                     del vars(module)[name]
                 for name, saved in attributes.items():
                     vars(module)[name] = _put_back(*saved)
@@ -58,6 +58,12 @@ class State:
                     module._buffers[name] = _put_back(*saved)
                 for name, saved in frozen.items():
                     module._parameters[name] = _put_back(*saved)
+
+
+def _attributes(module: nn.Module) -> dict:
+    """Its plain attributes that a forward may set; `not_by_forwards` of its class names others."""
+    others = OF_EVERY_MODULE.union(getattr(type(module), "not_by_forwards", ()))
+    return {name: value for name, value in vars(module).items() if name not in others}
 
 
 def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -68,7 +74,7 @@ def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _copies(values: dict) -> dict:
-    return {name: (v, _copy(v)) for name, v in values.items() if name not in OF_EVERY_MODULE}
+    return {name: (value, _copy(value)) for name, value in values.items()}
 
 
 def _equal(now: Tensor, before: Tensor) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import bnuq_ext as bnuq
 from bnuq_ext.fingerprint import fingerprint
 from bnuq_ext.state import State
 
@@ -134,3 +135,20 @@ def test_nan_is_what_it_was():
     assert state.written()
     state.restore()
     assert layer.running_mean.isnan().tolist() == [False, True, False]
+
+
+def test_a_bank_that_another_thread_attaches_stays():
+    model = bnuq.convert(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
+    banks = [
+        bnuq.Bank({"0": torch.rand(2, 3)}, {"0": torch.rand(2, 3)}, 8, batch_size=8)
+        for _ in range(2)
+    ]
+    for before, after in ((None, banks[0]), banks):
+        if before:
+            bnuq.attach(model, before)
+        model[1].note = "before"
+        state = State(list(model.modules()))
+        bnuq.attach(model, after)
+        model[1].note = "after"
+        state.restore()
+        assert model[0].bank is after and model[0].bank_name == "0" and model[1].note == "before"
