@@ -375,6 +375,7 @@ def test_the_documented_numbers_are_the_recorded_ones():
     docs = Path(bbb.__file__).parent.parent.parent / "docs"
     page, recorded = (docs / "bbb.md").read_text(), json.loads((docs / "bbb.json").read_text())
     changed = {"uniform": {"scheme": "uniform"}, "1200 units": {"hidden": 1200}}
+    changed["scaling 126"] = {"scaling": "126"}
     assert "one thread a run (two for the uniform weights)" in page
     for name, results in recorded.items():
         assert results["threads"] == (2 if name == "uniform" else 1)
