@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .ops.checks import refuse
+from .ops.checks import check_path, refuse
 
 FORMAT, VERSION = "bnuq_bank", 1
 OPENING = f'{{"__metadata__":{{"format":"{FORMAT}"'.encode()
@@ -201,8 +201,7 @@ def _is_shape(shape) -> bool:
 
 
 def _check_path(op: str, path) -> str:
-    if not isinstance(path, (str, os.PathLike)):
-        refuse(op, "path", "be a str or an os.PathLike", type(path).__name__, TypeError)
+    check_path(op, "path", path)
     return os.fspath(path)
 
 

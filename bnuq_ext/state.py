@@ -62,8 +62,12 @@ class State:
 
 def _attributes(module: nn.Module) -> dict:
     """Its plain attributes that a forward may set; `not_by_forwards` of its class names others."""
-    others = OF_EVERY_MODULE.union(getattr(type(module), "not_by_forwards", ()))
-    return {name: value for name, value in vars(module).items() if name not in others}
+    others = getattr(type(module), "not_by_forwards", ())
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in OF_EVERY_MODULE and name not in others
+    }
 
 
 def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:

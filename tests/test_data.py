@@ -81,7 +81,9 @@ def test_rejects():
 )
 def test_a_path_must_be_one(call):
     name = "path" if call in (data.table, data.arrays, data.read_idx) else "root"
-    with pytest.raises(TypeError, match=f"^{call.__name__}: {name} must be a path, got NoneType$"):
+    with pytest.raises(
+        TypeError, match=f"^{call.__name__}: {name} must be a str or an os.PathLike, got NoneType$"
+    ):
         call(None)
 
 

@@ -68,14 +68,8 @@ def _cifar_arrays(root: Path, part: str) -> Part:
     paths = sorted(root.glob(f"{part}_*.npy.xz"))
     if not paths:
         refuse("cifar10", "root", f"hold {part}_<first>_<last>.npy.xz", str(root))
-    found = {}
-    for path in paths:
-        rows = re.fullmatch(rf"{part}_(\d+)_(\d+)\.npy\.xz", path.name)
-        if rows is None:
-            refuse("cifar10", str(path), f"be called {part}_<first>_<last>.npy.xz", path.name)
-        found[path] = tuple(map(int, rows.groups()))
     images, labels, end = [], [], 0
-    for path, (first, last) in sorted(found.items(), key=lambda item: item[1]):
+    for first, last, path in sorted(_numbered(part, path) for path in paths):
         if first < end:
             refuse("cifar10", str(path), f"hold images from number {end} on", first)
         end = last + 1
@@ -85,6 +79,14 @@ def _cifar_arrays(root: Path, part: str) -> Part:
             requirement = f"have a label for each image of {path.name}"
             refuse("cifar10", str(root / "labels.npz"), requirement, f"{len(known[name])} labels")
     return Part(_unit(np.concatenate(images).transpose(0, 3, 1, 2)), torch.cat(labels))
+
+
+def _numbered(part: str, path: Path) -> tuple[int, int, Path]:
+    """The numbers of a file's first and last image, by its name."""
+    rows = re.fullmatch(rf"{part}_(\d+)_(\d+)\.npy\.xz", path.name)
+    if rows is None:
+        refuse("cifar10", str(path), f"be called {part}_<first>_<last>.npy.xz", path.name)
+    return int(rows[1]), int(rows[2]), path
 
 
 def _class_labels(path: Path, labels: np.ndarray) -> Tensor:

@@ -1,14 +1,13 @@
 """What a data set is here: parts of inputs and targets."""
 
 import math
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_floating, check_integer, refuse
+from ..ops.checks import check_floating, check_integer, check_path, refuse
 
 
 class Part(NamedTuple):
@@ -28,8 +27,7 @@ class Split(NamedTuple):
 
 
 def as_path(op: str, name: str, value) -> Path:
-    if not isinstance(value, (str, os.PathLike)):
-        refuse(op, name, "be a path", type(value).__name__, TypeError)
+    check_path(op, name, value)
     return Path(value)
 
 

@@ -45,13 +45,11 @@ def check_replicas(op: str, probs: Tensor) -> None:
 def take_numbers(op: str, name: str, values) -> Tensor:
     """A number, a list of them or a tensor, as float64."""
     try:
-        unreal = is_complex(values)
-        numbers = torch.as_tensor(values, dtype=torch.float64) if not unreal else None
+        if not is_complex(values):
+            return torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         refuse(op, name, "be numbers or a tensor", repr(values), TypeError)
-    if unreal:
-        refuse(op, name, "be real numbers", repr(values), TypeError)
-    return numbers
+    refuse(op, name, "be real numbers", repr(values), TypeError)
 
 
 def is_complex(values) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import os
 from numbers import Real
 from typing import NoReturn
 
@@ -130,6 +131,11 @@ def check_fraction_value(op: str, name: str, value) -> None:
     """Of what is known to be a number."""
     if not 0 <= value <= 1:
         refuse(op, name, "lie in [0, 1]", value)
+
+
+def check_path(op: str, name: str, value) -> None:
+    if not isinstance(value, (str, os.PathLike)):
+        refuse(op, name, "be a str or an os.PathLike", type(value).__name__, TypeError)
 
 
 def check_callable(op: str, name: str, value) -> None:

@@ -43,13 +43,13 @@ def error_over_epochs(
     take_entries(op, "errors", errors)
     for (label, values), color in zip(errors.items(), cycle(COLORS), strict=False):
         values = take_values(op, label, values)
-        style = {"color": colors.get(label, color), "marker": "." if len(values) == 1 else ""}
-        ax.plot(np.arange(1, len(values) + 1), values, label=label, linewidth=1.4, **style)
+        color = colors.get(label, color)
+        style = {"color": color, "linewidth": 1.4, "marker": "." if len(values) == 1 else ""}
+        ax.plot(np.arange(1, len(values) + 1), values, label=label, **style)
         if label in best:
             epoch = check_integer(op, "best", best[label], 1)
             if epoch > len(values):
                 refuse(op, "best", f"lie in [1, {len(values)}]", epoch)
-            color = style["color"]
             ax.plot(epoch, values[epoch - 1], marker="o", color=color, mec="white", zorder=3)
     for label, level in levels.items():
         ax.axhline(level, color=GREY, linestyle="--", linewidth=1, label=label)
