@@ -11,6 +11,15 @@ inline void check_storage(const torch::stable::Tensor& t) {
       "bnuq: a tensor must have its storage, got one that has been freed");
 }
 
+// Two parameters of the same weights.
+inline void check_alike(const torch::stable::Tensor& mu, const torch::stable::Tensor& rho) {
+  STD_TORCH_CHECK(
+      mu.is_contiguous() && rho.is_contiguous() && mu.numel() == rho.numel() &&
+          mu.scalar_type() == rho.scalar_type(),
+      "kl: mu and rho must be contiguous and alike");
+  check_storage(mu), check_storage(rho);
+}
+
 template <typename F>
 void dispatch_acc(const torch::stable::Tensor& t, const F& body) {
   using torch::headeronly::ScalarType;

@@ -169,6 +169,8 @@ BNUQ_HD float vector_normal(Key sub, int64_t c, uint64_t replica) {
   return (c & 1) ? z1 : z0;
 }
 
+constexpr int kEdge = 16;  // of a tile of weights
+
 // A weight (o, i) lives in the 16x16 tile (o / 16, i / 16), in the order of the A fragment of
 // mma.m16n8k16:
 //   lane = 4 * (o % 8) + (i % 8) / 2

@@ -1,5 +1,8 @@
 // The tensors of the predictive ops: checks for memory safety, for both backends.
 #pragma once
+#include <tuple>
+#include <vector>
+
 #include "predictive.h"
 #include "statistics.h"
 
@@ -21,6 +24,24 @@ inline void check_state(
         t->is_contiguous() && t->scalar_type() == acc &&
             t->numel() == d.N * d.S * (t == &expected_entropy ? 1 : d.K),
         "predictive_accumulate_: the state must be contiguous and fit the logits");
+}
+
+using FreshResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// What predictive_statistics returns, not filled; zero where there are no logits.
+inline FreshResults fresh_results(const Tensor& logits) {
+  STD_TORCH_CHECK(
+      classes_of(logits).T >= 1, "predictive_statistics: logits must have at least one replica");
+  const ScalarType acc = acc_of(logits.scalar_type());
+  std::vector<int64_t> shape(logits.sizes().begin() + 1, logits.sizes().end());
+  const auto make = [&] {
+    return logits.numel() == 0 ? torch::stable::new_zeros(logits, shape, acc)
+                               : empty_on(logits, shape, acc);
+  };
+  const Tensor mean = make(), variance = make();
+  shape.erase(shape.begin() + 1);
+  const Tensor entropy = make(), expected_entropy = make();
+  return {mean, variance, entropy, expected_entropy};
 }
 
 // What predictive_statistics returned, or the gradients of that; null ones stay null.

@@ -22,11 +22,7 @@ namespace st = torch::stable;
 
 template <typename F>
 void dispatch_kl(const Tensor& mu, const Tensor& rho, const F& body) {
-  STD_TORCH_CHECK(
-      mu.is_contiguous() && rho.is_contiguous() && mu.numel() == rho.numel() &&
-          mu.scalar_type() == rho.scalar_type(),
-      "kl: mu and rho must be contiguous and alike");
-  check_storage(mu), check_storage(rho);
+  check_alike(mu, rho);
   dispatch_acc(mu, body);
 }
 

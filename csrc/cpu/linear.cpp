@@ -108,7 +108,7 @@ std::tuple<Tensor, double> sample_with_kl(const LinearCall& call, double prior_s
     acc_t* w = weight.mutable_data_ptr<acc_t>();
     for_rows(call.noise, 0, O, I, [&](int64_t o, const float* z) {
       for (int64_t i = 0, at = o * I; i < I; i += kSlice, at += kSlice)
-        by_band[o / kTile] += posterior_kl_row(
+        by_band[o / kEdge] += posterior_kl_row(
             w + at, m + at, r + at, z + i, prior.log_std, prior.precision, std::min(kSlice, I - i));
     });
   });

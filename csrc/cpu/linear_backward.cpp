@@ -55,11 +55,11 @@ Tensor few_rows_x(const LinearCall& call, const Tensor& grad_y) {
     const acc_t* g = grad_y.const_data_ptr<acc_t>();
     acc_t* gx = grad_x.mutable_data_ptr<acc_t>();
     torch::stable::parallel_for(0, R * parts, 1 + 128 / (O + 1), [&](int64_t begin, int64_t end) {
-      std::vector<acc_t> w(kColumns * kTile);
+      std::vector<acc_t> w(kColumns * kEdge);
       for (int64_t j = begin; j < end; ++j) {
         const int64_t r = j / parts, tile = j % parts * kColumns;
-        const int64_t stop = std::min(tiles, tile + kColumns), first = tile * kTile;
-        const int64_t width = std::min(I, stop * kTile) - first;
+        const int64_t stop = std::min(tiles, tile + kColumns), first = tile * kEdge;
+        const int64_t width = std::min(I, stop * kEdge) - first;
         for (int64_t t = r; t < T; t += R) {
           const auto row = [&](int64_t o, const float* z) {
             sample_row(w.data(), m + o * I + first, s + o * I + first, z, width);

@@ -71,7 +71,7 @@ Tensor philox_normal_cpu(
   const int64_t T = shape[0], O = shape[1], I = shape.back();
   const int64_t bands = weights ? tiles_of(O) : 1;
   float* data = out.mutable_data_ptr<float>();
-  const int64_t grain = 1 + 16384 / ((weights ? kTile : 1) * I + 1);
+  const int64_t grain = 1 + 16384 / ((weights ? kEdge : 1) * I + 1);
   st::parallel_for(0, T * bands, grain, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t t = r / bands;

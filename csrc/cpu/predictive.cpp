@@ -188,27 +188,19 @@ void predictive_accumulate_cpu(
   accumulate_into<false>(mean, m2, expected_entropy, logits, count);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> predictive_statistics_cpu(Tensor logits) {
-  const Classes d = classes_of(logits);
-  STD_TORCH_CHECK(d.T >= 1, "predictive_statistics: logits must have at least one replica");
-  const ScalarType acc = acc_of(logits.scalar_type());
-  std::vector<int64_t> shape(logits.sizes().begin() + 1, logits.sizes().end());
-  const bool empty = logits.numel() == 0;
-  const auto make = [&] {
-    return empty ? st::new_zeros(logits, shape, acc) : empty_on(logits, shape, acc);
-  };
-  const Tensor mean = make(), variance = make();
-  shape.erase(shape.begin() + 1);
-  const Tensor entropy = make(), expected_entropy = make();
-  if (empty) return {mean, variance, entropy, expected_entropy};
+FreshResults predictive_statistics_cpu(Tensor logits) {
+  const FreshResults made = fresh_results(logits);
+  if (logits.numel() == 0) return made;
+  const Tensor &mean = std::get<0>(made), &variance = std::get<1>(made);
+  const Tensor &entropy = std::get<2>(made), &expected_entropy = std::get<3>(made);
   accumulate_into<true>(mean, variance, expected_entropy, logits, 0);
-  dispatch(acc, [&](auto zero) {
-    using acc_t = typename AccType<decltype(zero)>::type;
+  dispatch_acc(mean, [&](auto zero) {
+    using acc_t = decltype(zero);
     finish<acc_t>(
         variance.mutable_data_ptr<acc_t>(), entropy.mutable_data_ptr<acc_t>(), pointer<acc_t>(mean),
-        d);
+        classes_of(logits));
   });
-  return {mean, variance, entropy, expected_entropy};
+  return made;
 }
 
 // The upstream gradients of one call; a null one is zero.

@@ -9,10 +9,8 @@
 
 namespace bnuq {
 
-constexpr int kTile = 16;
-
 inline int64_t tiles_of(int64_t n) {
-  return ceil_div(n, kTile);
+  return ceil_div(n, kEdge);
 }
 
 // Rows o and o + 8 of the band, o = 0..7, for the tiles [tile, stop): 16 * (stop - tile) floats
@@ -36,12 +34,12 @@ template <typename Row>
 void for_band_rows(
     Key sub, uint64_t replica, int64_t tile_o, int64_t O, int64_t tile, int64_t stop,
     const Row& row) {
-  const int64_t width = (stop - tile + 1) / 2 * 2 * kTile;
+  const int64_t width = (stop - tile + 1) / 2 * 2 * kEdge;
   std::vector<float> z(2 * width);
-  for (int o = 0; o < 8 && tile_o * kTile + o < O; ++o) {
+  for (int o = 0; o < 8 && tile_o * kEdge + o < O; ++o) {
     weight_row_pair(z.data(), z.data() + width, sub, replica, tile_o, o, tile, stop);
-    row(tile_o * kTile + o, z.data());
-    if (tile_o * kTile + o + 8 < O) row(tile_o * kTile + o + 8, z.data() + width);
+    row(tile_o * kEdge + o, z.data());
+    if (tile_o * kEdge + o + 8 < O) row(tile_o * kEdge + o + 8, z.data() + width);
   }
 }
 

@@ -12,16 +12,9 @@ namespace {
 using Grads = std::tuple<Tensor, Tensor>;
 using Tensors = std::vector<Tensor>;
 
-void check_alike(const Tensor& mu, const Tensor& rho) {
-  check_on_device_of(mu, {rho});
-  STD_TORCH_CHECK(
-      mu.is_contiguous() && rho.is_contiguous() && mu.numel() == rho.numel() &&
-          mu.scalar_type() == rho.scalar_type(),
-      "kl: mu and rho must be contiguous and alike");
-}
-
 template <typename F>
 void dispatch_kl(const Tensor& mu, const Tensor& rho, const F& body) {
+  check_on_device_of(mu, {rho});
   check_alike(mu, rho);
   dispatch_acc(mu, body);
 }
@@ -41,8 +34,8 @@ struct GaussianCall {
 
   template <typename acc_t>
   Gaussian<acc_t> part(size_t k, const Tensors& grads) const {
-    check_alike(mu[k], rho.at(k));
-    check_on_device_of(first(), {mu[k]});
+    check_on_device_of(first(), {mu[k], rho.at(k)});
+    check_alike(mu[k], rho[k]);
     acc_t* grad_mu = grads.empty() ? nullptr : output<acc_t>(grads[2 * k]);
     acc_t* grad_rho = grads.empty() ? nullptr : output<acc_t>(grads[2 * k + 1]);
     return gaussian_of(

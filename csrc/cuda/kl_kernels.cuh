@@ -116,7 +116,7 @@ struct MixtureGroup {
   BNUQ_DEVICE static uint64_t for_group(
       const MixtureArgs<acc_t>& p, int64_t group, const Body& body) {
     if (p.matrix) {
-      const int64_t tiles_i = ceil_div<int64_t>(p.I, 16), tile = group / kWarp;
+      const int64_t tiles_i = ceil_div<int64_t>(p.I, kEdge), tile = group / kWarp;
       const int64_t tile_o = tile / tiles_i, tile_i = tile % tiles_i;
       const int lane = int(group % kWarp);
       for_lane_weights(tile_o, tile_i, lane, p.O, p.I, body);
@@ -142,7 +142,8 @@ struct MixtureGroup {
 
 template <typename acc_t>
 BNUQ_HD int64_t mixture_groups(const MixtureArgs<acc_t>& p) {
-  return p.matrix ? ((p.O + 15) / 16) * ((p.I + 15) / 16) * kWarp : (p.I + 7) / 8;
+  if (!p.matrix) return ceil_div<int64_t>(p.I, 8);
+  return ceil_div<int64_t>(p.O, kEdge) * ceil_div<int64_t>(p.I, kEdge) * kWarp;
 }
 
 template <typename acc_t>

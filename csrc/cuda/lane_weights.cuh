@@ -1,5 +1,6 @@
 // Where the eight weights lie that a lane has of a 16x16 tile, those of one Philox call.
 #pragma once
+#include "../philox.h"
 #include "device.cuh"
 
 namespace bnuq {
@@ -10,8 +11,8 @@ BNUQ_DEVICE void for_lane_weights(
     int64_t tile_o, int64_t tile_i, int lane, int64_t O, int64_t I, const Body& body) {
 #pragma unroll
   for (int slot = 0; slot < 8; ++slot) {
-    const int64_t o = tile_o * 16 + lane / 4 + (slot >> 1 & 1) * 8;
-    const int64_t i = tile_i * 16 + lane % 4 * 2 + (slot & 1) + (slot >> 2) * 8;
+    const int64_t o = tile_o * kEdge + lane / 4 + (slot >> 1 & 1) * 8;
+    const int64_t i = tile_i * kEdge + lane % 4 * 2 + (slot & 1) + (slot >> 2) * 8;
     if (o < O && i < I) body(slot, o * I + i);
   }
 }

@@ -43,22 +43,13 @@ void predictive_accumulate_cuda(
   if (logits.numel() > 0) accumulate({mean, m2, expected_entropy, std::nullopt}, logits, count);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> predictive_statistics_cuda(Tensor logits) {
+FreshResults predictive_statistics_cuda(Tensor logits) {
   check_on_device_of(logits, {});
-  const Classes d = classes_of(logits);
-  STD_TORCH_CHECK(d.T >= 1, "predictive_statistics: logits must have at least one replica");
   const DeviceGuard guard(logits.get_device_index());
-  const ScalarType acc = acc_of(logits.scalar_type());
-  std::vector<int64_t> shape(logits.sizes().begin() + 1, logits.sizes().end());
-  const auto make = [&] {
-    return logits.numel() == 0 ? st::new_zeros(logits, shape, acc)
-                               : st::new_empty(logits, shape, acc);
-  };
-  const Tensor mean = make(), variance = make();
-  shape.erase(shape.begin() + 1);
-  const Tensor entropy = make(), expected_entropy = make();
+  const FreshResults made = fresh_results(logits);
+  const auto& [mean, variance, entropy, expected_entropy] = made;
   if (logits.numel() > 0) accumulate({mean, variance, expected_entropy, entropy}, logits, 0);
-  return {mean, variance, entropy, expected_entropy};
+  return made;
 }
 
 Tensor predictive_statistics_backward_cuda(

@@ -6,8 +6,6 @@
 
 namespace bnuq {
 
-constexpr int kEdge = 16;  // of a tile of weights
-
 // The keys of all rounds, held in registers: made anew they are two additions a round.
 struct RoundKeys {
   uint32_t k[2 * kPhiloxRounds];
