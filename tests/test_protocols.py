@@ -294,9 +294,24 @@ def test_mean_and_error():
     mean, error = significance.mean_and_error(values)
     assert mean == pytest.approx(values.mean().item(), rel=1e-14)
     assert error == pytest.approx((values.std() / 2).item(), rel=1e-14)
-    assert results.shown(mean, error) == "2.06 ± 2.10"
+    assert results.Estimate(mean, error) == "2.06 ± 2.10"
     mean, error = significance.mean_and_error([3.0])
-    assert mean == 3.0 and math.isnan(error) and results.shown(mean, error, 1) == "3.0"
+    assert mean == 3.0 and math.isnan(error) and results.Estimate(mean, error, 1) == "3.0"
+
+
+def test_a_file_has_errors_in_columns_of_their_own():
+    rows = [["a", results.Estimate(1 / 3, 0.25, 1), 1.5], ["b", None, None]]
+    rows.append(["c", results.Estimate(2.0, math.nan), 2.5])
+    table = results.Table("t", "T", ["name", "NLL", "paper"], rows)
+    lines = [line.split(",") for line in table.csv().splitlines()]
+    assert lines[0] == ["name", "NLL", "NLL ±", "paper"]
+    assert lines[1:] == [
+        ["a", str(1 / 3), "0.25", "1.5"],
+        ["b", "", "", ""],
+        ["c", "2.0", "nan", "2.5"],
+    ]
+    assert "| a | 0.3 ± 0.2 | 1.5 |\n| b |  |  |\n| c | 2.00 | 2.5 |" in table.markdown()
+    assert json.dumps(rows[0]) == '["a", "0.3 \\u00b1 0.2", 1.5]'
 
 
 def test_agrees():

@@ -8,7 +8,7 @@ from statistics import fmean
 from .. import plots
 from ..metrics.significance import mean_and_error
 from ..plots.canvas import new_figure
-from .results import Report, Table, read_table, shown
+from .results import Estimate, Report, Table, read_table
 
 SCORES = {
     "plug_in_accuracy": ("accuracy, plug-in BN", 4),
@@ -59,7 +59,7 @@ def printed() -> dict[tuple[str, int], float]:
 def _scores_table(means: dict[int, dict], settings) -> Table:
     columns = ["M", *(head for head, _ in SCORES.values())]
     rows = [
-        [M, *(shown(*values[k], digits) for k, (_, digits) in SCORES.items())]
+        [M, *(Estimate(*values[k], digits) for k, (_, digits) in SCORES.items())]
         for M, values in means.items()
     ]
     if set(means) == set(settings.batch_sizes):  # of Fashion-MNIST, as the paper's
@@ -177,7 +177,7 @@ def _of_scores(means: dict[int, dict], settings) -> list[str]:
             f"{first / last:.0f} times less. The paper says that it nearly vanishes at 1024 and 2048 (a figure, no "
             "numbers)."
         )
-    at = [shown(*means[M]["auroc_information"], 3) for M in (small, large)]
+    at = [Estimate(*means[M]["auroc_information"], 3) for M in (small, large)]
     texts.append(
         "The paper says that it can then no longer tell foreign images from known ones. Its AUROC, which goes by rank "
         f"and not by size, is {at[0]} at M = {small} and {at[1]} at M = {large}."

@@ -12,7 +12,7 @@ from .. import collect, convert, data, metrics, plots, plug_in, predict
 from ..experiments.fitting import device_at_hand, shifted
 from ..metrics.significance import agrees, mean_and_error
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, read_table, required_folder, shown
+from .results import Estimate, Report, Table, Unit, read_table, required_folder
 
 TITLE = "CIFAR-10: log-likelihood against the number of replicas (Teye et al. 2018, Table 2)"
 WITHOUT_DATA = None
@@ -211,10 +211,10 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
     printed_plain = float(paper[0]["softmax_baseline_pll"])
     printed_gains = {t: round(value - printed_plain, 2) for t, value in printed.items()}
     rows = [
-        [str(t), shown(*ours[t], 3), printed[t], shown(*gains[t], 3), printed_gains[t]]
+        [str(t), Estimate(*ours[t], 3), printed[t], Estimate(*gains[t], 3), printed_gains[t]]
         for t in REPLICAS
     ]
-    rows.append(["softmax, moving average", shown(*plain, 3), printed_plain, None, None])
+    rows.append(["softmax, moving average", Estimate(*plain, 3), printed_plain, None, None])
     title = f"PLL of MCBN by T, batch size {settings.batch_size}, over {len(runs)} networks"
     columns = ["T", "PLL", "PLL, paper", "PLL less softmax", "PLL less softmax, paper"]
     draw(gains, printed_gains).savefig(folder / "cifar.png", dpi=120)

@@ -15,7 +15,7 @@ from ..data.parts import check_classes
 from ..metrics.significance import mean_and_error
 from ..plots.canvas import legend_outside, new_figure
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, required_folder, shown
+from .results import Estimate, Report, Table, Unit, required_folder
 
 TITLE = "Ninety fully connected layers with and without batch norm (Atanov et al. 2018, FC90)"
 WITHOUT_DATA = "digits"
@@ -190,8 +190,8 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
 def row(key: tuple[str, str, str], runs: list[dict]) -> list:
     norm, activation, init = key
     rates = ", ".join(f"{rate:g}" for rate in sorted({r["learning_rate"] for r in runs}))
-    loss = shown(*mean_and_error([r["final_loss"] for r in runs]))
-    accuracy = shown(*mean_and_error([r["accuracy"] for r in runs]))
+    loss = Estimate(*mean_and_error([r["final_loss"] for r in runs]))
+    accuracy = Estimate(*mean_and_error([r["accuracy"] for r in runs]))
     return [activation, INITS[init], NORMS[norm], loss, accuracy, f"{mean_ratio(runs):.0e}", rates]
 
 

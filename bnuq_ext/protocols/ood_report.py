@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import metrics, plots
 from ..metrics.significance import agrees, mean_and_error
 from ..plots.canvas import COLORS, GREY, legend_outside, new_figure
-from .results import Report, Table, read_table, shown
+from .results import Estimate, Report, Table, read_table
 
 STATISTICS = {"running": None, "SBN": "lognormal", "MCBN": "bank"}
 METHODS = ("one network", "dropout", "deep ensemble")
@@ -123,7 +123,7 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
 
 
 def _row(values: dict[str, list[float]], names) -> list[str]:
-    return [shown(*mean_and_error(values[name]), SCORES[name][1]) for name in names]
+    return [Estimate(*mean_and_error(values[name]), SCORES[name][1]) for name in names]
 
 
 def scores_table(cases: dict, paper: dict) -> Table:
@@ -134,7 +134,7 @@ def scores_table(cases: dict, paper: dict) -> Table:
         for method, name in product(METHODS, STATISTICS):
             values = outcomes.scores(method, name)
             printed = paper.get((*case, method, name), {})
-            beside = [shown(*p, SCORES[s][1]) if (p := printed.get(s)) else None for s in PAPERS]
+            beside = [Estimate(*p, SCORES[s][1]) if (p := printed.get(s)) else None for s in PAPERS]
             rows.append([*case, method, name, len(values["nll"]), *_row(values, SCORES), *beside])
     columns = ["data", "network", "method", "statistics", "repetitions"]
     columns += [heading for heading, *_ in SCORES.values()]
@@ -175,9 +175,9 @@ def _difference(drawn: list[float], running: list[float], score: str) -> str:
     digits += 1
     same = agrees(mean, error)
     if same is None:
-        return shown(mean, error, digits)
+        return f"{Estimate(mean, error, digits)}"
     mark = "=" if same else ("+" if mean * better > 0 else "-")
-    return f"{mark} {shown(mean, error, digits)}"
+    return f"{mark} {Estimate(mean, error, digits)}"
 
 
 def corrupted_table(cases: dict) -> Table:

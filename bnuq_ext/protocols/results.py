@@ -1,6 +1,8 @@
 """Units of work, tables and reports of a protocol, and how measured numbers stand beside printed
 ones."""
 
+from __future__ import annotations
+
 import csv
 import io
 import math
@@ -41,8 +43,11 @@ class Table(NamedTuple):
     rows: list[list]
 
     def csv(self) -> str:
+        """With the digits that were measured, and the errors in columns of their own."""
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.columns, *self.rows])
+        parts = [_parts(*column) for column in zip(self.columns, *self.rows, strict=True)]
+        lines = zip(*(part for pair in parts for part in pair), strict=True)
+        csv.writer(text, lineterminator="\n").writerows(lines)
         return text.getvalue()
 
     def markdown(self) -> str:
@@ -92,9 +97,26 @@ def _cell(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
 
 
-def shown(mean: float, error: float, digits: int = 2) -> str:
-    """ "mean ± error", or the mean alone where the error is not known."""
-    return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
+class Estimate(str):
+    """A cell "mean ± standard error", or the mean alone where the error is not known (NaN)."""
+
+    mean: float
+    error: float
+
+    def __new__(cls, mean: float, error: float, digits: int = 2) -> Estimate:
+        text = f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
+        cell = super().__new__(cls, text)
+        cell.mean, cell.error = mean, error
+        return cell
+
+
+def _parts(heading: str, *cells) -> list[list]:
+    """A column as it stands in a file: one of estimates as two."""
+    if not any(isinstance(cell, Estimate) for cell in cells):
+        return [[heading, *cells]]
+    pairs = [(c.mean, c.error) if isinstance(c, Estimate) else (c, "") for c in cells]
+    means, errors = zip(*pairs, strict=True)
+    return [[heading, *means], [f"{heading} ±", *errors]]
 
 
 def read_table(name: str) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from .. import Prediction, convert, data, metrics, plots, plug_in, predict
 from ..experiments.fitting import collect_random, device_at_hand
 from ..metrics.significance import agrees, mean_and_error
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, required_folder, shown
+from .results import Estimate, Report, Table, Unit, required_folder
 
 TITLE = "Segmentation of CamVid with partial MCBN (Teye et al. 2018, section 4.4 and figure 2)"
 WITHOUT_DATA = None
@@ -293,7 +293,7 @@ def _cell(runs: list[dict], row: str, name: str) -> str | None:
     if None in values:
         return None
     _, unit, digits = COLUMNS[name]
-    return shown(*mean_and_error([unit * value for value in values]), digits)
+    return Estimate(*mean_and_error([unit * value for value in values]), digits)
 
 
 def draw(entry: dict):

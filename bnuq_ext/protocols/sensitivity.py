@@ -11,7 +11,7 @@ from ..metrics.significance import mean_and_error
 from ..ops.checks import refuse
 from ..plots.canvas import COLORS, GREY, new_figure
 from . import uci
-from .results import Report, Table, Unit, read_table, shown
+from .results import Estimate, Report, Table, Unit, read_table
 from .uci_search import Regression, fit_split
 
 TITLE = "UCI regression: MCBN against batch size and number of replicas (Teye et al. 2018, Tables 8 to 11)"
@@ -123,7 +123,7 @@ def table(name: str, title: str, found: dict, columns: tuple[int, ...], paper: s
     rows = []
     for data, by_value in found.items():
         cells = [
-            shown(*mean_and_error(by_value[v]), digits=1) if v in by_value else None
+            Estimate(*mean_and_error(by_value[v]), digits=1) if v in by_value else None
             for v in columns
         ]
         rows.append([data, "ours", *cells])

@@ -15,7 +15,7 @@ from ..experiments.fitting import batch_norm_chain, collect_random, train_epoch
 from ..metrics.significance import agrees, mean_and_error
 from ..plots.canvas import new_figure
 from ..restore import preserved_rng
-from .results import Report, Table, Unit, shown
+from .results import Estimate, Report, Table, Unit
 from .uci import run_scores
 
 TITLE = "Toy regression (Teye et al. 2018, Figure 1)"
@@ -176,7 +176,7 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
 
 
 def _cell(runs: list[dict], name: str) -> str:
-    return shown(*mean_and_error([run[name] for run in runs]), COLUMNS[name][1])
+    return Estimate(*mean_and_error([run[name] for run in runs]), COLUMNS[name][1])
 
 
 def draw(first: dict[str, dict]):

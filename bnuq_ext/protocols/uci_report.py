@@ -8,7 +8,7 @@ from .. import metrics
 from ..metrics.significance import agrees, mean_and_error
 from ..plots import uncertainty_error
 from ..plots.canvas import legend_outside, new_figure
-from .results import Report, Table, read_table, shown
+from .results import Estimate, Report, Table, read_table
 
 PLAIN = {"MCBN": "BN", "MCDO": "DO"}
 CONSTANT = {"MCBN": "CUBN", "MCDO": "CUDO"}
@@ -59,10 +59,10 @@ def beside(values: list[float], paper: dict | None) -> list:
     """Cells: ours, the paper's, whether they agree within two standard errors."""
     mean, error = mean_and_error(values)
     if paper is None:
-        return [shown(mean, error), None, None]
+        return [Estimate(mean, error), None, None]
     same = agrees(mean, error, paper["mean"], paper["error"])
     cell = None if same is None else "yes" if same else "no"
-    return [shown(mean, error), shown(paper["mean"], paper["error"]), cell]
+    return [Estimate(mean, error), Estimate(paper["mean"], paper["error"]), cell]
 
 
 def normalised(groups: dict) -> tuple[Table, list[str]]:
@@ -119,7 +119,7 @@ def raw(groups: dict) -> tuple[Table, list[str]]:
             key = {"dataset": name, "metric": score.upper(), "method": method}
             paper = printed("teye_table06_raw_crps_pll", **key)
             ours, theirs, same = beside(over_runs(splits, score), paper)
-            constant = shown(*mean_and_error(over_runs(splits, f"constant_{score}")))
+            constant = Estimate(*mean_and_error(over_runs(splits, f"constant_{score}")))
             rows.append([name, score.upper(), method, ours, constant, theirs, same])
     title = "CRPS (smaller is better, unit of the target) and PLL (larger is better, nats) of the test rows"
     return Table("raw", title, columns, rows), [agreement("raw scores", rows)]
