@@ -146,7 +146,7 @@ CHANGES = {
     "an item of a UserDict": lambda m: m.user.update(on=True),
     "a number of an array": lambda m: m.numbers.__setitem__((1, 1), 1),
     "an array without dimensions": lambda m: m.table.__setitem__((), np.datetime64("2021")),
-    "a shape": lambda m: setattr(m.numbers, "shape", (4,)),
+    "a shape": lambda m: m.numbers.resize((4,), refcheck=False),
     "a byte": lambda m: m.bytes.__setitem__(1, 1),
     "an entry of an array": lambda m: m.array.__setitem__(0, 1.0),
     "a variable of a closure": lambda m: m.write(),
