@@ -73,6 +73,18 @@ def test_from_samples_is_predict(model):
         assert repr(again) == f"Prediction({likelihood}, 20 replicas, mean of shape (9, 5))"
 
 
+def test_of_one_output_a_row():
+    samples = torch.randn(4, 3)
+    pred = bnuq.Prediction.from_samples(samples, "gaussian")
+    torch.testing.assert_close(pred.mean, samples.mean(0))
+    torch.testing.assert_close(pred.variance, samples.var(0, correction=0))
+
+
+def test_is_equal_to_itself_alone():
+    pred, other = (bnuq.Prediction.from_samples(torch.ones(4, 3), "gaussian") for _ in range(2))
+    assert pred == pred and pred != other and len({pred, other}) == 2
+
+
 @pytest.mark.parametrize(
     "samples, likelihood, error, message",
     [

@@ -266,6 +266,17 @@ def test_a_loader_s_last_batches_are_of_no_size_to_rescale(name):
     equal_statistics(statistics(name, ragged, 5), statistics(name, all_rows, 5))
 
 
+@pytest.mark.parametrize("name", ["joint", "lognormal", "normal"])
+def test_two_whole_batches_are_enough_to_rescale(name):
+    three, count = random_bank(snapshots=3), torch.tensor([32, 32, 16])
+    sizes = dict(batch_size=32, dataset_size=80, disjoint=1.0)
+    mean, var = ({k: t[:2] for k, t in group.items()} for group in (three.mean, three.var))
+    count = dict.fromkeys(three.names, count)
+    found = statistics(name, bnuq.Bank(three.mean, three.var, count, **sizes), 5, batch_size=64)
+    expected = statistics(name, bnuq.Bank(mean, var, 32, **sizes), 5, batch_size=64)
+    equal_statistics(found, expected)
+
+
 @pytest.mark.parametrize("most, N", [(4, 400), (8, 400), (11, 401)])
 def test_batches_of_as_many_rows_and_other_sizes_are_all_used(most, N):
     """Texts of two lengths: no loader's last batches, however many."""

@@ -1,0 +1,64 @@
+"""The names, order and defaults of arguments that users write."""
+
+import inspect
+
+import pytest
+
+import bnuq_ext as bnuq
+
+PRIOR = "prior=GaussianPrior(std=1.0)"
+SIGNATURES = {
+    "Bank": "mean, var, count, *, batch_size, dataset_size=None, disjoint=1.0, unused=(), metadata=None",
+    "BayesLinear": f"in_features, out_features, bias=True, *, {PRIOR}, mu_init=None, rho_init=-5.0, "
+    "estimator='exact', device=None, dtype=None",
+    "GaussianPrior": "std=1.0",
+    "Prediction": "likelihood, num_samples, mean, variance, noise_var=None, entropy=None, "
+    "mutual_information=None, samples=None, snapshots=None, targets=None",
+    "Prediction.from_samples": "samples, likelihood, noise_var=None",
+    "ScaleMixturePrior": f"pi=0.5, std1=1.0, std2={0.0024787521766663585}",
+    "analytic_statistics": "x, batch_size, dataset_size=None",
+    "attach": "model, bank",
+    "collect": "model, data, num_batches=64, *, batch_size=None, device=None, input_fn=None, progress=True, "
+    "on_nonfinite='raise'",
+    "convert": "model, *, inplace=False, strict=True, filter_fn=None",
+    "doctor": "model, x",
+    "elbo_loss": "model, x, y, *, num_samples=1, likelihood='categorical', batch_weight=None, "
+    "dataset_size=None, noise_std=1.0, reduction='mean', seed=None",
+    "ensemble": "models, x, *, likelihood, num_samples=None, seed=None, sampler=None, noise_var=None, "
+    "first_replica=0, batch_size=None, strategy='auto', chunk='auto', output_fn=None, keep_samples=False, "
+    "progress=False",
+    "fit_batch_size": "model, data, candidates, *, likelihood, prior=None, validation=None, num_samples=32, "
+    "noise_var=None, num_rows=None, seed=None, rows_at_a_time=256, progress=True",
+    "freeze": "model, *, statistics=True, affine=True",
+    "implied_prior": "l2, dataset_size, tau=1.0",
+    "kl_divergence": "model, num_samples=1, seed=None",
+    "kl_weight": "i, num_batches, scheme='uniform'",
+    "mc_dropout": "model, x, *, likelihood, num_samples=32, seed=None, sampler=None, noise_var=None, "
+    "first_replica=0, batch_size=None, output_fn=None, keep_samples=False, progress=False",
+    "ops.bayes_linear": "x, mu, rho, bias_mu=None, bias_rho=None, *, seed, stream, num_samples",
+    "ops.philox_normal": "seed, stream, shape, *, tag=None",
+    "plug_in": "model, x, *, likelihood, noise_var=None, output_fn=None, keep_samples=False, progress=False",
+    "posterior_summary": "model",
+    "predict": "model, x, *, likelihood, num_samples=32, sampler='bank', seed=None, noise_var=None, "
+    "first_replica=0, loader=None, batch_size=None, query='out', strategy='auto', chunk='auto', "
+    "output_fn=None, keep_samples=False, progress=False",
+    "prune": "model, fraction, by='snr'",
+    "register_adapter": "cls_or_qualified_name, fn",
+    "replicas": "model, num_samples, seed=None, *, sampler='bank', first_replica=0, batch_size=None",
+    "revert": "model, *, inplace=False",
+    "statistics_kl": "q, prior",
+    "statistics_normality": "model, data, batch_size, *, num_batches=256, seed=None, rows_at_a_time=256, "
+    "progress=True",
+    "to_bayesian": f"model, filter_fn=None, rho_init=-5.0, {PRIOR}",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_signature(name):
+    found = bnuq
+    for part in name.split("."):
+        found = getattr(found, part)
+    signature = inspect.signature(found)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    text = str(signature.replace(parameters=bare, return_annotation=signature.empty))
+    assert text == f"({SIGNATURES[name]})"
