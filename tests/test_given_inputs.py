@@ -228,7 +228,7 @@ class Pairs(torch.utils.data.Dataset):
         return 9
 
     def __getitem__(self, i):
-        return (self.a[i], self.b[i]), i
+        return (self.a[i], self.b[i]), torch.tensor([i, -i])
 
 
 def test_pairs_of_a_data_set_become_a_list_in_its_loader():
@@ -238,7 +238,7 @@ def test_pairs_of_a_data_set_become_a_list_in_its_loader():
     pred = bnuq.predict(model, torch.utils.data.DataLoader(Pairs(), 4), **options)
     expected = bnuq.predict(model, (Pairs.a, Pairs.b), **options)
     torch.testing.assert_close(pred.mean, expected.mean)
-    assert pred.targets.tolist() == list(range(9))
+    assert pred.targets.tolist() == [[i, -i] for i in range(9)]
     for images, y in [(torch.ones(3, 4, 4), torch.ones(2)), ("text", torch.ones(2))]:
         with pytest.raises(TypeError, match="a batch must be .* got list of list"):
             bnuq.predict(model, [[[images, images], y]], **options)
