@@ -139,6 +139,12 @@ def test_noise_of_every_shape_that_broadcasts(shape):
     torch.testing.assert_close(pred.total_variance.double(), expected)
 
 
+@pytest.mark.parametrize("noise", [0, 0.0, torch.zeros(3)], ids=repr)
+def test_there_may_be_no_noise(noise):
+    pred = bnuq.Prediction.from_samples(torch.randn(4, 2, 3), "gaussian", noise)
+    assert torch.equal(pred.total_variance, pred.variance)
+
+
 @pytest.mark.parametrize("shape", [(2,), (3, 1), (1, 2, 3)])
 def test_noise_of_another_shape_is_refused(shape):
     got = str(list(shape)).replace("[", r"\[").replace("]", r"\]")

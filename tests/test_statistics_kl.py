@@ -12,6 +12,7 @@ from torch.distributions import Normal, kl_divergence
 
 import bnuq_ext as bnuq
 from bnuq_ext import StatisticsGaussian
+from bnuq_ext.statistics_kl import observed_statistics
 
 
 def density(seed=0, channels=5):
@@ -278,3 +279,14 @@ def test_rejects(case):
     call, error, text = CASES[case]
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("snapshots", [1, 2, 5])
+def test_what_a_bank_has_observed(snapshots):
+    mean, std = torch.randn(snapshots, 3), torch.rand(snapshots, 3) + 0.5
+    bank = bnuq.Bank({"a": mean}, {"a": std.square()}, 8, batch_size=8)
+    found = observed_statistics(bank)["a"]
+    for moments, values in ((found[:2], mean.double()), (found[2:], std.double())):
+        expected = values.sub(values.mean(0)).square().sum(0) / max(snapshots - 1, 1)
+        torch.testing.assert_close(moments[0], values.mean(0), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(moments[1], expected, rtol=1e-5, atol=1e-7)

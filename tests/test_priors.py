@@ -1,0 +1,36 @@
+"""Priors of the weights: what they may be, and that they stay what they are."""
+
+import math
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+import torch
+
+import bnuq_ext as bnuq
+
+
+@pytest.mark.parametrize("pi", [0.0, 0.3, 1.0])
+def test_a_mixture_of_one_width_is_a_gaussian(pi):
+    """As a Monte Carlo mean: n = 64 x 300 weights, whose terms have a std of 0.8 at most, so the mean
+    of a weight is known to 0.006, and 0.035 is six such (alpha < 1e-8)."""
+    mean = {}
+    for prior in (bnuq.GaussianPrior(0.7), bnuq.ScaleMixturePrior(pi, 0.7, 0.7)):
+        torch.manual_seed(0)
+        layer = bnuq.BayesLinear(20, 15, bias=False, prior=prior, rho_init=-1.0)
+        mean[type(prior)] = bnuq.kl_divergence(layer, num_samples=64, seed=0).item() / 300
+    gaussian, mixture = mean.values()
+    assert 0.1 < gaussian and abs(mixture - gaussian) < 0.035
+
+
+@pytest.mark.parametrize("prior", [bnuq.GaussianPrior(), bnuq.ScaleMixturePrior()], ids=repr)
+def test_a_prior_is_a_value(prior):
+    assert type(prior)() == prior and hash(type(prior)()) == hash(prior)
+    for field in fields(prior):
+        with pytest.raises(FrozenInstanceError):
+            setattr(prior, field.name, 2.0)
+
+
+def test_the_first_is_the_broader():
+    message = r"ScaleMixturePrior: std1 must be .*std2.*, got 0.5"
+    with pytest.raises(ValueError, match=message):
+        bnuq.ScaleMixturePrior(0.5, 0.5, math.nextafter(0.5, 1))
