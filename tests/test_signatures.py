@@ -6,7 +6,9 @@ import pytest
 
 import bnuq_ext as bnuq
 
+NARROW = "std2=0.0024787521766663585"  # e^-6
 PRIOR = "prior=GaussianPrior(std=1.0)"
+NORM = "weight=None, bias=None, eps=1e-05, residual=None, activation='none', slope=0.01, shared=False, out=None"
 SIGNATURES = {
     "Bank": "mean, var, count, *, batch_size, dataset_size=None, disjoint=1.0, unused=(), metadata=None",
     "BayesLinear": f"in_features, out_features, bias=True, *, {PRIOR}, mu_init=None, rho_init=-5.0, "
@@ -15,7 +17,7 @@ SIGNATURES = {
     "Prediction": "likelihood, num_samples, mean, variance, noise_var=None, entropy=None, "
     "mutual_information=None, samples=None, snapshots=None, targets=None",
     "Prediction.from_samples": "samples, likelihood, noise_var=None",
-    "ScaleMixturePrior": f"pi=0.5, std1=1.0, std2={0.0024787521766663585}",
+    "ScaleMixturePrior": f"pi=0.5, std1=1.0, {NARROW}",
     "analytic_statistics": "x, batch_size, dataset_size=None",
     "attach": "model, bank",
     "collect": "model, data, num_batches=64, *, batch_size=None, device=None, input_fn=None, progress=True, "
@@ -35,8 +37,16 @@ SIGNATURES = {
     "kl_weight": "i, num_batches, scheme='uniform'",
     "mc_dropout": "model, x, *, likelihood, num_samples=32, seed=None, sampler=None, noise_var=None, "
     "first_replica=0, batch_size=None, output_fn=None, keep_samples=False, progress=False",
+    "ops.batch_norm_bank": f"x, mean, var, seed=None, snapshot=None, *, num_samples=None, {NORM}",
+    "ops.batch_norm_fitted": f"x, params, seed, stream, num_samples, family, *, {NORM}",
     "ops.bayes_linear": "x, mu, rho, bias_mu=None, bias_rho=None, *, seed, stream, num_samples",
+    "ops.gaussian_kl": "mu, rho, prior_std=1.0",
+    "ops.mixture_kl": f"mu, rho, seed, stream, num_samples=1, *, pi=0.5, std1=1.0, {NARROW}",
+    "ops.new_seed": "seed=None, first_replica=0, device='cpu'",
     "ops.philox_normal": "seed, stream, shape, *, tag=None",
+    "ops.predictive_accumulate_": "mean, m2, expected_entropy, logits, count",
+    "ops.predictive_statistics": "logits",
+    "ops.snapshot_indices": "seed, num_snapshots, num_samples",
     "plug_in": "model, x, *, likelihood, noise_var=None, output_fn=None, keep_samples=False, progress=False",
     "posterior_summary": "model",
     "predict": "model, x, *, likelihood, num_samples=32, sampler='bank', seed=None, noise_var=None, "
