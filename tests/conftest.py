@@ -43,6 +43,16 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.fixture
+def on_one_thread():
+    """For what repeats a unit of an experiment, which runs so: other threads add in another order,
+    and train to other numbers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def dtype(request):
     return request.param

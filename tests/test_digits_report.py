@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy
 from bnuq_ext import data, metrics
 from bnuq_ext.experiments import digits, digits_report
 
+pytestmark = pytest.mark.usefixtures("on_one_thread")
+
 SETTINGS = replace(digits.QUICK, num_seeds=4, noise_stds=(0.0, 0.35), curve_batch_sizes=(8, 300))
 BETTER = {"accuracy": 1, "nll": -1, "ece": -1, "auroc_entropy": 1}
 UNSEEN = "accuracy nll entropy_seen entropy_unseen auroc_entropy auroc_information".split()

@@ -17,7 +17,7 @@ from real_data import REAL, needs_real_data
 import bnuq_ext as bnuq
 from bnuq_ext.protocols import ood, ood_report, runner
 
-pytestmark = pytest.mark.usefixtures("without_gpu")
+pytestmark = pytest.mark.usefixtures("without_gpu", "on_one_thread")
 
 SETTINGS = ood.Settings(
     cases=(("digits", "lenet-5", 4),),
