@@ -1,4 +1,4 @@
-// Which of the two types a Bayesian op computes in, and that tensors have storage, for both backends.
+// Which of the two types a Bayesian op computes in, and what its tensors must be, for both backends.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 
