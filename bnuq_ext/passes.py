@@ -44,21 +44,33 @@ def replayed_pass() -> Replay | None:
 
 
 class running:  # a context manager; written out, for a generator costs more than a small layer
-    """Make a pass the current one for the body."""
+    """Make a pass the current one for the body.
 
-    __slots__ = ("active", "token")
+    Bodies may end in any order: that of a generator does when the generator is closed.
+    """
+
+    __slots__ = ("active",)
 
     def __init__(self, active: Pass):
         self.active = active
 
     def __enter__(self) -> Pass:
-        self.token = _CURRENT.set(self.active)
+        self.active.outer = _CURRENT.get()
+        _CURRENT.set(self.active)
         _RUNNING.append(self.active)
         return self.active
 
     def __exit__(self, *exception) -> None:
-        _CURRENT.reset(self.token)
         _RUNNING.remove(self.active)
+        outer, self.active.outer = self.active.outer, None
+        inner = _CURRENT.get()
+        if inner is self.active:
+            _CURRENT.set(outer)
+            return
+        while inner is not None and inner.outer is not self.active:
+            inner = inner.outer
+        if inner is not None:
+            inner.outer = outer
 
 
 class Replicated:

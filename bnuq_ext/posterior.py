@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -175,7 +176,7 @@ def posterior_summary(model: nn.Module) -> PosteriorSummary:
     for name, layer in layers.items():
         places[name] = slice(start, start + layer.weight_mu.numel())
         start = places[name].stop
-    snr = _signal_to_noise(mu, rho).clamp(max=torch.finfo(mu.dtype).max).to(mu.dtype)
+    snr = _log_signal_to_noise(mu, rho).exp().clamp(max=torch.finfo(mu.dtype).max).to(mu.dtype)
     return PosteriorSummary(snr, mu.abs(), sigma_of(rho), places)
 
 
@@ -187,10 +188,11 @@ def _weights(layers: dict[str, BayesLinear]) -> list[Tensor]:
         return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
 
 
-def _signal_to_noise(mu: Tensor, rho: Tensor) -> Tensor:
-    """In float64, where a sigma of rho = -700 is not 0 and its ratio not infinite:
-    in float32 -90 is enough."""
-    return torch.where(mu == 0, 0.0, mu.abs().double() / sigma_of(rho.double()))
+def _log_signal_to_noise(mu: Tensor, rho: Tensor) -> Tensor:
+    """log(|mu| / sigma), which tells weights apart where sigma is 0; -inf where mu is 0."""
+    mu, rho = mu.double(), rho.double()
+    log_sigma = torch.where(rho < -40, rho, sigma_of(rho).log())  # softplus is exp there
+    return torch.where(mu == 0, -math.inf, mu.abs().log() - log_sigma)
 
 
 def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
@@ -218,7 +220,7 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     layers = require_bayes_layers("prune", model)
     check_whole("prune", layers)
     mu, rho = _weights(layers)
-    scores = mu.abs() if by == "magnitude" else _signal_to_noise(mu, rho)
+    scores = mu.abs() if by == "magnitude" else _log_signal_to_noise(mu, rho)
     count = round(fraction * len(scores))
     keep = torch.ones(len(scores), dtype=torch.bool, device="cpu")
     # By rank, not by threshold: equal scores are pruned up to the fraction too.

@@ -43,8 +43,9 @@ def replicas(
     gradients flow. The model must be one that `predict` can fold, which is known of a plain
     `nn.Sequential` of Bayesian and other layers; of others it is found out in eval at the first
     call with a shape, once with the training flags as they are and nothing dropped, and again in
-    eval, by T replicas and one alone, when parameters have changed; dropout in train() draws for
-    each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as
+    eval, by T replicas and one alone, when parameters have changed. Such a trial does not see what
+    rare values alone set off, nor a flag outside of the model that changes later: there,
+    `predict(..., strategy="loop")`. Dropout in train() draws for each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as
     in the forward. A compiled function breaks its graph at a call of the model, which
     fullgraph=True does not allow. The state is this thread's (or task's): other threads may use the
     model with other replicas, or none, at the same time. Bodies for several models may lie in each
@@ -74,9 +75,9 @@ def replicas(
     first_replica = check_first_replica(op, first_replica, num_samples)
     check_key(op, seed)
     check_bank_sampler(op, sampler, batch_size)
-    outer = _outer_session(model)
+    _check_outer_bodies(model)
     forward = forward_by_bank(op, model, modules, sampler, batch_size, seed, _flat)
-    session = _Session(forward._replace(call=_call), first_replica, num_samples, outer)
+    session = _Session(forward._replace(call=_call), first_replica, num_samples)
     handles = [
         model.register_forward_pre_hook(_Before(session), prepend=True, with_kwargs=True),
         model.register_forward_hook(_After(session), always_call=True),
@@ -93,11 +94,8 @@ class _Session(Pass):
     """The pass of a body: each call of the model is a ReplicaPass of its own,
     other models are the outer one's."""
 
-    def __init__(
-        self, forward: Forward, first_replica: int, num_samples: int, outer: _Session | None
-    ):
+    def __init__(self, forward: Forward, first_replica: int, num_samples: int):
         super().__init__(forward.layers)
-        self.outer: _Session | None = outer
         self.forward, self.first, self.num_samples = forward, first_replica, num_samples
         self.draw = forward.draw(first_replica, num_samples)
         self.active: ReplicaPass | None = None
@@ -161,8 +159,8 @@ class _Session(Pass):
             active.follow(made, self.start)
 
 
-def _outer_session(model: nn.Module) -> _Session | None:
-    """The session of the body around a new one for the model."""
+def _check_outer_bodies(model: nn.Module) -> None:
+    """Raises where a body for the model cannot lie in those that this thread is in."""
     outer = current_pass()
     if outer is not None and not isinstance(outer, _Session):
         refuse("replicas", "the body of another pass", "be left first", "a call inside it")
@@ -171,7 +169,6 @@ def _outer_session(model: nn.Module) -> _Session | None:
         if other is not model and not session.names.keys().isdisjoint(map(id, model.modules())):
             requirement = "share no stochastic layer with the model of an outer body"
             refuse("replicas", "model", requirement, f"one within {type(other).__name__}")
-    return outer
 
 
 def _sessions():

@@ -179,7 +179,9 @@ def elbo_loss(
     the T samples with nothing dropped for that. What couples rows, changes itself in train()
     (batch norm), draws other random numbers than dropout's there, or needs train() or gradients to
     run at all takes the samples one after another; so does what is wrapped
-    in DistributedDataParallel.
+    in DistributedDataParallel. A trial runs the model with its forward hooks, and does not see
+    what rare values alone set off, nor a flag outside of the model that changes later: there the
+    mean of T calls with one sample is right.
 
     Backward draws the same weights again, and so does what it computes again
     (`torch.utils.checkpoint`) from the output, or from tensors that the modules keep as attributes,

@@ -337,6 +337,14 @@ def test_weights_that_hardly_spread_are_ranked_by_their_ratio():
     assert layer.weight_mask.tolist() == [[True, False, False, True, False, True]]
 
 
+def test_weights_whose_spread_is_lost_to_float64_are_ranked_by_their_means():
+    layer = bnuq.BayesLinear(4, 1, bias=False, rho_init=-800.0)
+    with torch.no_grad():
+        layer.weight_mu.copy_(torch.tensor([[0.4, -0.1, -0.3, 0.2]]))
+    bnuq.prune(layer, 0.5)
+    assert layer.weight_mask.tolist() == [[True, False, True, False]]
+
+
 @pytest.mark.parametrize("by", ["snr", "magnitude"])
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.95, 1.0])
 def test_pruned_weights_are_zero_in_every_sample(by, fraction):

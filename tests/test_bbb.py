@@ -234,8 +234,8 @@ def test_a_run_without_an_epoch_stands_in_no_other_s_way(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"hidden": 0}, "bbb: hidden must be positive, got 0"),
-        ({"epochs": -1}, "bbb: epochs must be positive, got -1"),
+        ({"hidden": 0}, "bbb: hidden must lie in [1, 2^24), got 0"),
+        ({"epochs": -1}, "bbb: epochs must lie in [1, 2^24), got -1"),
         ({"scheme": "linear"}, "bbb: scheme must be one of uniform, geometric, got 'linear'"),
         ({"scaling": "1"}, "bbb: scaling must be one of 255, standard, 126, got '1'"),
         ({"seed": -1}, "bbb: seed must lie in [0, 2^20), got -1"),

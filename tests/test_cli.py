@@ -137,7 +137,8 @@ def test_bbb_and_reproduce_hand_on_their_arguments(monkeypatch):
         (["bbb", "--output", ""], "bnuq: store: --output must have a name, got ''\n"),
         (["reproduce", "toy", "--output", ""], "bnuq: store: --output must have a name, got ''\n"),
         (["bbb", "--prior", "flat"], "bnuq: bbb: --prior must be one of gaussian, "),
-        (["bbb", "--samples", "0"], "bnuq: bbb: --samples must be positive, got 0\n"),
+        (["bbb", "--samples", "0"], "bnuq: bbb: --samples must lie in [1, 2^24), got 0\n"),
+        (["bbb", "--hidden", "9" * 17], "bnuq: bbb: --hidden must lie in [1, 2^24), got 99999"),
         (
             ["bbb", "--data-root", "/none"],
             "bnuq: mnist: --data-root must hold train-images-idx3-ubyte or ",

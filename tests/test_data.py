@@ -161,7 +161,7 @@ def test_a_missing_file_is_named_with_its_source(mnist_files):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a", b"", "be an idx file of unsigned bytes, got "),
+        ("a", b"", "be an idx file of unsigned bytes, got an empty one"),
         ("a", idx(3, code=0x0D), "be an idx file of unsigned bytes, got 00000d01"),
         ("a", idx(2, 3)[:7], "be an idx file of unsigned bytes, got 00000802"),
         ("a", idx(2, 3)[:-1], "have 6 bytes after its header, got 5"),

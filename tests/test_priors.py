@@ -34,3 +34,30 @@ def test_the_first_is_the_broader():
     message = r"ScaleMixturePrior: std1 must be .*std2.*, got 0.5"
     with pytest.raises(ValueError, match=message):
         bnuq.ScaleMixturePrior(0.5, 0.5, math.nextafter(0.5, 1))
+
+
+@pytest.mark.parametrize("std", [5e-20, 1e-30])
+def test_a_gaussian_too_narrow_for_float32(std):
+    layer = bnuq.BayesLinear(3, 2, prior=bnuq.GaussianPrior(std))
+    message = f"^gaussian_kl: prior_std must be above 5.42e-20 for torch.float32, got {std}$"
+    for call in (
+        lambda: bnuq.kl_divergence(layer),
+        lambda: bnuq.elbo_loss(layer, torch.ones(4, 3), torch.zeros(4).long(), batch_weight=1.0),
+    ):
+        state = torch.get_rng_state()
+        with pytest.raises(ValueError, match=message):
+            call()
+        assert torch.equal(torch.get_rng_state(), state)
+    assert bnuq.kl_divergence(layer.double()).isfinite()
+
+
+@pytest.mark.parametrize("std", [6e-20, 9e-20, 2e-19])
+def test_a_gaussian_that_is_narrow(std):
+    layer = bnuq.BayesLinear(3, 2, bias=False, prior=bnuq.GaussianPrior(std), mu_init=0.0)
+    kl = bnuq.kl_divergence(layer)
+    kl.backward()
+    mu, rho = layer.weight_mu.detach().double(), layer.weight_rho.detach().double()
+    sigma = torch.nn.functional.softplus(rho)
+    expected = ((std / sigma).log() + (sigma**2 + mu**2) / (2 * std**2) - 0.5).sum()
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=0)
+    assert (layer.weight_mu.grad == 0).all() and layer.weight_rho.grad.isfinite().all()

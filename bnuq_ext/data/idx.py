@@ -87,7 +87,8 @@ def read_idx(path) -> Tensor:
     # Two zeros, 8 for unsigned bytes, the number of dimensions, each size as a big-endian uint32.
     start = 4 + 4 * content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else math.inf
     if start > len(content):
-        refuse("read_idx", str(path), "be an idx file of unsigned bytes", content[:4].hex())
+        got = content[:4].hex() or "an empty one"
+        refuse("read_idx", str(path), "be an idx file of unsigned bytes", got)
     shape = struct.unpack(f">{content[3]}I", content[4:start])
     if math.prod(shape) != len(content) - start:
         requirement = f"have {math.prod(shape)} bytes after its header"

@@ -75,8 +75,8 @@ class Settings:
 
     def __post_init__(self):
         for name in ("hidden", "epochs", "num_samples", "test_samples", "batch_size"):
-            if getattr(self, name) < 1:
-                refuse("bbb", name, "be positive", getattr(self, name))
+            if not 1 <= getattr(self, name) < 2**24:
+                refuse("bbb", name, "lie in [1, 2^24)", getattr(self, name))
         for name, known in (("scheme", SCHEMES), ("scaling", SCALINGS)):
             check_one_of("bbb", name, getattr(self, name), known)
         if not 0 <= self.seed < 2**20:

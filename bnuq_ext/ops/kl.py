@@ -30,7 +30,8 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
         mu: (*) posterior means; float32 or float64.
         rho: (*) posterior spreads before the softplus; like mu. Safe for every float; -inf marks a
             weight that is pruned and counts nothing.
-        prior_std: standard deviation of the prior; positive.
+        prior_std: standard deviation of the prior; positive,
+            with 1 / prior_std^2 finite in the dtype of mu.
 
     Returns:
         () the divergence in nats, in the dtype of mu. Deterministic.
@@ -40,7 +41,7 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
     """
     _check_posterior("gaussian_kl", mu, rho)
-    check_positive_scalar("gaussian_kl", "prior_std", prior_std)
+    _check_std("gaussian_kl", "prior_std", prior_std, mu.dtype)
     return torch.ops.bnuq.gaussian_kl(mu.contiguous(), rho.contiguous(), prior_std)
 
 
@@ -133,13 +134,13 @@ def mixture_kl(
     check_num_samples(op, num_samples)
     check_scalar(op, "pi", pi)
     check_fraction_value(op, "pi", pi)
-    _check_component(op, "std1", std1, mu.dtype)
-    _check_component(op, "std2", std2, mu.dtype)
+    _check_std(op, "std1", std1, mu.dtype)
+    _check_std(op, "std2", std2, mu.dtype)
     noise = seed.contiguous(), stream, num_samples
     return torch.ops.bnuq.mixture_kl(mu.contiguous(), rho.contiguous(), *noise, pi, std1, std2)
 
 
-def _check_component(op: str, name: str, std: float, dtype: torch.dtype) -> None:
+def _check_std(op: str, name: str, std: float, dtype: torch.dtype) -> None:
     check_positive_scalar(op, name, std)
     least = torch.finfo(dtype).max ** -0.5  # 1 / std^2 is infinite from there on
     if std <= least:
