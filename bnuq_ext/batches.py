@@ -1,7 +1,9 @@
 """Where mini-batches come from: a loader, any iterable of batches, or draws from a data set."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -139,11 +141,11 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
     batch_sampler = loader.batch_sampler
     if batch_sampler is None and isinstance(loader.sampler, torch_data.BatchSampler):
         batch_sampler = loader.sampler  # of a data set that takes many rows at once
-    generators = [loader.generator]
+    generators, start = [loader.generator], partial(_apart, loader)
     if batch_sampler is None or isinstance(loader.dataset, torch_data.IterableDataset):
         # The data set makes its own batches, or its own order: another pass would give the same.
         rows = None if batch_sampler is None else _size(loader.dataset)
-        return Source(lambda: loader, dataset_size=rows, generators=_given(generators))
+        return Source(start, dataset_size=rows, generators=_given(generators))
     sampler = getattr(batch_sampler, "sampler", None)
     generators += [getattr(it, "generator", None) for it in (batch_sampler, sampler)]
     subset = isinstance(sampler, torch_data.SubsetRandomSampler)
@@ -151,7 +153,7 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
     batch_size = getattr(batch_sampler, "batch_size", None)
     whole = rows is not None and (batch_size or 0) >= rows
     return Source(
-        lambda: loader,
+        start,
         reshuffles=isinstance(sampler, _SHUFFLING),
         apart=type(batch_sampler) is torch_data.BatchSampler and _without_replacement(sampler),
         repeats=getattr(sampler, "replacement", False) is True,
@@ -160,6 +162,16 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
         in_order=_in_order(sampler) and not whole,
         generators=_given(generators),
     )
+
+
+def _apart(loader: torch_data.DataLoader) -> torch_data.DataLoader:
+    """The loader, or where it keeps its workers one with its own: a loop that is in the middle of a
+    pass by those would lose batches, and their generators go on from pass to pass."""
+    if not loader.persistent_workers:
+        return loader
+    loader = copy.copy(loader)
+    loader._iterator = None
+    return loader
 
 
 _SHUFFLING = (
