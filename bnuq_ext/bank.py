@@ -245,10 +245,11 @@ _GROUPS = ("count", "mean", "var")  # the widest elements first keep a file's te
 
 
 def _ordinary(entries: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of those that were made in inference mode, which autograd does not take;
-    the others themselves."""
+    """Plain tensors; copies of those that were made in inference mode,
+    which autograd does not take."""
     with without_gradients():
-        return {key: t.clone() if t.is_inference() else t for key, t in entries.items()}
+        plain = {key: t.as_subclass(Tensor) for key, t in entries.items()}
+        return {key: t.clone() if t.is_inference() else t for key, t in plain.items()}
 
 
 def _copied(group: str, entries) -> dict[str, Tensor]:

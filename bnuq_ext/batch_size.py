@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .bank import Bank, attach
-from .batches import as_dataset, fetcher, find_source
+from .batches import as_dataset, fetcher, find_source, has_rows
 from .collect import gather
 from .inputs import device_of, move, split_batch
 from .metrics import mutual_information
@@ -204,7 +204,7 @@ def _check_prior(prior, sizes: list[int], N: int) -> None:
 
 
 def _size(name: str, dataset) -> int:
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    if not has_rows(dataset):
         refuse(OP, name, "be a map-style data set", type(dataset).__name__, TypeError)
     if len(dataset) == 0:
         refuse(OP, name, "have rows", 0)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from .ops.checks import check_integer, refuse
+from .warn import warn
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Source:
     """Mini-batches, and what is known of how they were drawn.
 
     Attributes:
-        start: begins one pass over the data.
+        start: begins, with what each pass over the data goes through.
         reshuffles: whether a further pass has other batches.
         apart: whether the batches of one pass share no row.
         repeats: whether a batch may have a row twice, drawn with replacement.
@@ -43,10 +44,10 @@ class Source:
     def batches(self, num_batches: int) -> Iterator[tuple[int, object]]:
         """(number of the pass, batch), at most `num_batches` of them,
         over as many passes as it takes."""
-        taken, number = 0, 0
+        taken, number, passes = 0, 0, self.start()
         while taken < num_batches:
             before = taken
-            for batch in islice(self.start(), num_batches - taken):
+            for batch in islice(passes, num_batches - taken):
                 taken += 1
                 yield number, batch
             if not self.reshuffles or taken == before:
@@ -57,12 +58,24 @@ class Source:
 def as_dataset(op: str, name: str, data):
     """A tuple of tensors as a TensorDataset, a loader's data set, anything else as it is."""
     if isinstance(data, torch_data.DataLoader):
+        unused = _unused(data) if has_rows(data.dataset) else []
+        if unused:
+            warn(f"{op}: {name} stands for its data set, without its {' and '.join(unused)}")
         return data.dataset
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
         if len({part.shape[:1] for part in data}) > 1:
             refuse(op, name, "have as many rows in each tensor", [list(p.shape) for p in data])
         return torch_data.TensorDataset(*data)
     return data
+
+
+def _unused(loader: torch_data.DataLoader) -> list[str]:
+    """What would make its batches others than those drawn from its data set."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    plain = (torch_data.RandomSampler, torch_data.SequentialSampler, torch_data.DistributedSampler)
+    collates = torch_data.default_collate, torch_data.default_convert
+    parts = {"collate_fn": loader.collate_fn in collates, "sampler": type(sampler) in plain}
+    return [part for part, is_plain in parts.items() if not is_plain]
 
 
 def find_source(op: str, data, batch_size: int | None) -> Source:
@@ -108,7 +121,7 @@ def _is_map_style(data) -> bool:
 
 def _dataset_source(op: str, dataset, batch_size: int) -> Source:
     batch_size = check_integer(op, "batch_size", batch_size, 2)
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    if not has_rows(dataset):
         got = type(dataset).__name__
         refuse(op, "data", "be a map-style data set when batch_size is given", got, TypeError)
     if batch_size > len(dataset):
@@ -117,6 +130,12 @@ def _dataset_source(op: str, dataset, batch_size: int) -> Source:
     return Source(
         lambda: _draws(dataset, batch_size), apart=False, dataset_size=size, batch_size=batch_size
     )
+
+
+def has_rows(dataset) -> bool:
+    """Whether a data set is one of rows by number, and tells how many."""
+    streams = isinstance(dataset, torch_data.IterableDataset)
+    return not streams and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def _draws(dataset, batch_size: int) -> Iterator:
@@ -149,8 +168,9 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
     sampler = getattr(batch_sampler, "sampler", None)
     generators += [getattr(it, "generator", None) for it in (batch_sampler, sampler)]
     subset = isinstance(sampler, torch_data.SubsetRandomSampler)
-    rows = len(sampler) if subset else _size(loader.dataset)
+    rows = len(sampler) if subset else _size(getattr(sampler, "data_source", loader.dataset))
     batch_size = getattr(batch_sampler, "batch_size", None)
+    batch_size = batch_size if isinstance(batch_size, int) else None  # of one's own: anything
     whole = rows is not None and (batch_size or 0) >= rows
     return Source(
         start,
@@ -202,7 +222,10 @@ def _without_replacement(sampler) -> bool:
 
 
 def _size(dataset) -> int | None:
-    return len(dataset) if hasattr(dataset, "__len__") else None
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # torch's own data pipes have a __len__ that raises
+        return None
 
 
 def _given(generators: list) -> tuple[torch.Generator, ...]:

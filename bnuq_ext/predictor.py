@@ -71,7 +71,8 @@ class Predictor:
             for batch in loader:
                 inputs, target = split_batch(self.forward.op, batch)
                 results.append(self.run_one(move(inputs, self.device), bar))
-                targets.append(target)
+                # A loader may fill the same memory for each batch.
+                targets.append(target.clone() if isinstance(target, Tensor) else target)
                 self._check_shapes(results[0]["mean"], results[-1]["mean"])
         if not results:
             refuse(self.forward.op, "x", "yield at least 1 batch", "none")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .batches import find_loader
 from .collect import CollectPass
 from .forward import Forward
-from .inputs import map_tensors, model_input, move, num_rows, tensors
+from .inputs import map_tensors, model_input, num_rows, tensors
 from .ops.checks import refuse
 from .passes import running
 from .restore import preserved_rng
@@ -107,7 +107,7 @@ def take_batches(op: str, loader, first: int, count: int, device: torch.device) 
             if batch.dim() > 0 and len(batch) > 1:
                 found += 1
                 if found > first:
-                    kept.append(move(batch, device))
+                    kept.append(batch.to(device, copy=True))  # the loader may use its memory again
             if len(kept) == count:
                 break
     if len(kept) < count:

@@ -395,5 +395,6 @@ def test_a_tuple_of_tensors_is_a_data_set_where_rows_are_drawn():
 
 def test_a_loader_that_shuffles_and_gives_nothing_is_not_asked_for_ever():
     passes = iter([["first", "second"], [], ["third"]])
-    source = Source(lambda: next(passes), reshuffles=True)
+    loader = type("Loader", (), {"__iter__": lambda self: iter(next(passes))})
+    source = Source(loader, reshuffles=True)
     assert list(source.batches(5)) == [(0, "first"), (0, "second")]

@@ -55,6 +55,26 @@ def test_two_calls_in_a_row_give_the_same_bank(workers):
     assert bnuq.collect(model, loader(workers), 2).equal(other)
 
 
+def test_workers_start_once():
+    """A row ends with what tells its worker from a later one."""
+
+    def collate(rows):
+        seed = torch_data.get_worker_info().seed % 2**20
+        return torch.cat([torch.stack(rows), torch.full((len(rows), 1), float(seed))], 1)
+
+    data = torch_data.DataLoader(
+        Noisy(), 4, shuffle=True, num_workers=1, persistent_workers=True, collate_fn=collate
+    )
+    seeds = []
+
+    def input_fn(batch):
+        seeds.extend(batch[:, -1].tolist())
+        return batch[:, :6]
+
+    bank = bnuq.collect(make_model(), data, 25, input_fn=input_fn)
+    assert len(bank) == 25 and len(seeds) == 100 and len({*seeds}) == 1
+
+
 def test_batches_for_the_sampler_batch():
     data, model, rows = loader(), make_model(), []
     bnuq.collect(model, data, 2)

@@ -1,0 +1,132 @@
+"""Loaders of unusual kinds: that use their memory again, that have no length, that choose rows."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import data as torch_data
+
+import bnuq_ext as bnuq
+
+N, M = 80, 8
+ROWS = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(N) % 3
+DATA = torch_data.TensorDataset(ROWS, LABELS)
+OPTIONS = {"likelihood": "categorical", "num_samples": 3, "seed": 0}
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    made = bnuq.convert(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+    bnuq.collect(made, DATA, 6, batch_size=M)
+    return made
+
+
+def same_memory(*parts):
+    """Batches of the parts, each in the memory of the one before."""
+    buffers = [torch.empty_like(part[:M]) for part in parts]
+    for start in range(0, N, M):
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part[start : start + M])
+        yield tuple(buffers) if len(buffers) > 1 else buffers[0]
+
+
+@pytest.mark.parametrize("predict", [bnuq.predict, bnuq.plug_in, bnuq.mc_dropout])
+def test_targets_in_memory_that_is_used_again(model, predict):
+    options = {"likelihood": "categorical"} if predict is bnuq.plug_in else OPTIONS
+    if predict is bnuq.mc_dropout:
+        model.append(nn.Dropout(0.1))
+    found = predict(model, same_memory(ROWS, LABELS), **options)
+    assert torch.equal(found.targets, LABELS)
+
+
+@pytest.mark.parametrize("query", ["in", "out"])
+def test_batches_in_memory_that_is_used_again(model, query):
+    options = {**OPTIONS, "sampler": "batch", "query": query}
+    found = bnuq.predict(model, ROWS[:5], loader=same_memory(ROWS), **options)
+    kept = bnuq.predict(model, ROWS[:5], loader=list(ROWS.split(M)), **options)
+    assert torch.equal(found.mean, kept.mean) and found.variance.max() > 0
+
+
+class Stream(torch_data.IterableDataset):
+    """Its length is unknown, or known."""
+
+    def __init__(self, length=None):
+        self.length = length
+
+    def __iter__(self):
+        return iter(ROWS)
+
+    def __len__(self):
+        if self.length is None:
+            raise TypeError("no length")
+        return self.length
+
+
+def test_a_length_that_is_not_known(model):
+    loader = torch_data.DataLoader(Stream(), M)
+    bank = bnuq.collect(model, loader, 10)
+    assert len(bank) == 10 and bank.dataset_size == N
+    found = bnuq.predict(model, ROWS[:5], loader=loader, sampler="batch", **OPTIONS)
+    kept = bnuq.predict(model, ROWS[:5], loader=list(ROWS.split(M)), sampler="batch", **OPTIONS)
+    assert torch.equal(found.mean, kept.mean)
+
+
+def test_a_stream_has_no_rows_to_draw(model):
+    with pytest.raises(TypeError, match="data must be a map-style data set.*, got Stream$"):
+        bnuq.collect(model, Stream(N), 4, batch_size=M)
+    loader = torch_data.DataLoader(Stream(N), M)
+    with pytest.raises(TypeError, match="data must be a map-style data set.*, got Stream$"):
+        bnuq.statistics_normality(model, loader, batch_size=M)
+    with pytest.raises(TypeError, match="data must be a map-style data set.*, got Stream$"):
+        bnuq.fit_batch_size(model, loader, [4, 8], likelihood="categorical", validation=DATA)
+
+
+class Buckets(torch_data.Sampler):
+    batch_size = [4, 6]
+
+    def __iter__(self):
+        return iter([list(range(4)), list(range(4, 10)), list(range(10, 14))])
+
+
+def test_a_batch_sampler_of_several_sizes(model):
+    bank = bnuq.collect(model, torch_data.DataLoader(DATA, batch_sampler=Buckets()), 3)
+    assert bank.count["1"].tolist() == [4, 6, 4] and bank.batch_size == 4
+
+
+def test_the_data_are_the_rows_that_the_sampler_draws_from(model):
+    sampler = torch_data.RandomSampler(range(50))
+    assert (
+        bnuq.collect(model, torch_data.DataLoader(DATA, 4, sampler=sampler), 3).dataset_size == 50
+    )
+
+
+@pytest.mark.parametrize(
+    "part, options",
+    [
+        ("collate_fn", {"collate_fn": torch_data.default_collate}),
+        ("sampler", {"sampler": torch_data.SubsetRandomSampler(range(40))}),
+        ("sampler", {"batch_sampler": torch_data.BatchSampler(Buckets(), 4, False)}),
+    ],
+)
+def test_what_of_a_loader_is_not_used_is_said(model, part, options):
+    if part == "collate_fn":
+        options = {part: lambda rows: torch_data.default_collate(rows)}
+    size = {} if "batch_sampler" in options else {"batch_size": M}
+    loader = torch_data.DataLoader(DATA, **size, **options)
+    message = f"data stands for its data set, without its {part}$"
+    with pytest.warns(UserWarning, match=message):
+        bnuq.statistics_normality(model, loader, batch_size=M, num_batches=8)
+    with pytest.warns(UserWarning, match=message):
+        bnuq.fit_batch_size(model, loader, [4, 8], likelihood="categorical", num_samples=8)
+    plain = torch_data.DataLoader(DATA, M, shuffle=True)
+    bnuq.fit_batch_size(model, plain, [4, 8], likelihood="categorical", num_samples=8)
+
+
+def test_a_bank_holds_plain_tensors(model):
+    class Sub(torch.Tensor):
+        pass
+
+    bank = bnuq.collect(model, [rows.as_subclass(Sub) for rows in ROWS.split(M)], 4)
+    assert {type(t) for t in (*bank.mean.values(), *bank.var.values())} == {torch.Tensor}
+    assert bank.equal(bnuq.collect(model, list(ROWS.split(M)), 4))
