@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -168,9 +169,10 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
     sampler = getattr(batch_sampler, "sampler", None)
     generators += [getattr(it, "generator", None) for it in (batch_sampler, sampler)]
     subset = isinstance(sampler, torch_data.SubsetRandomSampler)
-    rows = len(sampler) if subset else _size(getattr(sampler, "data_source", loader.dataset))
+    torchs = isinstance(sampler, (torch_data.RandomSampler, torch_data.SequentialSampler))
+    rows = len(sampler) if subset else _size(sampler.data_source if torchs else loader.dataset)
     batch_size = getattr(batch_sampler, "batch_size", None)
-    batch_size = batch_size if isinstance(batch_size, int) else None  # of one's own: anything
+    batch_size = batch_size if isinstance(batch_size, Integral) else None  # one's own: anything
     whole = rows is not None and (batch_size or 0) >= rows
     return Source(
         start,

@@ -1,5 +1,6 @@
 """Loaders of unusual kinds: that use their memory again, that have no length, that choose rows."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -92,6 +93,13 @@ class Buckets(torch_data.Sampler):
 def test_a_batch_sampler_of_several_sizes(model):
     bank = bnuq.collect(model, torch_data.DataLoader(DATA, batch_sampler=Buckets()), 3)
     assert bank.count["1"].tolist() == [4, 6, 4] and bank.batch_size == 4
+
+
+def test_a_batch_sampler_with_a_size_of_numpy(model):
+    sampler = torch_data.BatchSampler(torch_data.RandomSampler(DATA), M, False)
+    sampler.batch_size = np.int64(M)
+    bank = bnuq.collect(model, torch_data.DataLoader(DATA, batch_sampler=sampler), 3)
+    assert bank.batch_size == M and bank.dataset_size == N
 
 
 def test_the_data_are_the_rows_that_the_sampler_draws_from(model):
