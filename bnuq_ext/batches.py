@@ -21,7 +21,7 @@ class Source:
     """Mini-batches, and what is known of how they were drawn.
 
     Attributes:
-        start: begins, with what each pass over the data goes through.
+        start: makes what every pass over the data iterates.
         reshuffles: whether a further pass has other batches.
         apart: whether the batches of one pass share no row.
         repeats: whether a batch may have a row twice, drawn with replacement.

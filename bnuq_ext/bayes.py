@@ -225,12 +225,9 @@ class BayesLinear(Replicated, nn.Module):
     @property
     def has_closed_divergence(self) -> bool:
         """Whether `kl_divergence` is that from a Gaussian prior, and no subclass's own;
-        it needs no noise then.
-
-        Not for a prior that float32 may be too small for, which `gaussian_kl` decides.
-        """
+        it needs no noise then."""
         own = type(self).kl_divergence is BayesLinear.kl_divergence
-        return own and type(self.prior) is GaussianPrior and self.prior.std > 1e-19
+        return own and type(self.prior) is GaussianPrior
 
     def gaussian_divergence(self) -> list[tuple[Tensor, Tensor, float]]:
         """(mu, rho, std of the prior) of weights and biases for `gaussian_kl_sum`,

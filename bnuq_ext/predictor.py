@@ -13,7 +13,7 @@ from tqdm import tqdm
 from .chunks import chunk_of, free_memory, is_out_of_memory, keep_freed_pages, out_of_memory
 from .folding import LOOP, Folding, Plan
 from .forward import Forward
-from .inputs import move, num_rows, split_batch
+from .inputs import copied, move, num_rows, split_batch
 from .ops.checks import refuse
 from .prediction import make_moments, summarise
 from .progress import progress_bar
@@ -72,7 +72,7 @@ class Predictor:
                 inputs, target = split_batch(self.forward.op, batch)
                 results.append(self.run_one(move(inputs, self.device), bar))
                 # A loader may fill the same memory for each batch.
-                targets.append(target.clone() if isinstance(target, Tensor) else target)
+                targets.append(copied(target))
                 self._check_shapes(results[0]["mean"], results[-1]["mean"])
         if not results:
             refuse(self.forward.op, "x", "yield at least 1 batch", "none")

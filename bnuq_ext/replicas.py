@@ -45,11 +45,12 @@ def replicas(
     call with a shape, once with the training flags as they are and nothing dropped, and again in
     eval, by T replicas and one alone, when parameters have changed. Such a trial does not see what
     rare values alone set off, nor a flag outside of the model that changes later: there,
-    `predict(..., strategy="loop")`. Dropout in train() draws for each of the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as
-    in the forward. A compiled function breaks its graph at a call of the model, which
-    fullgraph=True does not allow. The state is this thread's (or task's): other threads may use the
-    model with other replicas, or none, at the same time. Bodies for several models may lie in each
-    other; for one model the innermost counts.
+    `predict(..., strategy="loop")`. Dropout in train() draws for each of the T*N rows. What a
+    backward computes again (`torch.utils.checkpoint`) is the same as in the forward. A compiled
+    function breaks its graph at a call of the model, which fullgraph=True does not allow. The state
+    is this thread's (or task's): other threads may use the model with other replicas, or none, at
+    the same time. Bodies for several models may lie in each other; for one model the innermost
+    counts.
 
     Args:
         model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not

@@ -53,6 +53,8 @@ def gaussian_kl_sum(
 
     With the value, which is then known, for parameters of one dtype on one device.
     """
+    for std, dtype in {(std, mu.dtype) for mu, _, std in parameters}:
+        _check_std("gaussian_kl", "prior_std", std, dtype)
     groups = {}
     for mu, rho, std in parameters:
         stds, tensors = groups.setdefault((mu.device, mu.dtype), ([], []))
