@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = next(iter((ROOT / "bnuq_ext").glob("_cuda*.so")), None)
 FILES = [
     "batch_norm", "batch_norm_errors", "batch_norm_grad", "batch_norm_layout", "batch_norm_library",
-    "predictive", "philox", "linear", "kl", "bayes_forward", "bayes", "oracle",
+    "predictive", "philox", "linear", "kl", "bayes_forward", "bayes", "posterior", "oracle",
     "autocast", "nan_payloads",
 ]  # fmt: skip
 # Left to the run of everything: what takes more than a second and launches what others launch.
