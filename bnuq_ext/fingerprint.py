@@ -50,21 +50,7 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
                 # ours. What they hold is as a rule what they take down.
                 hooks = [*attributes[kind].items()]
                 seen += [(key, id(hook)) for key, hook in hooks if not hasattr(hook, OURS)]
-        for tensor in (*module._parameters.values(), *module._buffers.values()):  # traced: no dicts
-            add(id(tensor))
-            if tensor is not None:
-                add(ref(tensor))  # tells it from a later one at the same address
-                try:
-                    versions.append(tensor._version)
-                except RuntimeError:  # inference tensors do not count their versions
-                    versions.append(-1)
-                try:
-                    # All that `tensor.data = other` changes; the next may lie at the same address.
-                    versions.append(ref(tensor.untyped_storage()))
-                except (RuntimeError, ValueError):  # sparse, or without a shape yet
-                    versions.append(None)
-        if STEPS:
-            versions += [n for p in module._parameters.values() if (n := steps_of(p))]
+        _append_tensors(seen, versions, module)
         before = attributes["_forward_pre_hooks"]
         made = _made_by_hooks(before) if before else ()
         for name, value in attributes.items():
@@ -75,6 +61,24 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
                 else:
                     contents.append(value)
     return Fingerprint(seen, versions)
+
+
+def _append_tensors(seen: list, versions: list, module: nn.Module) -> None:
+    for tensor in (*module._parameters.values(), *module._buffers.values()):  # traced: no dicts
+        seen.append(id(tensor))
+        if tensor is not None:
+            seen.append(ref(tensor))  # tells it from a later one at the same address
+            try:
+                versions.append(tensor._version)
+            except RuntimeError:  # inference tensors do not count their versions
+                versions.append(-1)
+            try:
+                # All that `tensor.data = other` changes; the next may lie at the same address.
+                versions.append(ref(tensor.untyped_storage()))
+            except (RuntimeError, ValueError):  # sparse, or without a shape yet
+                versions.append(None)
+    if STEPS:
+        versions += [n for p in module._parameters.values() if (n := steps_of(p))]
 
 
 def _made_by_hooks(hooks: dict) -> list[str]:

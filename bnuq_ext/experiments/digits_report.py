@@ -57,16 +57,16 @@ def summarise(units: dict, settings: Settings) -> dict:
     """
     seeds = range(settings.num_seeds)
     noisy, unseen = ([units[f"{name}-{s}"] for s in seeds] for name in ("noisy", "unseen"))
+    temperature = mean_and_error([unit["temperature"] for unit in noisy])
     stds = [str(std) for std in settings.noise_stds]
+    return {"temperature": temperature} | _of_noise(noisy, stds) | _of_unseen_classes(unseen)
 
+
+def _of_noise(units: list[dict], stds: list[str]) -> dict:
     def column(std, row, score):
-        return [unit[std][row][score] for unit in noisy]
-
-    def unseen_column(row, score):
-        return [unit[row][score] for unit in unseen]
+        return [unit[std][row][score] for unit in units]
 
     return {
-        "temperature": mean_and_error([unit["temperature"] for unit in noisy]),
         "noisy": {
             std: {row: {k: mean_and_error(column(std, row, k)) for k in SCORES} for row in ROWS}
             for std in stds
@@ -81,11 +81,19 @@ def summarise(units: dict, settings: Settings) -> dict:
             }
             for baseline in (PLUG_IN, TEMPERATURE)
         },
-        "unseen": {row: {k: mean_and_error(unseen_column(row, k)) for k in UNSEEN} for row in ROWS},
+    }
+
+
+def _of_unseen_classes(units: list[dict]) -> dict:
+    def column(row, score):
+        return [unit[row][score] for unit in units]
+
+    return {
+        "unseen": {row: {k: mean_and_error(column(row, k)) for k in UNSEEN} for row in ROWS},
         # Mutual information has no plug-in to be compared with.
         "unseen_compared": {
             row: {
-                k: compare(unseen_column(row, k), unseen_column(PLUG_IN, k), more)
+                k: compare(column(row, k), column(PLUG_IN, k), more)
                 for k, more in {"accuracy": True, "nll": False, "auroc_entropy": True}.items()
             }
             for row in SAMPLERS

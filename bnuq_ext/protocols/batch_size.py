@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from .. import convert, fit_batch_size, implied_prior, metrics, plug_in, predict
+from .. import BatchSizeFit, convert, fit_batch_size, implied_prior, metrics, plug_in, predict
 from ..data import Part, digits, mnist
 from ..data.parts import check_classes, take
 from ..experiments.fitting import collect_random, device_at_hand, train_epoch
@@ -235,23 +235,25 @@ def choose(model: nn.Module, images: Images, settings: Settings, seed: int) -> d
     foreign = TensorDataset(images.foreign, labels)
     other = fit_batch_size(model, data, candidates, validation=foreign, num_rows=1, **options)
     plain = plug_in(model, _parts(images.validation.x), likelihood="categorical").mean
-    curves = {name: getattr(fit, name) for name in ("log_likelihood", "kl", "elbo", "nll")}
-    curves |= {
-        "information_in": fit.mutual_information,
-        "information_out": other.mutual_information,
-    }
     return {
         "batch_sizes": fit.batch_sizes.tolist(),
         "best_by_elbo": fit.best_by_elbo,
         "best_by_nll": fit.best_by_nll,
         "plug_in_nll": metrics.nll(plain, images.validation.y).item(),
         "train_rows": N,
-        **{n: [v if isfinite(v) else None for v in c.tolist()] for n, c in curves.items()},
+        **_curves(fit, other),
         "shares": [
             informations(model, train, N // share, known, settings, options)
             for share in settings.fit_shares
         ],
     }
+
+
+def _curves(known: BatchSizeFit, foreign: BatchSizeFit) -> dict[str, list[float | None]]:
+    curves = {name: getattr(known, name) for name in ("log_likelihood", "kl", "elbo", "nll")}
+    curves["information_in"] = known.mutual_information
+    curves["information_out"] = foreign.mutual_information
+    return {n: [v if isfinite(v) else None for v in c.tolist()] for n, c in curves.items()}
 
 
 def informations(model, train: Part, N: int, known, settings: Settings, options: dict) -> dict:
