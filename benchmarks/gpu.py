@@ -22,9 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import gpu_report
-from benchmarks.gpu_process import ROOT, Outcome, environment, find_tool, run
+from benchmarks.gpu_process import ROOT, STAGES, Outcome, environment, find_tool, run
 
-STAGES = ["test", "sanitize", "bench"]
 STAGE_SECONDS = 450  # of nine minutes: what goes before, and the report, take some
 SCRATCH = ROOT / ".gpu-build"
 SANITIZED = ["philox", "batch_norm", "predictive", "bayes"]  # each by itself: it may take minutes

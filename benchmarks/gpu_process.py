@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+STAGES = ["test", "sanitize", "bench"]
 SOURCES = ["setup.py", "pyproject.toml", "csrc", "bnuq_ext", "tests", "benchmarks"]
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".toml"}
 

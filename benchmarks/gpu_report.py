@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_process import ROOT, run
+from benchmarks.gpu_process import ROOT, STAGES, run
 
 
 def load(path):
@@ -66,7 +66,7 @@ def write(folder: Path, raw_folder: Path):
     """Writes report.md, and bench-records.json where there are timings, into the result folder."""
     env, raw = load(folder / "environment.json"), folder / "bench-records.json"
     lines = [f"# {env['gpu'] or 'No GPU: a rehearsal'}, {env['date']}", "", *environment_lines(env)]
-    for stage in ("test", "sanitize", "bench"):
+    for stage in STAGES:
         result = load(folder / f"{stage}.json")
         if result is None or result["sources"] != env["sources"]:
             continue

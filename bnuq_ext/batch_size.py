@@ -186,7 +186,7 @@ def _checked_sizes(data, candidates) -> list[int]:
     N = _size("data", data)
     if not isinstance(candidates, Iterable):
         got = type(candidates).__name__
-        refuse(OP, "candidates", "be batch sizes", got, TypeError)
+        refuse(OP, "candidates", "be a list of batch sizes", got, TypeError)
     sizes = [check_integer(OP, "candidates", M, 2) for M in candidates]
     if not sizes or len({*sizes}) < len(sizes):
         refuse(OP, "candidates", "be at least 1 batch size, each once", sizes)

@@ -31,8 +31,8 @@ from .statistics_kl import (
 )
 
 OP = "statistics_normality"
+LEVEL = 0.05  # below which p rejects
 _NULL_SAMPLES = 20_000
-_LEVEL = 0.05
 
 
 class LayerNormality(NamedTuple):
@@ -84,12 +84,12 @@ class StatisticsNormality:
         width = max(5, *map(len, self.layers))
         lines = [
             f"{len(self.bank)} batches of {self.batch_size} out of {self.dataset_size} rows; medians over channels",
-            f"{'layer':<{width}}  variance, analytic / observed  not normal (p < {_LEVEL})  correlation",
+            f"{'layer':<{width}}  variance, analytic / observed  not normal (p < {LEVEL})  correlation",
             f"{'':<{width}}    of the mean    of the std       mean     std           mean, std",
         ]
         for name, layer in self.layers.items():
             ratios = [r.nanmedian().item() for r in (layer.mean_ratio, layer.std_ratio)]
-            shares = [(p < _LEVEL).double().mean().item() for p in (layer.mean_p, layer.std_p)]
+            shares = [(p < LEVEL).double().mean().item() for p in (layer.mean_p, layer.std_p)]
             correlation = layer.correlation.abs().nanmedian().item()
             lines.append(
                 f"{name:<{width}}  {ratios[0]:13.3g} {ratios[1]:13.3g} {shares[0]:10.0%} {shares[1]:7.0%}"

@@ -1,18 +1,23 @@
-// Which of the two types a Bayesian op computes in, and what its tensors must be, for both backends.
+// The type that an op computes in, and what its tensors must be, for both backends.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
+
 namespace bnuq {
 
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
 // What shards a model frees the storage of its parameters: a kernel would read address 0.
-inline void check_storage(const torch::stable::Tensor& t) {
+inline void check_storage(const Tensor& t) {
   STD_TORCH_CHECK(
       t.numel() == 0 || t.const_data_ptr(),
       "bnuq: a tensor must have its storage, got one that has been freed");
 }
 
 // Two parameters of the same weights.
-inline void check_alike(const torch::stable::Tensor& mu, const torch::stable::Tensor& rho) {
+inline void check_alike(const Tensor& mu, const Tensor& rho) {
   STD_TORCH_CHECK(
       mu.is_contiguous() && rho.is_contiguous() && mu.numel() == rho.numel() &&
           mu.scalar_type() == rho.scalar_type(),
@@ -20,9 +25,23 @@ inline void check_alike(const torch::stable::Tensor& mu, const torch::stable::Te
   check_storage(mu), check_storage(rho);
 }
 
+constexpr ScalarType acc_of(ScalarType type) {
+  return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+template <typename T>
+const T* pointer(const Tensor& t) {
+  check_storage(t);  // an address of 0 would stand for no tensor
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
+template <typename T>
+const T* pointer(const std::optional<Tensor>& t) {
+  return t ? pointer<T>(*t) : nullptr;
+}
+
 template <typename F>
-void dispatch_acc(const torch::stable::Tensor& t, const F& body) {
-  using torch::headeronly::ScalarType;
+void dispatch_acc(const Tensor& t, const F& body) {
   if (t.scalar_type() == ScalarType::Double) return body(double());
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, "bnuq: dtype must be float32 or float64");
   body(float());

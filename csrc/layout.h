@@ -55,16 +55,6 @@ struct Extent {
   int64_t numel() const { return N * C * S; }
 };
 
-inline Extent extent_of(const Tensor& x, MemoryFormat format, int64_t T, bool shared) {
-  STD_TORCH_CHECK(x.dim() >= 2 && T >= 1, "batch_norm: x must have 2 dimensions, T be positive");
-  STD_TORCH_CHECK(shared || x.size(0) % T == 0, "batch_norm: x must have T * N rows");
-  int64_t positions = 1;
-  for (int64_t d = 2; d < x.dim(); ++d) positions *= x.size(d);
-  const int64_t N = shared ? x.size(0) : x.size(0) / T, C = x.size(1);
-  if (format == MemoryFormat::Contiguous) return {N, C, positions};
-  return {N * positions, C, 1};
-}
-
 // An uninitialised contiguous tensor on the device of x. Past the dispatcher, whose look-up by name
 // takes longer than a small kernel.
 inline Tensor empty_on(const Tensor& x, const std::vector<int64_t>& sizes, ScalarType type) {
@@ -100,13 +90,6 @@ inline void check_same_sizes(const Tensor& a, const Tensor& b, const char* messa
   bool same = a.dim() == b.dim() && a.scalar_type() == b.scalar_type();
   for (int64_t d = 0; same && d < a.dim(); ++d) same = a.size(d) == b.size(d);
   STD_TORCH_CHECK(same, message);
-}
-
-inline void check_table(const Tensor& t, ScalarType type, int64_t rows, int64_t C) {
-  STD_TORCH_CHECK(
-      t.is_contiguous() && t.scalar_type() == type && t.numel() == rows * C,
-      "batch_norm: parameters and statistics must be contiguous, in the accumulation type, and "
-      "have C entries a row");
 }
 
 }  // namespace bnuq

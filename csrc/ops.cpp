@@ -1,4 +1,5 @@
-// The table of every op. Each backend registers its kernels at the foot of its own files.
+// The table of every op. Each backend registers its kernels in its own files; those of
+// `bayes_linear` for CUDA are put together in bnuq_ext/ops/linear_cuda.py.
 //
 // T replicas, N rows, C channels, B snapshots, K classes. `seed` is int64[2]: the key and the
 // global number of the first replica. Parameters and statistics come in the accumulation type.

@@ -3,8 +3,9 @@
 #include <tuple>
 #include <vector>
 
+#include "dispatch.h"
+#include "layout.h"
 #include "predictive.h"
-#include "statistics.h"
 
 namespace bnuq {
 

@@ -56,9 +56,13 @@ COMMON = [
     ({"x": torch.ones(3, 3)}, ValueError, "x must have a multiple of 2 rows, got [3, 3]"),
     ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
     ({"num_samples": -3}, ValueError, "num_samples must be at least 1, got -3"),
-    ({"num_samples": 2.0}, TypeError, "num_samples must be an integer, got float"),
-    ({"num_samples": True}, TypeError, "num_samples must be an integer, got bool"),
-    ({"num_samples": torch.tensor(2.5)}, TypeError, "num_samples must be an integer, got Tensor"),
+    ({"num_samples": 2.0}, TypeError, "num_samples must be an integer, got 2.0"),
+    ({"num_samples": True}, TypeError, "num_samples must be an integer, got True"),
+    (
+        {"num_samples": torch.tensor(2.5)},
+        TypeError,
+        "num_samples must be an integer, got tensor(2.5000)",
+    ),
     ({"num_samples": 2**70}, ValueError, f"num_samples must be below 2^63, got {2**70}"),
     ({"weight": torch.ones(4)}, ValueError, "weight must have shape [3], got [4]"),
     ({"weight": 1.0}, TypeError, "weight must be a tensor, got float"),
@@ -152,13 +156,13 @@ BANK_ONLY = [
     ),
     ({"var": torch.ones(2, 3)}, ValueError, "var must have shape [3, 3], got [2, 3]"),
     ({"var": None}, TypeError, "var must be a tensor, got NoneType"),
-    ({"seed": None}, ValueError, "seed must be given or snapshot, one of them, got neither"),
+    ({"seed": None}, ValueError, "seed or snapshot must be given, and not both, got neither"),
     (
         {"snapshot": torch.tensor([0, 1])},
         ValueError,
-        "seed must be given or snapshot, one of them, got both",
+        "seed or snapshot must be given, and not both, got both",
     ),
-    ({"num_samples": None}, TypeError, "num_samples must be an integer, got NoneType"),
+    ({"num_samples": None}, TypeError, "num_samples must be an integer, got None"),
 ]
 
 SNAPSHOT = [

@@ -319,7 +319,7 @@ CASES = {
     "validation": ({"validation": 3}, TypeError, "validation must be a map-style data set"),
     "no sizes": ({"candidates": []}, ValueError, "candidates must be at least 1 batch size"),
     "twice": ({"candidates": [4, 4]}, ValueError, r"each once, got \[4, 4\]"),
-    "a number": ({"candidates": 4}, TypeError, "candidates must be batch sizes, got int"),
+    "a number": ({"candidates": 4}, TypeError, "candidates must be a list of batch sizes, got int"),
     "small": ({"candidates": [1]}, ValueError, "candidates must be at least 2, got 1"),
     "float": ({"candidates": [2.5]}, TypeError, "candidates must be an integer"),
     "large": ({"candidates": [N + 1]}, ValueError, "candidates must be at most the data's 60 rows, got 61"),

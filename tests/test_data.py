@@ -63,6 +63,14 @@ def test_rejects():
         message = f"^add_noise: std must be finite and not negative, got {std}$"
         with pytest.raises(ValueError, match=message):
             data.add_noise(torch.zeros(1), std, seed=0)
+    with pytest.raises(TypeError, match="^add_noise: std must be a number, got 'a'$"):
+        data.add_noise(torch.zeros(1), "a", seed=0)
+    with pytest.raises(TypeError, match="^add_noise: seed must be an integer, got 'a'$"):
+        data.add_noise(torch.zeros(1), 0.5, seed="a")
+    with pytest.raises(TypeError, match="^digits: classes must be a list of digits, got int$"):
+        data.digits(classes=5)
+    with pytest.raises(ValueError, match=r"^digits: seed must lie in \[0, 2\^32\), got -1$"):
+        data.digits(seed=-1)
     with pytest.raises(TypeError, match="^add_noise: x must be a floating-point tensor, got torch"):
         data.add_noise(torch.zeros(1, dtype=torch.uint8), 0.5, seed=0)
 

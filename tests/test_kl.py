@@ -320,7 +320,7 @@ REJECTED_GAUSSIAN = [
 REJECTED_MIXTURE = [
     (dict(mu=torch.zeros(1, 1, 3), rho=torch.zeros(1, 1, 3)), ValueError, "mu must have shape"),
     (dict(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
-    (dict(num_samples=1.5), TypeError, "num_samples must be an integer, got float"),
+    (dict(num_samples=1.5), TypeError, "num_samples must be an integer, got 1.5"),
     (dict(stream=-1), ValueError, r"stream must lie in \[0, 2\^32\), got -1"),
     (dict(stream=2**32), ValueError, r"stream must lie in \[0, 2\^32\), got 4294967296"),
     (dict(pi=1.5), ValueError, r"pi must lie in \[0, 1\], got 1.5"),

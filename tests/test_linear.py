@@ -386,7 +386,7 @@ REJECTED = [
     (dict(stream=-1), ValueError, r"stream must lie in \[0, 2\^32\), got -1"),
     (dict(stream=None), TypeError, "stream must be an integer, got None"),
     (dict(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
-    (dict(num_samples="2"), TypeError, "num_samples must be an integer, got str"),
+    (dict(num_samples="2"), TypeError, "num_samples must be an integer, got '2'"),
 ]
 
 

@@ -333,7 +333,7 @@ def test_rejects():
     assert str(caught.value) == "signal_to_noise: snr must have a positive value, got 0.0"
     with pytest.raises(ValueError) as caught:
         plots.signal_to_noise([1.0, 2.0], cuts=(0.5, 75))
-    assert str(caught.value) == "signal_to_noise: cuts must lie in [0, 1], got [0.5, 75]"
+    assert str(caught.value) == "signal_to_noise: cuts must lie in [0, 1], got [0.5, 75.0]"
     with pytest.raises(ValueError) as caught:
         plots.error_over_epochs({"a": [2.0, 1.0]}, best={"a": 3})
     assert str(caught.value) == "error_over_epochs: best must lie in [1, 2], got 3"

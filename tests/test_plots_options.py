@@ -20,6 +20,16 @@ REFUSED = {
     "data": (lambda: plots.regression_band(*np.ones((3, 2)), data=np.ones(5)), r"be \(x, y\) of one length"),
     "pairs": (lambda: plots.regression_band(*np.ones((3, 2)), data=([1], [1, 2])), r"length, got \[1, 2\]"),
     "plug-in": (lambda: plots.verdict([[0]], [2.0, 3.0], [[0.5, 0.5]]), "plug_in must lie in .*got 2.0"),
+    "shown": (lambda: plots.stacked_probabilities([[0.5]], shown=0), "shown must be a list of classes, got int"),
+    "a class": (lambda: plots.stacked_probabilities([[0.5]], shown=["a"]), "shown must be an integer, got 'a'"),
+    "cuts": (lambda: plots.signal_to_noise([1.0, 2.0], cuts=("a",)), "cuts must be numbers, got tuple"),
+    "a mark": (lambda: plots.against_batch_size([2], POINT, ylabel="", marks={"a": "b"}), "marks must be a number, got 'a'"),
+    "mark 0": (lambda: plots.against_batch_size([2], POINT, ylabel="", marks={0: "b"}), "marks must be positive, got 0"),
+    "bins": (lambda: plots.statistic_marginals([1.0], {}, num_bins=0), "num_bins must be at least 1, got 0"),
+    "density": (lambda: plots.statistic_marginals([1.0], {"a": ("normal", 0)}), r"densities must hold \(family, location, scale\), got"),
+    "location": (lambda: plots.statistic_marginals([1.0], {"a": ("normal", "b", 1)}), "densities must be numbers, got str"),
+    "image": (lambda: plots.verdict([0.0], [0.5, 0.5], [[0.5, 0.5]]), r"verdict: image must have shape \(H, W\) or \(H, W, 3\), got \[1\]"),
+    "clean": (lambda: plots.verdict([[0.0]], [1.0], [[1.0]], clean=[0.0]), r"verdict: clean must have shape"),
     "stack": (lambda: plots.stacked_probabilities([[0.5, 9.0]], shown=[0]), "probs must lie in .*got 9.0"),
 }  # fmt: skip
 
@@ -27,7 +37,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_rejects(case):
     call, text = REFUSED[case]
-    error = TypeError if "be a dict" in text or "be an integer" in text else ValueError
+    types = "be a dict", "be an integer", "be a number", "be numbers", "be a list", "must hold"
+    error = TypeError if any(words in text for words in types) else ValueError
     with pytest.raises(error, match=text):
         call()
 

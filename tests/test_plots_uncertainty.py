@@ -332,7 +332,7 @@ REFUSED = [
     ),
     (
         lambda: plots.statistic_marginals(Y, {"a": ("normal", 1, 0)}),
-        "statistic_marginals: scale must be positive, got 0",
+        "statistic_marginals: scale must be positive, got 0.0",
     ),
     (
         lambda: plots.reliability_diagram([0.3, 0.7], [0]),

@@ -166,7 +166,7 @@ def test_gradient_ratio():
 
 def test_smoothing():
     losses = np.random.default_rng(0).normal(size=50).tolist()
-    found = deep.smoothed(losses, 20)
+    found = deep.smoothed(losses)
     np.testing.assert_allclose(found[19:], np.convolve(losses, np.full(20, 0.05), "valid"))
     assert found[0] == losses[0] and found[1] == pytest.approx((losses[0] + losses[1]) / 2)
 

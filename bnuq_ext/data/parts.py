@@ -7,7 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_floating, check_integer, check_path, refuse
+from ..ops.checks import (
+    check_floating,
+    check_integer,
+    check_key_range,
+    check_number,
+    check_path,
+    refuse,
+)
 
 
 class Part(NamedTuple):
@@ -67,10 +74,12 @@ def add_noise(x: Tensor, std: float, *, seed: int) -> Tensor:
         (*) like x.
 
     Raises:
-        ValueError, TypeError: std is out of range, or x is no floating-point tensor.
+        ValueError, TypeError: std or seed is out of range, or x is no floating-point tensor.
     """
     check_floating("add_noise", "x", x)
+    check_number("add_noise", "std", std)
     if not 0 <= std < math.inf:
         refuse("add_noise", "std", "be finite and not negative", std)
+    check_key_range("add_noise", seed)
     generator = torch.Generator().manual_seed(seed)
     return x + std * torch.randn(x.shape, generator=generator).to(x)

@@ -1,8 +1,10 @@
 """The data sets that scikit-learn carries, for a first run without any file."""
 
+from collections.abc import Iterable
+
 import torch
 
-from ..ops.checks import check_integer, refuse
+from ..ops.checks import check_integer, check_within, refuse
 from .parts import Part, Split, take
 
 
@@ -12,7 +14,7 @@ def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> S
 
     Args:
         num_train, num_validation: rows of these parts; the rest is the test part.
-        seed: of the split.
+        seed: of the split; in [0, 2^32).
         classes: the digits to keep; labels stay as they are.
 
     Returns:
@@ -20,12 +22,15 @@ def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> S
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
-        ValueError: a part would be empty.
+        ValueError, TypeError: an argument is out of range, or a part would be empty.
     """
     sklearn = _scikit("digits")
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     x, y = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
+    if not isinstance(classes, Iterable):
+        refuse("digits", "classes", "be a list of digits", type(classes).__name__, TypeError)
     classes = {check_integer("digits", "classes", k, 0) for k in classes}
+    check_within("digits", "seed", seed, 0, 2**32, "[0, 2^32)")
     rows = torch.isin(y, torch.tensor(sorted(classes))).nonzero().squeeze(1)
     counts = [
         check_integer("digits", name, value, 1)

@@ -108,7 +108,7 @@ def check_bank(op, x, mean, var, seed, snapshot, num_samples) -> int:
     check_parameter(op, "var", var, mean.shape, device)
     if (seed is None) == (snapshot is None):
         got = "neither" if seed is None else "both"
-        refuse(op, "seed", "be given or snapshot, one of them", got)
+        refuse(op, "seed or snapshot", "be given, and not both", got)
     if snapshot is None:
         check_seed(op, seed, device)
         check_num_samples(op, num_samples)

@@ -187,7 +187,7 @@ def _is_integer(value) -> bool:
 
 def check_num_samples(op: str, num_samples) -> None:
     if not _is_integer(num_samples):
-        refuse(op, "num_samples", "be an integer", type(num_samples).__name__, TypeError)
+        refuse(op, "num_samples", "be an integer", _readable(num_samples), TypeError)
     if num_samples < 1:
         refuse(op, "num_samples", "be at least 1", num_samples)
     if num_samples >= 2**63:

@@ -4,7 +4,7 @@ from itertools import cycle
 
 import numpy as np
 
-from ..ops.checks import refuse
+from ..ops.checks import check_positive, refuse
 from .canvas import (
     BLUE,
     COLORS,
@@ -39,6 +39,8 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
     levels, marks = take_options(op, "levels", levels), take_options(op, "marks", marks)
     take_entries(op, "curves", curves)
     batch_sizes = _take_sizes(op, batch_sizes)
+    for m in marks:
+        check_positive(op, "marks", m)
     for (label, values), color in zip(curves.items(), cycle(ORDER), strict=False):
         values = take_values(op, label, values)
         if len(values) != len(batch_sizes):

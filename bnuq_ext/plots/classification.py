@@ -1,5 +1,7 @@
 """What class probabilities look like: their entropy, their calibration, one image's verdict."""
 
+import math
+from collections.abc import Iterable
 from itertools import cycle
 
 import numpy as np
@@ -17,6 +19,7 @@ from .canvas import (
     take_array,
     take_axes,
     take_entries,
+    take_numbers,
     take_options,
     take_probs,
     take_values,
@@ -128,7 +131,7 @@ def stacked_probabilities(probs, *, shown, ax=None):
     probs = take_probs("stacked_probabilities", "probs", probs)
     if probs.ndim != 2:
         refuse("stacked_probabilities", "probs", "have shape (T, K)", list(probs.shape))
-    K, shown = probs.shape[1], list(shown)
+    K, shown = probs.shape[1], _take_classes(shown)
     if not all(0 <= k < K for k in shown):
         refuse("stacked_probabilities", "shown", f"lie in [0, {K})", shown)
     columns, bottom = np.arange(1, len(probs) + 1), np.zeros(len(probs))
@@ -148,14 +151,26 @@ def stacked_probabilities(probs, *, shown, ax=None):
     return ax
 
 
+def _take_classes(shown) -> list[int]:
+    if not isinstance(shown, Iterable):
+        refuse(
+            "stacked_probabilities",
+            "shown",
+            "be a list of classes",
+            type(shown).__name__,
+            TypeError,
+        )
+    return [check_integer("stacked_probabilities", "shown", k, -math.inf) for k in shown]
+
+
 def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, ax=None):
     """A noisy image, what one network says about it, and what its replicas say.
 
     Args:
-        image: (H, W) pixels.
+        image: (H, W) pixels, or (H, W, 3) in colour.
         plug_in: (K,) probabilities of ordinary batch norm.
         replicas: (T, K) probabilities of the replicas; drawn in the order of their verdicts.
-        clean: (H, W) the image without noise, shown before it.
+        clean: like image, the image without noise, shown before it.
         truth: the true class.
         visible: a class has a colour of its own if its mean probability somewhere reaches this.
         ax: where to draw.
@@ -179,7 +194,7 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
     titles = ("without noise", "the input") if truth is None else (f"a {truth}", f"a noisy {truth}")
     for name, pixels, title in zip(("clean", "image"), (clean, image), titles, strict=True):
         if name in panels:
-            panels[name].imshow(take_array(pixels), cmap="gray_r", interpolation="nearest")
+            panels[name].imshow(_take_pixels(name, pixels), cmap="gray_r", interpolation="nearest")
             panels[name].set(xticks=[], yticks=[])
             panels[name].set_title(title, fontsize="medium")
     middle = panels["plug-in"]
@@ -194,6 +209,13 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
     together = f"together: “{mean.argmax()}”, {mean.max():.0%}"
     ax.set_xlabel(f"replicas, sorted by verdict; {together}")
     return ax
+
+
+def _take_pixels(name: str, pixels):
+    pixels = take_numbers("verdict", name, pixels)
+    if pixels.ndim != 2 and pixels.shape[2:] != (3,):
+        refuse("verdict", name, "have shape (H, W) or (H, W, 3)", list(pixels.shape))
+    return pixels
 
 
 def _take_verdicts(plug_in, replicas) -> tuple:

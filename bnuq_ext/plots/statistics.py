@@ -2,8 +2,17 @@
 
 import numpy as np
 
-from ..ops.checks import refuse
-from .canvas import BLUE, COLORS, check_mapping, take_axes, take_finite
+from ..ops.checks import check_integer, refuse
+from .canvas import BLUE, COLORS, check_mapping, take_axes, take_finite, take_numbers
+
+
+def _take_density(entry) -> tuple:
+    try:
+        family, location, scale = entry
+    except (TypeError, ValueError):
+        requirement = "hold (family, location, scale)"
+        refuse("statistic_marginals", "densities", requirement, repr(entry), TypeError)
+    return family, *(take_numbers("statistic_marginals", "densities", v) for v in (location, scale))
 
 
 def _density(family: str, location: float, scale: float, points):
@@ -41,15 +50,17 @@ def statistic_marginals(
     ax = take_axes(ax)
     values = take_finite("statistic_marginals", "values", values)
     check_mapping("statistic_marginals", "densities", densities, "(family, location, scale)")
+    if not isinstance(num_bins, str):
+        num_bins = check_integer("statistic_marginals", "num_bins", num_bins, 1)
     low, high = values.min(), values.max()
     margin = 0.15 * (high - low) or 0.5
     heights, edges = np.histogram(values, num_bins, density=True)
     label = f"{len(values)} batches"
     ax.stairs(heights, edges, fill=True, color=BLUE, alpha=0.35, label=label)
     points = np.linspace(low - margin, high + margin, 400)
-    for i, (label, (family, location, scale)) in enumerate(densities.items()):
+    for i, (label, entry) in enumerate(densities.items()):
         color, line = COLORS[(2, 5, 3, 7)[i % 4]], ("-", "--", "-.", ":")[i % 4]
-        ax.plot(points, _density(family, location, scale, points), line, color=color, label=label)
+        ax.plot(points, _density(*_take_density(entry), points), line, color=color, label=label)
     ax.set(xlabel=xlabel, ylabel="density", xlim=(points[0], points[-1]), ylim=(0, None))
     ax.legend(frameon=False, fontsize="small")
     return ax

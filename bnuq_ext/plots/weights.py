@@ -13,6 +13,7 @@ from .canvas import (
     take_axes,
     take_entries,
     take_finite,
+    take_numbers,
     take_options,
     take_values,
 )
@@ -127,8 +128,9 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     snr = np.sort(take_finite("signal_to_noise", "snr", snr))
     if not snr[-1] > 0:
         refuse("signal_to_noise", "snr", "have a positive value", snr[-1])
-    if not all(0 <= cut <= 1 for cut in cuts):
-        refuse("signal_to_noise", "cuts", "lie in [0, 1]", list(cuts))
+    cuts = take_numbers("signal_to_noise", "cuts", cuts).reshape(-1)
+    if not ((cuts >= 0) & (cuts <= 1)).all():
+        refuse("signal_to_noise", "cuts", "lie in [0, 1]", cuts.tolist())
     num_bins = check_integer("signal_to_noise", "num_bins", num_bins, 1)
     # The least thousandth may reach down to 0, which has no logarithm.
     low, high = max(np.quantile(snr, 1e-3), snr[-1] * 1e-6), snr[-1]

@@ -213,9 +213,9 @@ def draw(found: dict, settings: Settings):
     return figure
 
 
-def smoothed(losses: list[float], window: int = 20) -> list[float]:
-    """Mean of each loss and the up to window - 1 before it."""
-    return [fmean(losses[max(0, i + 1 - window) : i + 1]) for i in range(len(losses))]
+def smoothed(losses: list[float]) -> list[float]:
+    """Mean of each loss and the up to 19 before it."""
+    return [fmean(losses[max(0, i - 19) : i + 1]) for i in range(len(losses))]
 
 
 def remarks(found: dict, settings: Settings) -> list[str]:

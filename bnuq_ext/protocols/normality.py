@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from .. import convert, plots, statistics_normality
 from ..data import diabetes, table
 from ..experiments.fitting import batch_norm_chain, train_epoch
-from ..normality import LayerNormality
+from ..normality import LEVEL, LayerNormality
 from ..ops.checks import refuse
 from ..plots.canvas import legend_outside, new_figure
 from ..restore import preserved_rng
@@ -22,7 +22,6 @@ from .results import Report, Table, Unit
 
 TITLE = "Normality of the batch statistics (Teye et al. 2018, Figures 3, 7 and 8)"
 WITHOUT_DATA = "diabetes"
-LEVEL = 0.05
 COLUMNS = [
     "data", "M", "epoch", "layer", "variance of mu, analytic / observed", "of sigma, analytic / observed",
     "units with mu not normal (%)", "with sigma not normal (%)",

@@ -8,26 +8,10 @@
 
 #include "../statistics.h"
 #include "ceil_div.h"
-#include "convert.h"
 #include "pages.h"
+#include "scalar_types.h"
 
 namespace bnuq {
-
-template <typename F>
-void dispatch(ScalarType type, const F& body) {
-  switch (type) {
-    case ScalarType::Float:
-      return body(float());
-    case ScalarType::Double:
-      return body(double());
-    case ScalarType::Half:
-      return body(Half());
-    case ScalarType::BFloat16:
-      return body(BFloat16());
-    default:
-      STD_TORCH_CHECK(false, "bnuq: dtype must be float32, float64, float16 or bfloat16");
-  }
-}
 
 // Rows are `width` long: C, or for short rows of a tensor with S = 1 several copies of the C
 // channels, so that the loop over a row is long enough.

@@ -5,7 +5,8 @@
 #include <algorithm>
 
 #include "../real.h"
-#include "affine_table.h"
+#include "ceil_div.h"
+#include "scalar_types.h"
 #include "simd.h"
 
 namespace bnuq {

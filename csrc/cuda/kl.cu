@@ -3,7 +3,6 @@
 #include <tuple>
 #include <vector>
 
-#include "../dispatch.h"
 #include "kl_kernels.cuh"
 
 namespace bnuq {

@@ -2,7 +2,6 @@
 
 #include <tuple>
 
-#include "../dispatch.h"
 #include "linear_direct_kernels.cuh"
 
 namespace bnuq {

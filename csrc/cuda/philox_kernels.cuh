@@ -28,7 +28,7 @@ template <typename = void>
 __global__ void __launch_bounds__(kPhiloxThreads) weight_normal_kernel(
     float* __restrict__ out, const int64_t* __restrict__ seed, uint32_t stream, uint32_t tag,
     int64_t T, int64_t O, int64_t I) {
-  const int64_t tiles_o = ceil_div<int64_t>(O, 16), tiles_i = ceil_div<int64_t>(I, 16);
+  const int64_t tiles_o = ceil_div<int64_t>(O, kEdge), tiles_i = ceil_div<int64_t>(I, kEdge);
   const int64_t i = int64_t(blockIdx.x) * kPhiloxThreads + threadIdx.x;
   if (i >= T * tiles_o * tiles_i * kWarp) return;
   const int lane = int(i % kWarp);
@@ -69,7 +69,7 @@ inline void run_weight_normal(
     float* out, const int64_t* seed, uint32_t stream_id, uint32_t tag, int64_t T, int64_t O,
     int64_t I, cudaStream_t stream) {
   const unsigned blocks =
-      philox_blocks(T * ceil_div<int64_t>(O, 16) * ceil_div<int64_t>(I, 16) * kWarp);
+      philox_blocks(T * ceil_div<int64_t>(O, kEdge) * ceil_div<int64_t>(I, kEdge) * kWarp);
   const auto kernel = weight_normal_kernel<>;
   BNUQ_LAUNCH(
       kernel, dim3(blocks), dim3(kPhiloxThreads), 0, stream, out, seed, stream_id, tag, T, O, I);

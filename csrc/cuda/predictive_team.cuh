@@ -144,11 +144,10 @@ BNUQ_DEVICE void load_slots(acc_t (&v)[kSlots<acc_t>], const scalar_t* from, con
     v[r] = r < at.count ? to_acc(from[at.first + r * at.stride]) : -acc_t(INFINITY);
 }
 
-// What the softmax of one replica leaves: p_k = exp(l_k - max) / sum, log p_k = l_k - max - log
-// sum.
+// Of the softmax of one replica: p_k = exp(l_k - max) / sum, log p_k = l_k - max - log sum.
 template <typename acc_t>
 struct Softmax {
-  acc_t max, inverse_sum, log_sum;
+  acc_t inverse_sum, log_sum;
 };
 
 // Turns logits into shifted = l - max and e = exp(shifted).
@@ -168,7 +167,7 @@ BNUQ_DEVICE Softmax<acc_t> softmax(
     total += e[r];
   }
   total = team.sum(total);
-  return {largest, acc_t(1) / total, log(total)};
+  return {acc_t(1) / total, log(total)};
 }
 
 }  // namespace bnuq
