@@ -104,7 +104,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    root = Parser(prog="bnuq", description="Uncertainty from batch normalisation.")
+    root = Parser(
+        prog="bnuq", description="Uncertainty from batch normalisation and from Gaussian weights."
+    )
     root.add_argument("--version", action="version", version=f"bnuq {__version__}")
     commands = root.add_subparsers(dest="command", required=True)
     add_demo(commands)

@@ -1,5 +1,5 @@
-"""Whether a forward looks at values of its rows, so
-that what it does next may depend on all of them."""
+"""Whether a forward looks at values of its rows,
+so that what it does next may depend on all of them."""
 
 from __future__ import annotations
 
