@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from .forward import Forward
 from .inputs import expand
+from .kept import KeptTensors, Uses
 from .moved import Moved
-from .passes import DoesNotFold, Undecided
+from .passes import DoesNotFold, ReplicaPass, Undecided
 from .probe import (
     CROWD,
     ROWS,
@@ -26,6 +27,8 @@ from .probe import (
 )
 from .reads import Reads
 from .samplers import Draw
+
+KEEPS = "its forward computes with a tensor that it has left outside of the model, in a hook or a global"
 
 
 class Proof(NamedTuple):
@@ -71,8 +74,7 @@ class Trial(NamedTuple):
 
     def _compare(self, probe, mode) -> tuple[dict[str, int], dict[str, bool], Tensor]:
         *alone, both = self._draws()
-        with mode:
-            runs = [self.forward.run(probe, draw) for draw in alone]
+        runs = self._run_alone(probe, alone, mode)
         loop, rows = torch.cat([output for output, _ in runs]), runs[0][1].rows
         tolerance = tolerance_of(loop, probe, self.modules)
         check_informative(torch.stack([output for output, _ in runs]), tolerance)
@@ -80,6 +82,19 @@ class Trial(NamedTuple):
             folded, seen = self.forward.run(self._arguments(probe), both, rows)
         check_equal(folded, loop, tolerance)
         return rows, seen.shared, folded
+
+    def _run_alone(self, probe, draws: list[Draw], mode) -> list[tuple[Tensor, ReplicaPass]]:
+        """Each replica by itself; raises DoesNotFold where one depends on what the one before has
+        left outside of the model: a largest value, or a sum, of all that was ever seen."""
+        with mode:
+            first = self.forward.run(probe, draws[0])
+        before = KeptTensors(self.modules, self.forward.output_fn)
+        with Uses() as uses, mode:
+            second = self.forward.run(probe, draws[1])
+        changed = before.changed(KeptTensors(self.modules, self.forward.output_fn))
+        if uses.found & before.found.keys() & (changed | uses.opened):
+            raise DoesNotFold(KEEPS)
+        return [first, second]
 
     def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor | None) -> None:
         """The same with infinities and with a row far out, unless they would become indices, and

@@ -333,3 +333,15 @@ def test_the_last_replica_of_all(model):
     predict(model, first_replica=2**63 - 2, num_samples=2)
     with pytest.raises(ValueError, match=r"first_replica must be at most 2\^63 - 3"):
         predict(model, first_replica=2**63 - 2, num_samples=3)
+
+
+@pytest.mark.parametrize(
+    "sampler, name", [("bank", "mean"), ("joint", "mean"), ("normal", "params")]
+)
+def test_other_channels_than_those_of_the_bank(sampler, name):
+    torch.manual_seed(0)
+    model = bnuq.convert(nn.Sequential(nn.Identity(), nn.BatchNorm1d(5)))
+    bnuq.collect(model, [torch.randn(9, 5) for _ in range(5)], progress=False)
+    message = f"x must have the 5 channels of {name}, got 4"
+    with pytest.raises(ValueError, match=message):
+        predict(model, torch.randn(6, 4), likelihood="gaussian", sampler=sampler)

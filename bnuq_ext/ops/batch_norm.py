@@ -7,15 +7,15 @@ from .batch_norm_checks import (
     FAMILIES,
     check_activations,
     check_bank,
+    check_channels,
     check_fitted,
     check_input,
     check_out,
-    check_parameter,
     prepare,
     slope_of,
     wants_grad,
 )
-from .checks import acc_dtype
+from .checks import acc_dtype, check_device
 from .modes import mark_written, past_autograd, refuse_other_derivatives
 
 
@@ -101,7 +101,8 @@ def batch_norm_snapshots(
     acc = mean.dtype
     if x.dtype is not acc or x.dim() < 2 or x.shape[1] != mean.shape[1] or x.device != mean.device:
         check_activations("batch_norm_bank", x)
-        check_parameter("batch_norm_bank", "mean", mean, (mean.shape[0], x.shape[1]), x.device)
+        check_channels("batch_norm_bank", x, "mean", mean)
+        check_device("batch_norm_bank", "mean", mean, x.device)
         acc = acc_dtype(x.dtype)
         mean, var = prepare(mean, acc), prepare(var, acc)
     refuse_other_derivatives("batch_norm_bank", x, weight, bias)
