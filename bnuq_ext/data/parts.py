@@ -81,5 +81,5 @@ def add_noise(x: Tensor, std: float, *, seed: int) -> Tensor:
     if not 0 <= std < math.inf:
         refuse("add_noise", "std", "be finite and not negative", std)
     check_key_range("add_noise", seed)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     return x + std * torch.randn(x.shape, generator=generator).to(x)

@@ -152,15 +152,10 @@ def stacked_probabilities(probs, *, shown, ax=None):
 
 
 def _take_classes(shown) -> list[int]:
+    op = "stacked_probabilities"
     if not isinstance(shown, Iterable):
-        refuse(
-            "stacked_probabilities",
-            "shown",
-            "be a list of classes",
-            type(shown).__name__,
-            TypeError,
-        )
-    return [check_integer("stacked_probabilities", "shown", k, -math.inf) for k in shown]
+        refuse(op, "shown", "be a list of classes", type(shown).__name__, TypeError)
+    return [check_integer(op, "shown", k, -math.inf) for k in shown]
 
 
 def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, ax=None):
@@ -212,10 +207,10 @@ def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, a
 
 
 def _take_pixels(name: str, pixels):
-    pixels = take_numbers("verdict", name, pixels)
-    if pixels.ndim != 2 and pixels.shape[2:] != (3,):
-        refuse("verdict", name, "have shape (H, W) or (H, W, 3)", list(pixels.shape))
-    return pixels
+    shape = take_numbers("verdict", name, pixels).shape
+    if len(shape) != 2 and shape[2:] != (3,):
+        refuse("verdict", name, "have shape (H, W) or (H, W, 3)", list(shape))
+    return take_array(pixels)  # colours from 0 to 255 are known by their type
 
 
 def _take_verdicts(plug_in, replicas) -> tuple:
