@@ -28,7 +28,7 @@ CONTAINERS = (list, dict, set, deque)
 _VIEWS = (tuple, frozenset, MappingProxyType, ChainMap)
 _RECORDS = (SimpleNamespace, Namespace, UserDict, UserList)
 # Packages whose objects are not looked into, and others than the model's own whose objects are.
-FOREIGN = {"builtins", "functools", "torch", "bnuq_ext"}
+_FOREIGN = {"builtins", "functools", "torch", "bnuq_ext"}
 _CONFIGURED_BY = {"omegaconf", "ml_collections"}
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
 _DEEPEST = 8  # of objects in objects
@@ -64,8 +64,8 @@ class Contents:
         self.seen, self.modules = seen, modules
         self.visited = set(map(id, modules))
         self.most = len(self.visited) + _MOST
-        self.packages, self.own = _code_of(modules)
-        for cls in self.own:
+        self.packages, own = _code_of(modules)
+        for cls in own:
             self._append_all(list(vars(cls).values()), _DEEPEST)  # not what these hold
 
     def append(self, value, depth: int = 0) -> None:
@@ -98,7 +98,7 @@ class Contents:
             self._append_callable(function)
 
     def _append_callable(self, value) -> None:
-        self.packages |= {package_of(type(value))} - FOREIGN
+        self.packages |= {_package(type(value))} - _FOREIGN
         if len(identity(value)) == 1:  # an operator.itemgetter: a later one may lie at its address
             self.seen.append(repr(value))
             self._look_into(value, 0)
@@ -148,7 +148,7 @@ class Contents:
             yield _slots(value)
 
     def _is_open(self, value) -> bool:
-        package = package_of(type(value))
+        package = _package(type(value))
         return (
             is_record(value)
             or isinstance(value, nn.Module)
@@ -165,14 +165,14 @@ def is_record(value) -> bool:
 def _code_of(modules: list[nn.Module]) -> tuple[set[str], list[type]]:
     """The packages that modules come from, and their classes and bases of those."""
     classes = set(map(type, modules))
-    own = [cls for cls in classes if package_of(cls) not in FOREIGN]
-    packages = set(map(package_of, own))
+    own = [cls for cls in classes if _package(cls) not in _FOREIGN]
+    packages = set(map(_package, own))
     bases = dict.fromkeys(base for cls in own for base in cls.__mro__)
-    return packages, [base for base in bases if package_of(base) in packages]
+    return packages, [base for base in bases if _package(base) in packages]
 
 
-def package_of(code: type | Callable) -> str:
-    return str(code.__module__).partition(".")[0]
+def _package(cls: type) -> str:
+    return str(cls.__module__).partition(".")[0]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -115,7 +115,7 @@ class Reads:
             yield
 
     def look(self, args) -> None:
-        if not self._constant(args):
+        if not self.constant(args):
             self.found = READS
 
     def look_at_operation(self, func, args: tuple, kwargs: dict, result) -> None:
@@ -125,12 +125,12 @@ class Reads:
             and not result.is_floating_point()
             and args[0].is_floating_point()
         ):
-            self.rounds |= not self._constant(args)
+            self.rounds |= not self.constant(args)
         if torch.Tag.dynamic_output_shape in func.tags:
             given = (args, kwargs)
             if func is _aten.index.Tensor:  # integers that index have as many rows as before
                 given = [t for t in tensors((args[1:], kwargs)) if t.dtype in _MASKS]
-            self.selections += not self._constant(given)
+            self.selections += not self.constant(given)
 
     def follow(self, func, args: tuple, kwargs: dict, result) -> None:
         """What an operation makes of constants, or of no tensor, is one; what it writes another
@@ -146,14 +146,15 @@ class Reads:
 
     def keep(self, given, result) -> bool:
         """Takes what is made of constants as constant; whether it is made of these alone."""
-        if not self._constant(given):
+        if not self.constant(given):
             return False
         made = {storage_of(t): t for t in tensors(result)}
         self.kept |= made
         self.constants |= made.keys() - {None}
         return True
 
-    def _constant(self, args) -> bool:
+    def constant(self, args) -> bool:
+        """Whether tensors are the same whatever the rows are, as far as has been followed."""
         return all(storage_of(t) in self.constants for t in tensors(args))
 
     def check(self, calls: dict[str, int]) -> None:

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from .carried import CARRIES, Carried
 from .dropout import Undropped
 from .folding import Folding, Plan
 from .forward import Forward
@@ -83,24 +84,28 @@ class StandingFolding(Folding):
         with nothing dropped are those run alone.
 
         Args:
-            state: put back between the two, for a model that changes itself.
+            state: put back between the two, for a model that changes itself; with it, what one
+                leaves for the other elsewhere is looked for.
 
         Raises:
             DoesNotFold: they are not.
             SharesDropout, DrawsNumbers: see there.
         """
         draws = probe_draws(self.forward.draw(self.first_replica, 1), self.num_samples)
+        carried = None if state is None else Carried(self.modules)
         with uncompiled():
             before = random_states()
-            with Undropped() as of_all:
+            with carried or nullcontext(), Undropped() as of_all:
                 outputs = self.together(plan, draws[-1])
             if state is not None:
                 self.undo(state)
-            with Undropped() as of_one:
+            with carried or nullcontext(), Undropped() as of_one:
                 alone, _ = self.forward.run(self.inputs, draws[self.chosen()])
             drawn = drawn_since(before)
         if of_all.sizes != [self.num_samples * size for size in of_one.sizes]:
             raise SharesDropout("a dropout in its forward would be the same for all replicas")
+        if carried is not None and carried.found():
+            raise DoesNotFold(CARRIES)
         if drawn:
             raise DrawsNumbers("its forward draws random numbers, and not for dropout")
         self.accept(plan, outputs, alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .carried import CARRIES, Carried
 from .folding import CHANGES, LOOP, Plan
 from .forward import Forward
 from .known import Known
@@ -84,12 +85,15 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
 
 def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
-    state = State(folding.modules)
+    state, carried = State(folding.modules), Carried(folding.modules)
     with torch.no_grad(), preserved_rng():
         before = random_states()
         failure = None
         try:
-            alone = folding.alone()
+            with carried:
+                alone = folding.alone()
+            with carried:
+                folding.alone()
             repeatable = not drawn_since(before)
             if not repeatable:
                 failure = folding.failure_without_dropout(plan)
@@ -100,8 +104,9 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
         for plans in (folding.known.earlier_plans, folding.known.plans):
             plans.pop(folding.place, None)
         return LOOP, None
-    if changed or isinstance(failure, DrawsNumbers):
-        folding.refute(plan, CHANGES if changed else str(failure))
+    if changed or carried.found() or isinstance(failure, DrawsNumbers):
+        found = CARRIES if carried.found() else str(failure)
+        folding.refute(plan, CHANGES if changed else found)
         return LOOP, None
     if failure is not None:
         plan = folding.next_way(plan, failure)

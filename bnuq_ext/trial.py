@@ -3,16 +3,18 @@ together and one after the other."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .carried import CARRIES, Carried
+from .fingerprint import OURS
 from .forward import Forward
 from .inputs import expand
-from .kept import KeptTensors, Uses
 from .moved import Moved
-from .passes import DoesNotFold, ReplicaPass, Undecided
+from .passes import DoesNotFold, Undecided
 from .probe import (
     CROWD,
     ROWS,
@@ -27,8 +29,6 @@ from .probe import (
 )
 from .reads import Reads
 from .samplers import Draw
-
-KEEPS = "its forward computes with a tensor that it has left outside of the model, in a hook or a global"
 
 
 class Proof(NamedTuple):
@@ -67,14 +67,23 @@ class Trial(NamedTuple):
             raise Undecided(f"the model takes no rows made up for a trial: {error}") from error
 
     def _prove(self, probe) -> Proof:
+        if self.flags is not None and any(_has_backward_hooks(m) for m in self.modules):
+            raise DoesNotFold("a backward hook of a module would see all replicas at once")
         reads = Reads(self.modules, probe, ROWS)
-        rows, shared, folded = self._compare(probe, reads)
+        rows, shared, folded = self._compare(probe, reads, Carried(self.modules, reads.constant))
         self._compare_harder(probe, rows, None if reads.rounds else folded)
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
-    def _compare(self, probe, mode) -> tuple[dict[str, int], dict[str, bool], Tensor]:
+    def _compare(
+        self, probe, mode, carried: Carried | None = None
+    ) -> tuple[dict[str, int], dict[str, bool], Tensor]:
         *alone, both = self._draws()
-        runs = self._run_alone(probe, alone, mode)
+        runs = []
+        for draw in alone:
+            with carried or nullcontext(), mode:
+                runs.append(self.forward.run(probe, draw))
+        if carried is not None and carried.found():
+            raise DoesNotFold(CARRIES)
         loop, rows = torch.cat([output for output, _ in runs]), runs[0][1].rows
         tolerance = tolerance_of(loop, probe, self.modules)
         check_informative(torch.stack([output for output, _ in runs]), tolerance)
@@ -82,19 +91,6 @@ class Trial(NamedTuple):
             folded, seen = self.forward.run(self._arguments(probe), both, rows)
         check_equal(folded, loop, tolerance)
         return rows, seen.shared, folded
-
-    def _run_alone(self, probe, draws: list[Draw], mode) -> list[tuple[Tensor, ReplicaPass]]:
-        """Each replica by itself; raises DoesNotFold where one depends on what the one before has
-        left outside of the model: a largest value, or a sum, of all that was ever seen."""
-        with mode:
-            first = self.forward.run(probe, draws[0])
-        before = KeptTensors(self.modules, self.forward.output_fn)
-        with Uses() as uses, mode:
-            second = self.forward.run(probe, draws[1])
-        changed = before.changed(KeptTensors(self.modules, self.forward.output_fn))
-        if uses.found & before.found.keys() & (changed | uses.opened):
-            raise DoesNotFold(KEEPS)
-        return [first, second]
 
     def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor | None) -> None:
         """The same with infinities and with a row far out, unless they would become indices, and
@@ -143,3 +139,8 @@ class Trial(NamedTuple):
 
     def _arguments(self, probe, num_samples: int = 2):
         return probe if self.way == "folded" else expand(self.forward.op, probe, num_samples)
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+    return not all(hasattr(hook, OURS) for hook in hooks)

@@ -1,4 +1,4 @@
-"""Tensors that hooks and globals keep of a forward: a trial's own values must not come there."""
+"""What a forward leaves for the next: a trial's own values must not come there."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from coupled import ROWS
 from test_folding import prepared, samples, way
-from torch import nn
+from torch import Tensor, nn
 
 import bnuq_ext as bnuq
 
@@ -49,6 +49,47 @@ def by_data(most):
     return hook
 
 
+def by_setting_data(most):
+    def hook(module, args, out):
+        most.data = torch.maximum(most, out.detach().abs().amax())
+        return out / most
+
+    return hook
+
+
+def growing(seen):
+    def hook(module, args, out):
+        seen.append(out.detach().abs().amax())
+        return out / torch.stack(seen).amax()
+
+    return hook
+
+
+@torch.no_grad()
+def decorated(module, args, out):
+    return absmax(TABLE, module, args, out)
+
+
+class Foreign:
+    """Of another package than the model, by its name."""
+
+    __module__ = "elsewhere.observers"
+    most = torch.tensor(100.0)
+
+    def scale(self, out):
+        self.most = torch.maximum(self.most, out.abs().amax())
+        return out / self.most
+
+
+class ScaledByForeign(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.observer = Foreign()
+
+    def forward(self, h):
+        return self.observer.scale(h)
+
+
 def with_table(add):
     def build(model):
         table = {"most": torch.tensor(100.0)}
@@ -82,6 +123,23 @@ def with_global(model):
     return lambda: TABLE["most"]
 
 
+def with_decorated(model):
+    TABLE["most"] = torch.tensor(100.0)
+    model[2].register_forward_hook(decorated)
+    return lambda: TABLE["most"]
+
+
+def with_foreign(model):
+    model.insert(3, ScaledByForeign().eval())
+    return lambda: model[3].observer.most
+
+
+def with_list(model):
+    seen = [torch.tensor(100.0)]
+    model[2].register_forward_hook(growing(seen))
+    return lambda: torch.stack(seen).amax()
+
+
 KEEPERS = {
     "closure": with_table(
         lambda layer, table: layer.register_forward_hook(lambda *args: absmax(table, *args))
@@ -91,7 +149,11 @@ KEEPERS = {
     "by .data": with_tensor(by_data),
     "object": with_observer(lambda observer: observer),
     "method": with_observer(lambda observer: observer.method),
+    "by setting .data": with_tensor(by_setting_data),
     "global": with_global,
+    "decorated": with_decorated,
+    "object of another package": with_foreign,
+    "a list that grows": with_list,
 }
 
 
@@ -119,7 +181,7 @@ def test_what_is_kept_stays_as_the_loop_leaves_it(kept):
 def test_replicas_refuse_and_leave_it(kept):
     model, now = kept
     before = model(ROWS[:6])
-    with pytest.raises(ValueError, match="left outside of the model, in a hook or a global"):
+    with pytest.raises(ValueError, match="an earlier one has left in a hook"):
         with bnuq.replicas(model, 3, 0):
             model(ROWS[:6])
     assert now() == 100
@@ -146,3 +208,62 @@ def test_what_is_kept_and_not_computed_with_folds():
     for _ in range(2):  # the first compares with replicas alone
         torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
     assert len(taken["features"]) == 6 * len(expected)
+
+
+@pytest.mark.parametrize("asks", [lambda kept: kept.shape[1:], Tensor.numel, len])
+def test_a_shape_of_what_is_kept_may_be_asked_for(asks):
+    model, taken = prepared(network, ROWS), {}
+
+    def hook(module, args, out):
+        if taken:
+            asks(taken["features"])
+        taken["features"] = out
+
+    model[2].register_forward_hook(hook)
+    samples(model, ROWS[:6])
+    assert way(model) == "folded"
+
+
+def bayesian():
+    torch.manual_seed(0)
+    return bnuq.to_bayesian(nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1)))
+
+
+def step(model, num_samples=4):
+    loss = bnuq.elbo_loss(
+        model, ROWS[:6], torch.zeros(6, 1), num_samples=num_samples, likelihood="gaussian",
+        batch_weight=0.1, seed=0,
+    ).loss  # fmt: skip
+    loss.backward()
+
+
+def test_what_is_kept_in_training_alone():
+    model, table = bayesian(), {"mean": torch.zeros(5)}
+
+    def centred(module, args, out):
+        if module.training:
+            table["mean"] = 0.9 * table["mean"] + 0.1 * out.detach().mean(0)
+        return out - table["mean"]
+
+    model[0].register_forward_hook(centred)
+    with pytest.raises(ValueError, match="an earlier one has left in a hook"):
+        with bnuq.replicas(model, 4, 0):
+            model(ROWS[:6])
+    step(model)
+    assert way(model) == "loop"
+
+
+def test_a_backward_hook_sees_one_sample_at_a_time():
+    model, largest = bayesian(), []
+    model[2].register_full_backward_hook(
+        lambda module, of_input, of_output: largest.append(
+            (len(of_output[0]), of_output[0].abs().amax())
+        )
+    )
+    step(model)
+    assert [rows for rows, _ in largest] == 4 * [6]
+    assert max(largest)[1] < 1  # of a mean over rows and samples, not of a trial
+    with bnuq.replicas(model, 4, 0), pytest.raises(ValueError, match="a backward hook of a module"):
+        model(ROWS[:6])
+    with torch.no_grad(), bnuq.replicas(model, 4, 0):
+        assert len(model(ROWS[:6])) == 24
