@@ -10,6 +10,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .contents import version_of
 from .inputs import tensors
+from .passes import DoesNotFold
+from .reads import Reads
 
 CARRIES = "its forward computes with a tensor that an earlier one has left in a hook, an object or a global"
 _DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__
@@ -27,9 +29,7 @@ class Carried(TorchFunctionMode):
         constant: whether a tensor is the same whatever the rows are; a cache of such may be used.
     """
 
-    def __init__(
-        self, modules: list[nn.Module], constant: Callable[[Tensor], bool] = lambda tensor: False
-    ):
+    def __init__(self, modules: list[nn.Module], constant: Callable[[Tensor], bool]):
         super().__init__()
         self.constant = constant
         self.own = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
@@ -67,3 +67,25 @@ class Carried(TorchFunctionMode):
         again = self.met.keys() & self.met_earlier.keys()
         aliases = [pair for key in again for pair in (*self.met[key], *self.met_earlier[key])]
         return self.used or any(version_of(t) != version for t, version in aliases)
+
+
+class Watch:
+    """Around forwards, entered for each of them: whether values decide what they do next (`Reads`),
+    and what one leaves for another (`Carried`)."""
+
+    def __init__(self, modules: list[nn.Module], reads: Reads):
+        self.reads, self.carried = reads, Carried(modules, reads.constant)
+
+    def __enter__(self) -> None:
+        self.carried.__enter__()
+        self.reads.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.reads.__exit__(*error)
+        self.carried.__exit__(*error)
+
+    def check(self, calls: dict[str, int]) -> None:
+        """Raises DoesNotFold for either; `calls`: rows of stochastic calls."""
+        self.reads.check(calls)
+        if self.carried.found():
+            raise DoesNotFold(CARRIES)

@@ -236,7 +236,7 @@ class Folding:
         with reads:
             output = self.together(plan, draw)
         reads.check(plan.rows)
-        self._check_ends(plan, output, first_replica)
+        self._check_some(plan, output, first_replica)
         return output
 
     def together(self, plan: Plan, draw: Draw) -> Tensor:
@@ -251,10 +251,11 @@ class Folding:
             )
         return output.view(num_samples, *plan.shape)
 
-    def _check_ends(self, plan: Plan, output: Tensor, first_replica: int) -> None:
-        """Compares the first replica and the last: every other one lies before
-        or behind one of them."""
-        for replica in (0, len(output) - 1):
+    def _check_some(self, plan: Plan, output: Tensor, first_replica: int) -> None:
+        """Compares four replicas: every other one lies before or behind the first or the last, and
+        what parts values by all rows parts those between them too."""
+        last = len(output) - 1
+        for replica in sorted({0, last // 3, 2 * last // 3, last}):
             with self.known.planning, preserved_rng():
                 draw = self.forward.draw(first_replica + replica, 1)
                 alone, _ = self.forward.run(self.inputs, draw)

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from .carried import CARRIES, Carried
+from .carried import Watch
 from .dropout import Undropped
 from .folding import Folding, Plan
 from .forward import Forward
@@ -84,28 +84,28 @@ class StandingFolding(Folding):
         with nothing dropped are those run alone.
 
         Args:
-            state: put back between the two, for a model that changes itself; with it, what one
-                leaves for the other elsewhere is looked for.
+            state: put back between the two, for a model that changes itself; with it, the two are
+                watched.
 
         Raises:
             DoesNotFold: they are not.
             SharesDropout, DrawsNumbers: see there.
         """
         draws = probe_draws(self.forward.draw(self.first_replica, 1), self.num_samples)
-        carried = None if state is None else Carried(self.modules)
+        watch = self.watch()
+        watching = nullcontext() if state is None else watch
         with uncompiled():
             before = random_states()
-            with carried or nullcontext(), Undropped() as of_all:
+            with watching, Undropped() as of_all:
                 outputs = self.together(plan, draws[-1])
             if state is not None:
                 self.undo(state)
-            with carried or nullcontext(), Undropped() as of_one:
+            with watching, Undropped() as of_one:
                 alone, _ = self.forward.run(self.inputs, draws[self.chosen()])
             drawn = drawn_since(before)
         if of_all.sizes != [self.num_samples * size for size in of_one.sizes]:
             raise SharesDropout("a dropout in its forward would be the same for all replicas")
-        if carried is not None and carried.found():
-            raise DoesNotFold(CARRIES)
+        watch.check(plan.rows)
         if drawn:
             raise DrawsNumbers("its forward draws random numbers, and not for dropout")
         self.accept(plan, outputs, alone)
@@ -194,9 +194,13 @@ class StandingFolding(Folding):
         self.keep(plan)
         return plan
 
+    def watch(self) -> Watch:
+        return Watch(self.modules, self._reads())
+
     def chosen(self) -> int:
-        """Which of the replicas is run alone: another one in each state of the parameters."""
-        return (self.num_samples - 1 - self.known.generation) % self.num_samples
+        """Which of the replicas is run alone: another one in each state of the parameters, and not
+        the first, whose rows lie where they lie alone."""
+        return self.num_samples - 1 - self.known.generation % max(self.num_samples - 1, 1)
 
     def alone(self) -> Tensor:
         """The output of the chosen replica."""

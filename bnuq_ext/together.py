@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .carried import CARRIES, Carried
+from .carried import Watch
 from .folding import CHANGES, LOOP, Plan
 from .forward import Forward
 from .known import Known
@@ -85,15 +85,14 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
 
 def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
-    state, carried = State(folding.modules), Carried(folding.modules)
+    state, watch = State(folding.modules), folding.watch()
     with torch.no_grad(), preserved_rng():
         before = random_states()
         failure = None
         try:
-            with carried:
-                alone = folding.alone()
-            with carried:
-                folding.alone()
+            for _ in range(2):
+                with watch:
+                    alone = folding.alone()
             repeatable = not drawn_since(before)
             if not repeatable:
                 failure = folding.failure_without_dropout(plan)
@@ -104,9 +103,9 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
         for plans in (folding.known.earlier_plans, folding.known.plans):
             plans.pop(folding.place, None)
         return LOOP, None
-    if changed or carried.found() or isinstance(failure, DrawsNumbers):
-        found = CARRIES if carried.found() else str(failure)
-        folding.refute(plan, CHANGES if changed else found)
+    found = CHANGES if changed else _found(watch, plan, failure)
+    if found:
+        folding.refute(plan, found)
         return LOOP, None
     if failure is not None:
         plan = folding.next_way(plan, failure)
@@ -116,3 +115,12 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
         return _examined(folding, plan)
     folding.mark(repeatable)
     return plan, alone if repeatable else None
+
+
+def _found(watch: Watch, plan: Plan, failure: Exception | None) -> str:
+    """Why the samples of a model go one after another, whatever the way; empty if they need not."""
+    try:
+        watch.check(plan.rows)
+    except DoesNotFold as error:
+        return str(error)
+    return str(failure) if isinstance(failure, DrawsNumbers) else ""

@@ -267,3 +267,54 @@ def test_a_backward_hook_sees_one_sample_at_a_time():
         model(ROWS[:6])
     with torch.no_grad(), bnuq.replicas(model, 4, 0):
         assert len(model(ROWS[:6])) == 24
+
+
+class InTrainOnly(nn.Module):
+    """Couples its rows in train() alone."""
+
+    def __init__(self, couple):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)
+        self.unused, self.couple = nn.Linear(6, 1), couple
+
+    def forward(self, x):
+        h = torch.tanh(self.norm(self.first(x)))
+        return self.last(self.couple(h) if self.training else h)
+
+
+def branch(h):
+    return 2 * h if h.mean() > 0 else h
+
+
+def by_position(h):
+    return h + 0.2 * torch.arange(len(h)).sin()[:, None]
+
+
+@pytest.mark.parametrize("couple", [branch, by_position])
+@pytest.mark.parametrize("num_samples", [2, 3])
+def test_rows_that_meet_in_train_alone_are_refused_in_every_state(couple, num_samples):
+    model = prepared(lambda: InTrainOnly(couple), ROWS).train()
+    for _ in range(2 * num_samples):
+        with pytest.raises(ValueError, match="replicas: model must give the same folded"):
+            with bnuq.replicas(model, num_samples, 0):
+                model(ROWS[:5])
+        with torch.no_grad():
+            model.first.weight.mul_(1.01)
+
+
+@pytest.mark.parametrize("couple", [branch, by_position])
+def test_samples_whose_rows_meet_in_train_alone_go_one_after_another(couple):
+    model = bnuq.to_bayesian(InTrainOnly(couple)).train()
+    model.norm = nn.Identity()
+    for i in range(6):
+        n, batch = 5 + i % 2, ROWS[6 * i : 6 * i + 5 + i % 2] + 0.1
+        options = {"num_samples": 3, "likelihood": "gaussian", "batch_weight": 0.0, "seed": i}
+        nll = bnuq.elbo_loss(model, batch, torch.zeros(n, 4), **options).nll
+        with torch.no_grad():
+            alone = []
+            for t in range(3):
+                with bnuq.replicas(model, 1, i, first_replica=t):
+                    alone.append(model(batch))
+            expected = torch.distributions.Normal(torch.stack(alone), 1).log_prob(torch.zeros(n, 4))
+            torch.testing.assert_close(nll.detach(), -expected.sum() / 3 / n, rtol=1e-5, atol=1e-5)
+            model.first.weight_mu.mul_(1.01)

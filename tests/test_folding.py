@@ -138,11 +138,11 @@ def test_a_known_model_is_run_once_a_chunk():
     assert len(count_passes(lambda: samples(model, ROWS[:16]))) > 1
     assert count_passes(lambda: samples(model, ROWS[:16])) == [16]
     assert count_passes(lambda: samples(model, ROWS[16:32] + 1, seed=9)) == [16]
-    # Two are the check.
-    assert count_passes(lambda: samples(model, ROWS[:16], chunk=4)) == [16] * 4
+    # Three are the check, all of a chunk.
+    assert count_passes(lambda: samples(model, ROWS[:16], chunk=4)) == [16] * 5
     assert count_passes(lambda: samples(model, ROWS[:16], chunk=4)) == [16, 16]
-    # Another number of rows: a record, the chunk and its check; the trial is not repeated.
-    assert count_passes(lambda: samples(model, ROWS[:8])) == [8] * 4
+    # Another number of rows: a record, the chunk and its check of four; the trial is not repeated.
+    assert count_passes(lambda: samples(model, ROWS[:8])) == [8] * 6
     assert count_passes(lambda: samples(model, ROWS[:8], strategy="loop")) == [8] * 6
     assert count_passes(lambda: samples(model, ROWS[:8], num_samples=1)) == [8]
 

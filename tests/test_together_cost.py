@@ -47,7 +47,7 @@ def test_a_step_costs_one_sample_more(num_samples, monkeypatch):
         assert rows == [num_samples * N]
         rows.clear()
         step(model)
-    assert len(made) == 1 and set(chosen) == set(range(num_samples))
+    assert len(made) == 1 and set(chosen) == set(range(1, num_samples))
     assert_right(model)
 
 
