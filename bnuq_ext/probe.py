@@ -173,7 +173,7 @@ def check_equal(folded: Tensor, loop: Tensor, tolerance: float) -> None:
     same = (folded == loop) | (folded.isnan() & loop.isnan())
     near = difference <= tolerance * largest
     if not (near | same).all():
-        most = (difference[~(near | same)].max() / largest).item()
+        most = (difference[~(near | same)].nan_to_num(math.inf).max() / largest).item()
         raise DoesNotFold(
             "the output differs from that of one replica after another, "
             f"by {most:.1g} of the largest value where {tolerance:.1g} may be rounding"

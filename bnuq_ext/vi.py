@@ -177,8 +177,9 @@ def elbo_loss(
     too, for a gate at zero hides what it will let through. After steps of an optimiser one sample
     is run alone, 1/T of a forward, and has to agree with the others; a model with dropout repeats
     the T samples with nothing dropped for that. What couples rows, changes itself in train()
-    (batch norm), draws other random numbers than dropout's there, or needs train() or gradients to
-    run at all takes the samples one after another; so does what is wrapped
+    (batch norm), computes with a tensor that it has left in a hook or a global, draws other random
+    numbers than dropout's, has backward hooks of modules, or needs train() or gradients to run at
+    all takes the samples one after another; so does what is wrapped
     in DistributedDataParallel. A trial runs the model with its forward hooks, and does not see
     what rare values alone set off, nor a flag outside of the model that changes later: there the
     mean of T calls with one sample is right.
