@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -77,12 +78,13 @@ class Watch:
         self.reads, self.carried = reads, Carried(modules, reads.constant)
 
     def __enter__(self) -> None:
-        self.carried.__enter__()
-        self.reads.__enter__()
+        with ExitStack() as entered:
+            entered.enter_context(self.carried)
+            entered.enter_context(self.reads)
+            self._entered = entered.pop_all()
 
     def __exit__(self, *error) -> None:
-        self.reads.__exit__(*error)
-        self.carried.__exit__(*error)
+        self._entered.__exit__(*error)
 
     def check(self, calls: dict[str, int]) -> None:
         """Raises DoesNotFold for either; `calls`: rows of stochastic calls."""
