@@ -1,4 +1,5 @@
-// The type that an op computes in, and what its tensors must be, for both backends.
+// The types of an op's elements and of what it computes in, and what its tensors must be, for both
+// backends.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 
@@ -38,6 +39,23 @@ const T* pointer(const Tensor& t) {
 template <typename T>
 const T* pointer(const std::optional<Tensor>& t) {
   return t ? pointer<T>(*t) : nullptr;
+}
+
+// The body for the type of a tensor's elements; those of 16 bits are the backend's own.
+template <typename half_t, typename bfloat16_t, typename F>
+void dispatch(ScalarType type, const F& body) {
+  switch (type) {
+    case ScalarType::Float:
+      return body(float());
+    case ScalarType::Double:
+      return body(double());
+    case ScalarType::Half:
+      return body(half_t());
+    case ScalarType::BFloat16:
+      return body(bfloat16_t());
+    default:
+      STD_TORCH_CHECK(false, "bnuq: dtype must be float32, float64, float16 or bfloat16");
+  }
 }
 
 template <typename F>

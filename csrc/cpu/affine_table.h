@@ -8,8 +8,8 @@
 
 #include "../statistics.h"
 #include "ceil_div.h"
+#include "convert.h"
 #include "pages.h"
-#include "scalar_types.h"
 
 namespace bnuq {
 

@@ -54,7 +54,7 @@ void forward_into(
       forward_inputs(y, given_x, given_residual, statistics, T, weight, bias, shared);
   const Extent d = in.extent;
   if (d.numel() == 0) return;
-  dispatch(in.x.scalar_type(), [&](auto zero) {
+  dispatch<Half, BFloat16>(in.x.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
     forward<scalar_t, acc_t>(

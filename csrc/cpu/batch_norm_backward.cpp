@@ -241,7 +241,7 @@ Gradients backward(
       need_sums ? st::new_zeros(grad_y, {2, T, d.C}, acc) : st::new_empty(grad_y, {0}, acc);
   if (d.numel() == 0) return {grad_x, grad_residual, totals};
 
-  dispatch(grad_y.scalar_type(), [&](auto zero) {
+  dispatch<Half, BFloat16>(grad_y.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
     const scalar_t* grad = pointer<scalar_t>(grad_y);

@@ -6,7 +6,7 @@
 
 #include "../real.h"
 #include "ceil_div.h"
-#include "scalar_types.h"
+#include "convert.h"
 #include "simd.h"
 
 namespace bnuq {
@@ -175,7 +175,7 @@ void accumulate_into(
   check_state(mean, m2, expected_entropy, logits_);
   if (logits_.numel() == 0) return;
   const Tensor logits = st::contiguous(logits_);
-  dispatch(logits.scalar_type(), [&](auto zero) {
+  dispatch<Half, BFloat16>(logits.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
     accumulate<kFresh, scalar_t, acc_t>(
@@ -256,7 +256,7 @@ Tensor predictive_statistics_backward_cpu(
   const Tensor grad_logits =
       st::new_empty(logits, std::vector<int64_t>(logits.sizes().begin(), logits.sizes().end()));
   if (logits.numel() == 0) return grad_logits;
-  dispatch(logits.scalar_type(), [&](auto zero) {
+  dispatch<Half, BFloat16>(logits.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = typename AccType<scalar_t>::type;
     const Upstream<acc_t> up = {

@@ -17,7 +17,7 @@ void forward_into(
       forward_inputs(y, given_x, given_residual, statistics, T, weight, bias, shared);
   const Extent e = in.extent;
   if (e.numel() == 0) return;
-  dispatch_cuda(in.x.scalar_type(), [&](auto zero) {
+  dispatch<__half, __nv_bfloat16>(in.x.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
     const ForwardArgs<scalar_t> args = {

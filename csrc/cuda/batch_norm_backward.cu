@@ -50,7 +50,7 @@ Gradients backward(
         needs.sums ? st::new_zeros(grad_y, {2, T, e.C}, acc) : st::new_empty(grad_y, {0}, acc)};
   const Tensor sums =
       needs.sums ? st::new_empty(grad_y, {2, T, e.C}, acc) : st::new_empty(grad_y, {0}, acc);
-  dispatch_cuda(grad_y.scalar_type(), [&](auto zero) {
+  dispatch<__half, __nv_bfloat16>(grad_y.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
     const BackwardArgs<scalar_t> args = {
@@ -74,7 +74,7 @@ Bank drawn(const Fitted& fitted, const Tensor& grad_y, int64_t T) {
   const Tensor mean = st::new_empty(grad_y, {T, C}, acc), var = st::new_empty(grad_y, {T, C}, acc);
   const Tensor snapshot = st::new_empty(grad_y, {T}, ScalarType::Long);
   if (mean.numel() > 0)
-    dispatch_cuda(acc, [&](auto zero) {
+    dispatch<__half, __nv_bfloat16>(acc, [&](auto zero) {
       using acc_t = acc_type<decltype(zero)>;
       run_fitted_moments(
           fitted.source<acc_t>(C), output<acc_t>(mean), output<acc_t>(var),

@@ -40,22 +40,6 @@ inline void check_on_device_of(
   }
 }
 
-template <typename F>
-void dispatch_cuda(ScalarType type, const F& body) {
-  switch (type) {
-    case ScalarType::Float:
-      return body(float());
-    case ScalarType::Double:
-      return body(double());
-    case ScalarType::Half:
-      return body(__half());
-    case ScalarType::BFloat16:
-      return body(__nv_bfloat16());
-    default:
-      STD_TORCH_CHECK(false, "bnuq: dtype must be float32, float64, float16 or bfloat16");
-  }
-}
-
 template <typename scalar_t>
 scalar_t* output(const Tensor& t) {
   return t.numel() == 0 ? nullptr : static_cast<scalar_t*>(t.mutable_data_ptr());

@@ -21,7 +21,7 @@ void accumulate(const State& state, const Tensor& logits_, int64_t count) {
   const Classes d = classes_of(logits_);
   const DeviceGuard guard(logits_.get_device_index());
   const Tensor logits = st::contiguous(logits_);
-  dispatch_cuda(logits.scalar_type(), [&](auto zero) {
+  dispatch<__half, __nv_bfloat16>(logits.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
     const StatisticsArgs<scalar_t> args = {
@@ -67,7 +67,7 @@ Tensor predictive_statistics_backward_cuda(
   const std::vector<int64_t> shape(logits.sizes().begin(), logits.sizes().end());
   const Tensor grad_logits = st::new_empty(logits, shape);
   if (logits.numel() == 0) return grad_logits;
-  dispatch_cuda(logits.scalar_type(), [&](auto zero) {
+  dispatch<__half, __nv_bfloat16>(logits.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
     const StatisticsGradArgs<scalar_t> args = {
