@@ -7,7 +7,7 @@ One replica after another is the definition of the answer. Folding must prove it
     must not reach the other, nor may a row that lies far out be treated otherwise among nine
     replicas; once per model and trailing shape. If it fails, the input is expanded T-fold and that
     is tried.
-3.  The first folded chunk of every size must agree with its first and last replica run alone.
+3.  The first folded chunk of every size must agree with four of its replicas run alone.
 4.  Every folded run must show each stochastic call the rows of the record, or T times as many, as in
     the trial, and return T times the rows of the record.
 
