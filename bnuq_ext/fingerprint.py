@@ -10,7 +10,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .contents import SCALARS, Contents
+from .contents import SCALARS, Contents, version_of
 from .state import OF_EVERY_MODULE
 from .uncounted import STEPS, steps_of, watch_optimizers
 
@@ -68,10 +68,7 @@ def _append_tensors(seen: list, versions: list, module: nn.Module) -> None:
         seen.append(id(tensor))
         if tensor is not None:
             seen.append(ref(tensor))  # tells it from a later one at the same address
-            try:
-                versions.append(tensor._version)
-            except RuntimeError:  # inference tensors do not count their versions
-                versions.append(-1)
+            versions.append(version_of(tensor))
             try:
                 # All that `tensor.data = other` changes; the next may lie at the same address.
                 versions.append(ref(tensor.untyped_storage()))

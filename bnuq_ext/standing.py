@@ -92,20 +92,20 @@ class StandingFolding(Folding):
             SharesDropout, DrawsNumbers: see there.
         """
         draws = probe_draws(self.forward.draw(self.first_replica, 1), self.num_samples)
-        watch = self.watch()
-        watching = nullcontext() if state is None else watch
+        watch = None if state is None else self.watch()
         with uncompiled():
             before = random_states()
-            with watching, Undropped() as of_all:
+            with watch or nullcontext(), Undropped() as of_all:
                 outputs = self.together(plan, draws[-1])
             if state is not None:
                 self.undo(state)
-            with watching, Undropped() as of_one:
+            with watch or nullcontext(), Undropped() as of_one:
                 alone, _ = self.forward.run(self.inputs, draws[self.chosen()])
             drawn = drawn_since(before)
         if of_all.sizes != [self.num_samples * size for size in of_one.sizes]:
             raise SharesDropout("a dropout in its forward would be the same for all replicas")
-        watch.check(plan.rows)
+        if watch is not None:
+            watch.check(plan.rows)
         if drawn:
             raise DrawsNumbers("its forward draws random numbers, and not for dropout")
         self.accept(plan, outputs, alone)

@@ -90,7 +90,7 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
         before = random_states()
         failure = None
         try:
-            for _ in range(2):
+            for _ in range(2):  # the second may compute with what the first leaves
                 with watch:
                     alone = folding.alone()
             repeatable = not drawn_since(before)

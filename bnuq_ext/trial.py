@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from .carried import CARRIES, Carried
-from .fingerprint import OURS
 from .forward import Forward
 from .inputs import expand
 from .moved import Moved
@@ -67,7 +66,8 @@ class Trial(NamedTuple):
             raise Undecided(f"the model takes no rows made up for a trial: {error}") from error
 
     def _prove(self, probe) -> Proof:
-        if self.flags is not None and any(_has_backward_hooks(m) for m in self.modules):
+        hooked = any(m._backward_hooks or m._backward_pre_hooks for m in self.modules)
+        if hooked and self.flags is not None:
             raise DoesNotFold("a backward hook of a module would see all replicas at once")
         reads = Reads(self.modules, probe, ROWS)
         rows, shared, folded = self._compare(probe, reads, Carried(self.modules, reads.constant))
@@ -139,8 +139,3 @@ class Trial(NamedTuple):
 
     def _arguments(self, probe, num_samples: int = 2):
         return probe if self.way == "folded" else expand(self.forward.op, probe, num_samples)
-
-
-def _has_backward_hooks(module: nn.Module) -> bool:
-    hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
-    return not all(hasattr(hook, OURS) for hook in hooks)

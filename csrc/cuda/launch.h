@@ -16,8 +16,6 @@
 
 namespace bnuq {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using torch::stable::accelerator::DeviceGuard;
 
 inline cudaStream_t current_stream(const Tensor& t) {
