@@ -1,32 +1,27 @@
-"""Reads what ptxas, nvdisasm and cuobjdump say of compiled kernels."""
+"""Reads what nvdisasm and cuobjdump say of compiled kernels."""
 
+import functools
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-_PTXAS = re.compile(
-    r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"
-    r" (\d+) bytes spill loads.*?Used (\d+) registers",
-    re.DOTALL,
-)
+_SECTION = re.compile(r"\.text\.(\w+):")
+_RESOURCES = re.compile(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)")
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);")
-
-
-@dataclass
-class Resources:
-    stack: int
-    spills: int
-    registers: int
+_RELEASE = re.compile(rb"Cuda compilation tools, release (\d+\.\d+)")
 
 
 @dataclass
 class Kernel:
     """Instructions as (name, operands), and where each label points."""
 
+    registers: int  # of a thread
+    stack: int  # bytes of a thread, where what registers do not hold is spilled to
     code: list = field(default_factory=list)
     labels: dict = field(default_factory=dict)
 
@@ -39,20 +34,19 @@ class Kernel:
                 yield self.code[start : i + 1]
 
 
-def read_ptxas(log):
-    """Mangled kernel name -> Resources, from the output of `ptxas -v`."""
-    return {
-        name: Resources(int(stack), int(stores) + int(loads), int(registers))
-        for name, stack, stores, loads, registers in _PTXAS.findall(log)
-    }
+def run_tool(name, *arguments):
+    command = [find_tool(name), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def read_disassembly(text):
-    """Mangled kernel name -> Kernel, from the output of `nvdisasm -c`."""
-    kernels, kernel = {}, None
-    for line in text.splitlines():
-        if section := re.match(r"\.text\.(\w+):", line):
-            kernel = kernels[section[1]] = Kernel()
+def read_cubin(cubin):
+    """Mangled kernel name -> Kernel."""
+    resources = _RESOURCES.findall(run_tool("cuobjdump", "-res-usage", cubin))
+    kernels = {name: Kernel(int(registers), int(stack)) for name, registers, stack in resources}
+    kernel = None
+    for line in run_tool("nvdisasm", "-c", cubin).splitlines():
+        if section := _SECTION.match(line):
+            kernel = kernels[section[1]]
         elif kernel is None:
             continue
         elif label := _LABEL.match(line):
@@ -62,6 +56,23 @@ def read_disassembly(text):
     return kernels
 
 
+@functools.cache
+def read_library(library, arch):
+    """Mangled kernel name -> Kernel, of the code that a library holds for one architecture."""
+    kernels = {}
+    with TemporaryDirectory() as folder:
+        extract(library, folder, "-xelf", f".sm_{arch}.")
+        for cubin in sorted(Path(folder).iterdir()):
+            kernels |= read_cubin(cubin)
+    return kernels
+
+
+def read_release(library):
+    """The release of the toolkit that compiled a library's kernels, or None."""
+    found = _RELEASE.search(Path(library).read_bytes())
+    return found and found[1].decode()
+
+
 def find_tool(name):
     """A disassembler: the toolkit's, or the one in triton's package."""
     spec = find_spec("triton")
@@ -69,7 +80,8 @@ def find_tool(name):
     return shutil.which(name) or shutil.which(name, path=str(folder))
 
 
-def extract_ptx(library, folder):
-    """Writes the PTX files that a library holds into a folder."""
-    command = [find_tool("cuobjdump"), "-xptx", "all", library]
+def extract(library, folder, kind, name):
+    """Writes the files that a library holds, of a kind (`-xelf`, `-xptx`) and with this in their
+    names ("all" for all), into a folder."""
+    command = [find_tool("cuobjdump"), kind, name, library]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)

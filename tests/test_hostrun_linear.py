@@ -62,48 +62,65 @@ CASES = [
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("N,I,O,T,shared", CASES)
 def test_fused_products_match_the_reference(kernels, N, I, O, T, shared, half):  # noqa: E741
-    check_fused_products(N, I, O, T, shared, half)
+    products = Products(N, I, O, T, shared, half)
+    products.check_forward()
+    products.check_gradients()
 
 
 @pytest.mark.parametrize("kernels", [1], indirect=True, ids=["order1"])
 @pytest.mark.parametrize("N,shared,half", [(1, False, torch.bfloat16), (9, True, torch.float16)])
 def test_fused_products_of_so_many_tiles_that_no_warps_share_one(kernels, N, shared, half):
-    check_fused_products(N, 17, 250, 1056, shared, half)
+    Products(N, 17, 250, 1056, shared, half).check_forward()
 
 
-def check_fused_products(N, I, O, T, shared, half):  # noqa: E741
+@pytest.mark.parametrize("kernels", [1], indirect=True, ids=["order1"])
+@pytest.mark.parametrize("N,half", [(1, torch.bfloat16), (9, torch.float16)])
+def test_gradients_of_so_many_tiles_that_no_warps_share_one(kernels, N, half):
+    Products(N, 50, 17, 1056, False, half).check_gradients()
+
+
+class Products:
     """Four roundings to 16 bits enter a product: a sum is off by about 2^-11 (2^-8) of the root of
     its sum of squares. Six times that is allowed; one wrong weight is off
     by about the root over sqrt(I)."""
-    dtype = torch.float32 if half == torch.float16 else torch.bfloat16
-    x, *parameters = make(N, I, O, T, shared, dtype)
-    mu, rho, _, bias_rho = parameters
-    seed = ops.new_seed(5, 3)
-    inputs64 = [t.double().requires_grad_() for t in (x, *parameters)]
-    eps, bias_eps = noise64(seed, T, O, I)
-    expected = reference.bayes_linear(*inputs64, eps, bias_eps)
-    x2 = inputs64[0].detach().square().expand(T, N, I)
-    noise2 = (reference.softplus(rho.double()) * eps).square()
 
-    def check(actual, wanted, squares):
-        bound = 6 * HALF_STEP[half] * squares.sqrt() + 1e-5 * float(wanted.abs().max())
+    def __init__(self, N, I, O, T, shared, half):  # noqa: E741
+        self.half, self.shared = half, shared
+        self.dtype = torch.float32 if half == torch.float16 else torch.bfloat16
+        x, mu, rho, bias_mu, bias_rho = make(N, I, O, T, shared, self.dtype)
+        self.x, self.parameters = x, (mu, rho, bias_mu, bias_rho)
+        self.draw = ops.new_seed(5, 3), STREAM, T
+        self.inputs64 = [t.double().requires_grad_() for t in (x, *self.parameters)]
+        self.eps, bias_eps = noise64(self.draw[0], T, O, I)
+        self.expected = reference.bayes_linear(*self.inputs64, self.eps, bias_eps)
+        self.x2 = x.double().square().expand(T, N, I)
+        self.noise2 = (reference.softplus(rho.double()) * self.eps).square()
+
+    def check(self, actual, wanted, squares):
+        bound = 6 * HALF_STEP[self.half] * squares.sqrt() + 1e-5 * float(wanted.abs().max())
         rounding = 2**-8 * wanted.abs() if actual.dtype == torch.bfloat16 else 0.0
         assert ((actual.double() - wanted).abs() <= bound + rounding).all()
 
-    y = linear_cuda._forward(x, *parameters, seed, STREAM, T)
-    assert y.dtype == dtype
-    check(y, expected.detach(), torch.einsum("tni,toi->tno", x2, noise2))
+    def check_forward(self):
+        y = linear_cuda._forward(self.x, *self.parameters, *self.draw)
+        assert y.dtype == self.dtype
+        squares = torch.einsum("tni,toi->tno", self.x2, self.noise2)
+        self.check(y, self.expected.detach(), squares)
 
-    grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    grads = linear_cuda._backward(grad_y, x, mu, rho, bias_rho, seed, STREAM, T, True, True, True)
-    wanted = torch.autograd.grad(expected, inputs64, grad_y.double())
-    grad2 = grad_y.double().square()
-    by_x = torch.einsum("tno,toi->tni", grad2, noise2)
-    check(grads[0], wanted[0], by_x.sum(0) if shared else by_x)
-    by_sigma = torch.einsum("tno,tni,toi->oi", grad2, x2, eps.square())
-    check(grads[2], wanted[2], by_sigma * torch.sigmoid(rho.double()).square())
-    for k in (1, 3, 4):  # no 16-bit operand here
-        check(grads[k], wanted[k], torch.zeros_like(wanted[k]))
+    def check_gradients(self):
+        generator = torch.Generator().manual_seed(1)
+        grad_y = torch.randn(self.expected.shape, generator=generator).to(self.dtype)
+        mu, rho, _, bias_rho = self.parameters
+        every = (True, True, True)
+        grads = linear_cuda._backward(grad_y, self.x, mu, rho, bias_rho, *self.draw, *every)
+        wanted = torch.autograd.grad(self.expected, self.inputs64, grad_y.double())
+        grad2 = grad_y.double().square()
+        by_x = torch.einsum("tno,toi->tni", grad2, self.noise2)
+        self.check(grads[0], wanted[0], by_x.sum(0) if self.shared else by_x)
+        by_sigma = torch.einsum("tno,tni,toi->oi", grad2, self.x2, self.eps.square())
+        self.check(grads[2], wanted[2], by_sigma * torch.sigmoid(rho.double()).square())
+        for k in (1, 3, 4):  # no 16-bit operand here
+            self.check(grads[k], wanted[k], torch.zeros_like(wanted[k]))
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])

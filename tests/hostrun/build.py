@@ -22,11 +22,9 @@ KINDS = {  # of objects: what they are compiled with
     "plain": "",
     "ucontext": "-DHOSTRUN_UCONTEXT",
     "sanitized": f"-O0 {SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1",
-    # The kernels' accesses alone are watched: the machinery says which barriers order them. A
-    # memcpy is seen where it is a call.
-    "races": f"{RACES} -fno-builtin -g1",
-    # One instruction for each access of the source, as wide as it is there.
-    "accesses": f"{RACES} -fno-builtin -g1 -fno-tree-sra -fno-tree-fre -fno-tree-forwprop",
+    # The kernels' accesses alone are watched, one instruction for each of the source, as wide as it
+    # is there: the machinery says which barriers order them. A memcpy is seen where it is a call.
+    "watched": f"{RACES} -fno-builtin -g1 -fno-tree-sra -fno-tree-fre -fno-tree-forwprop",
     "unwatched": "-fno-builtin -DHOSTRUN_RACES",
     "torch": f"-O2 -fvisibility=default {TORCH}",
     "ptx": "-O2 -march=native -std=c++20 -frounding-math -ffp-contract=off",
@@ -44,8 +42,8 @@ VARIANTS = {  # of the module: its objects
     # With the portable form of the fiber switch.
     "ucontext": {"plain": ["module.cpp", *KERNELS], "ucontext": MACHINE},
     "sanitized": {"plain": ["module.cpp"], "sanitized": [*MACHINE, *KERNELS]},
-    "races": {"unwatched": ["module.cpp", *MACHINE], "races": KERNELS},
-    "accesses": {"plain": ["module.cpp", *MACHINE, "accesses.cpp"], "accesses": KERNELS},
+    "races": {"plain": ["module.cpp"], "unwatched": MACHINE, "watched": KERNELS},
+    "accesses": {"plain": ["module.cpp", *MACHINE, "accesses.cpp"], "watched": KERNELS},
     # Libraries for torch.ops.load_library.
     "torch": {"torch": [*MACHINE, *OPS], "ptx": PTX},
     # For ctypes: PTX that a test writes.
