@@ -12,7 +12,6 @@ from torch.nn import functional
 from .. import data, metrics, plots
 from ..data.idx import SOURCE
 from ..data.parts import check_classes
-from ..metrics.significance import mean_and_error
 from ..plots.canvas import legend_outside, new_figure
 from ..restore import preserved_rng
 from .results import Estimate, Report, Table, Unit, required_folder
@@ -190,8 +189,8 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
 def row(key: tuple[str, str, str], runs: list[dict]) -> list:
     norm, activation, init = key
     rates = ", ".join(f"{rate:g}" for rate in sorted({r["learning_rate"] for r in runs}))
-    loss = Estimate(*mean_and_error([r["final_loss"] for r in runs]))
-    accuracy = Estimate(*mean_and_error([r["accuracy"] for r in runs]))
+    loss = Estimate.of(r["final_loss"] for r in runs)
+    accuracy = Estimate.of(r["accuracy"] for r in runs)
     return [activation, INITS[init], NORMS[norm], loss, accuracy, f"{mean_ratio(runs):.0e}", rates]
 
 

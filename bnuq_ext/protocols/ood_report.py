@@ -123,7 +123,7 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
 
 
 def _row(values: dict[str, list[float]], names) -> list[str]:
-    return [Estimate(*mean_and_error(values[name]), SCORES[name][1]) for name in names]
+    return [Estimate.of(values[name], SCORES[name][1]) for name in names]
 
 
 def scores_table(cases: dict, paper: dict) -> Table:

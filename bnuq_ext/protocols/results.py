@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
+from ..metrics.significance import mean_and_error
 from ..ops.checks import refuse
 
 
@@ -108,6 +109,11 @@ class Estimate(str):
         cell = super().__new__(cls, text)
         cell.mean, cell.error = mean, error
         return cell
+
+    @classmethod
+    def of(cls, values, digits: int = 2) -> Estimate:
+        """The mean of values and its standard error."""
+        return cls(*mean_and_error(values), digits)
 
 
 def _parts(heading: str, *cells) -> list[list]:

@@ -293,7 +293,7 @@ def _cell(runs: list[dict], row: str, name: str) -> str | None:
     if None in values:
         return None
     _, unit, digits = COLUMNS[name]
-    return Estimate(*mean_and_error([unit * value for value in values]), digits)
+    return Estimate.of([unit * value for value in values], digits)
 
 
 def draw(entry: dict):

@@ -122,10 +122,7 @@ def table(name: str, title: str, found: dict, columns: tuple[int, ...], paper: s
         printed.setdefault(row["dataset"], {})[key] = row["normalised_pct"] or None
     rows = []
     for data, by_value in found.items():
-        cells = [
-            Estimate(*mean_and_error(by_value[v]), digits=1) if v in by_value else None
-            for v in columns
-        ]
+        cells = [Estimate.of(by_value[v], digits=1) if v in by_value else None for v in columns]
         rows.append([data, "ours", *cells])
         if data in printed:
             rows.append([data, "paper", *(printed[data].get(v) for v in columns)])

@@ -176,7 +176,7 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
 
 
 def _cell(runs: list[dict], name: str) -> str:
-    return Estimate(*mean_and_error([run[name] for run in runs]), COLUMNS[name][1])
+    return Estimate.of([run[name] for run in runs], COLUMNS[name][1])
 
 
 def draw(first: dict[str, dict]):

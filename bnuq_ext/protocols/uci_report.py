@@ -119,7 +119,7 @@ def raw(groups: dict) -> tuple[Table, list[str]]:
             key = {"dataset": name, "metric": score.upper(), "method": method}
             paper = printed("teye_table06_raw_crps_pll", **key)
             ours, theirs, same = beside(over_runs(splits, score), paper)
-            constant = Estimate(*mean_and_error(over_runs(splits, f"constant_{score}")))
+            constant = Estimate.of(over_runs(splits, f"constant_{score}"))
             rows.append([name, score.upper(), method, ours, constant, theirs, same])
     title = "CRPS (smaller is better, unit of the target) and PLL (larger is better, nats) of the test rows"
     return Table("raw", title, columns, rows), [agreement("raw scores", rows)]
