@@ -132,22 +132,14 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     if not ((cuts >= 0) & (cuts <= 1)).all():
         refuse("signal_to_noise", "cuts", "lie in [0, 1]", cuts.tolist())
     num_bins = check_integer("signal_to_noise", "num_bins", num_bins, 1)
-    # The least thousandth may reach down to 0, which has no logarithm.
-    low, high = max(np.quantile(snr, 1e-3), snr[-1] * 1e-6), snr[-1]
-    edges = np.geomspace(low, high * (1 + 1e-6), num_bins + 1)
     ax = take_axes(ax, 5.4, 4.6)
     upper, _ = share_axes(ax, ["histogram", "distribution"], 1, rows=True, sharex=ax)
-    counts = np.histogram(np.maximum(snr, low), edges)[0]
-    upper.stairs(100 * counts / len(snr), edges, fill=True, color=BLUE)
-    if snr[0] < low:
-        _note(upper, f"first bin: also the {np.mean(snr < low):.1%} below {low:.2g}")
-        upper.set_ylim(0, 1.25 * upper.dataLim.y1)  # room for the note
+    low, high = _draw_histogram(upper, snr, num_bins)
     ax.step(snr, np.arange(1, len(snr) + 1) / len(snr), where="post", color=BLUE)
     for cut, color in zip(cuts, cycle(COLORS[1:]), strict=False):
         value = snr[min(int(cut * len(snr)), len(snr) - 1)]
         for panel in (upper, ax):
             panel.axvline(value, color=color, linewidth=1.2, label=f"{cut:.0%} below {value:.3g}")
-    upper.set(xscale="log", xlim=(edges[0], edges[-1]), ylabel="% of weights a bin")
     if high < 100 * low:
         _label_within_decades(ax.xaxis)
     upper.tick_params(labelbottom=False, which="both")
@@ -157,6 +149,20 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     if len(cuts):
         ax.legend(frameon=False, fontsize="small", loc="upper left")
     return ax
+
+
+def _draw_histogram(ax, snr: np.ndarray, num_bins: int) -> tuple[float, float]:
+    """Of sorted values, into bins of equal logarithms; their first and last edge."""
+    # The least thousandth may reach down to 0, which has no logarithm.
+    low, high = max(np.quantile(snr, 1e-3), snr[-1] * 1e-6), snr[-1]
+    edges = np.geomspace(low, high * (1 + 1e-6), num_bins + 1)
+    counts = np.histogram(np.maximum(snr, low), edges)[0]
+    ax.stairs(100 * counts / len(snr), edges, fill=True, color=BLUE)
+    if snr[0] < low:
+        _note(ax, f"first bin: also the {np.mean(snr < low):.1%} below {low:.2g}")
+        ax.set_ylim(0, 1.25 * ax.dataLim.y1)  # room for the note
+    ax.set(xscale="log", xlim=(edges[0], edges[-1]), ylabel="% of weights a bin")
+    return low, high
 
 
 def _label_within_decades(axis):
