@@ -74,9 +74,10 @@ def test_fused_products_of_so_many_tiles_that_no_warps_share_one(kernels, N, sha
 
 
 @pytest.mark.parametrize("kernels", [1], indirect=True, ids=["order1"])
-@pytest.mark.parametrize("N,half", [(1, torch.bfloat16), (9, torch.float16)])
-def test_gradients_of_so_many_tiles_that_no_warps_share_one(kernels, N, half):
-    Products(N, 50, 17, 1056, False, half).check_gradients()
+@pytest.mark.parametrize("N,shared,half", [(1, False, torch.bfloat16), (9, True, torch.float16)])
+def test_gradients_of_so_many_replicas(kernels, N, shared, half):
+    """Of an x for each, whose tiles no warps share; and of one x, a sum over them all."""
+    Products(N, 50, 17, 1056, shared, half).check_gradients()
 
 
 class Products:
