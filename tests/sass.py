@@ -9,6 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+PACKAGE = Path(find_spec("bnuq_ext").origin).parent
+LIBRARY = next(iter(PACKAGE.glob("_cuda*.so")), None)  # that the build made
+
 _SECTION = re.compile(r"\.text\.(\w+):")
 _RESOURCES = re.compile(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)")
 _LABEL = re.compile(r"(\.L_x_\d+):")

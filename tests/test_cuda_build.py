@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import sass
 import torch
+from sass import LIBRARY, PACKAGE
 
-import bnuq_ext
 from bnuq_ext import _library
 
 ROOT = Path(__file__).parent.parent
@@ -38,18 +38,16 @@ HOT = {
 }
 
 
-PACKAGE = Path(bnuq_ext.__file__).parent
-LIBRARY = next(iter(PACKAGE.glob("_cuda*.so")), None)
 needs_code = pytest.mark.skipif(
     LIBRARY is None or sass.find_tool("cuobjdump") is None,
-    reason="no CUDA library, or no cuobjdump",
+    reason="built without CUDA, or no cuobjdump, on PATH or in triton's package",
 )
 
 
 def code_of(arch):
     """{mangled name: kernel} of the library that the build made."""
     if "TORCH_CUDA_ARCH_LIST" in os.environ:
-        pytest.skip("TORCH_CUDA_ARCH_LIST chose the architectures")
+        pytest.skip("TORCH_CUDA_ARCH_LIST: the build need not have made code for sm_80 and sm_90")
     if sass.find_tool("nvdisasm") is None:
         pytest.skip("no nvdisasm, on PATH or in triton's package")
     return sass.read_library(LIBRARY, arch)
@@ -58,7 +56,9 @@ def code_of(arch):
 def in_budget(arch):
     """The same, where the budgets hold."""
     if sass.read_release(LIBRARY) != PINNED:
-        pytest.skip(f"budgets are for nvcc {PINNED}, this is {sass.read_release(LIBRARY)}")
+        pytest.skip(
+            f"budgets hold for nvcc {PINNED}; {sass.read_release(LIBRARY)} built the library"
+        )
     return code_of(arch)
 
 

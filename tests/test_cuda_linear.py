@@ -3,16 +3,15 @@
 The budgets hold for nvcc 13.0: another compiler may spend a register or an instruction more.
 """
 
-import os
 import re
-import shutil
 import subprocess
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import sass
 from test_cuda_build import ROOT, in_budget, needs_code
+
+from benchmarks.gpu_process import find_tool
 
 WEIGHTS = 8  # of a lane in one fragment
 
@@ -142,17 +141,16 @@ def test_registers_leave_room_for_independent_fragments(hopper):
             assert warps / 4 * int(form[2]) >= 4, (name, kernel.registers)
 
 
-def find_nvcc():
-    places = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    found = [Path(p) / "bin" / "nvcc" for p in places if p]
-    return next((p for p in found if p.exists()), shutil.which("nvcc"))
+NVCC = find_tool("nvcc")
 
 
 @needs_code
-@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+@pytest.mark.skipif(
+    NVCC is None, reason="no nvcc: a kernel of the benchmarks is not in the library"
+)
 def test_noise_alone_is_what_the_fused_loop_is_measured_by(fused, tmp_path):
     """It compiles, and its loop makes the same noise at the rate of its special functions."""
-    command = [find_nvcc(), "-std=c++17", "-O3", "-arch=sm_90", "-cubin", "-Werror", "all-warnings"]
+    command = [NVCC, "-std=c++17", "-O3", "-arch=sm_90", "-cubin", "-Werror", "all-warnings"]
     command += [f"-I{ROOT / 'csrc' / 'cuda'}", "--expt-relaxed-constexpr"]
     cubin = tmp_path / "noise.cubin"
     subprocess.run([*command, ROOT / "benchmarks" / "noise_floor.cu", "-o", cubin], check=True)
