@@ -117,6 +117,14 @@ class BayesLinear(Replicated, nn.Module):
         _fill((self.weight_mu, self.bias_mu), mu_init)
         _fill((self.weight_rho, self.bias_rho), self.rho_init)
 
+    def __getattr__(self, name: str):
+        if name == "weight":
+            raise AttributeError(
+                "a BayesLinear has no `weight` (its mean is weight_mu): what reads it of a layer, "
+                "instead of calling that, needs the layer as it was; filter_fn of to_bayesian leaves it"
+            )
+        return super().__getattr__(name)
+
     def extra_repr(self) -> str:
         return (
             f"{self.in_features}, {self.out_features}, bias={self.bias_mu is not None}, "
@@ -244,7 +252,7 @@ class BayesLinear(Replicated, nn.Module):
                 self.weight_mask = None
             elif mask.shape == shape:
                 self.weight_mask = mask.to(self.weight_mu.device, torch.bool, copy=True)
-            else:
+            elif self.weight_mask is None:  # else torch says so
                 *_, errors = args
                 found = f"{list(mask.shape)} in the checkpoint and {list(shape)} in the layer"
                 errors.append(f"size mismatch for {prefix}weight_mask: {found}.")

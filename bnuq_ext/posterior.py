@@ -37,7 +37,9 @@ def to_bayesian(
     frozen layer stays frozen, its spread does not. Layers that are called are sampled, and so are
     those of `torch.nn.TransformerEncoder`, whose fused path is switched off (which without
     gradients had put zeros where a padding mask is);
-    attention's own projections are not among them.
+    attention's own projections are not among them, nor is a layer whose `weight` a model reads instead
+    of calling it, or besides: a Bayesian layer has none, and filter_fn can leave such a layer as it is.
+    Inputs of the layers have to be dense.
 
     Args:
         model: holds `torch.nn.Linear` layers (that very class, or timm's `Linear`).
@@ -227,6 +229,7 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     keep[scores.argsort(stable=True)[:count]] = False
     parts = keep.split([layer.weight_mu.numel() for layer in layers.values()])
     for layer, part in zip(layers.values(), parts, strict=True):
-        mask = part.view_as(layer.weight_mu).to(layer.weight_mu.device)
+        # Its own memory: file formats that keep a tensor once would leave the others out.
+        mask = part.view_as(layer.weight_mu).to(layer.weight_mu.device, copy=True)
         layer.weight_mask = mask if count else None
     return count / len(scores)

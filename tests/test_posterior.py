@@ -84,6 +84,15 @@ def test_pruning_is_reversible():
     assert list(model.state_dict()) == list(spread_out().state_dict())
 
 
+def test_masks_share_no_memory():
+    """Savers that write each piece of memory once would leave out all masks but one."""
+    model = spread_out()
+    bnuq.prune(model, 0.5)
+    masks = [model[k].weight_mask for k in (0, 2)]
+    assert [m.untyped_storage().nbytes() for m in masks] == [m.numel() for m in masks]
+    assert len({m.untyped_storage().data_ptr() for m in masks}) == 2
+
+
 def test_pruned_model_trains_and_keeps_its_zeros():
     model = spread_out()
     bnuq.prune(model, 0.5)

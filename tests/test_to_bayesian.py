@@ -98,6 +98,25 @@ def test_weights_that_are_made_of_others_are_refused(change):
         bnuq.to_bayesian(model)
 
 
+def test_what_reads_a_weight_is_told_the_way_out():
+    """A network that casts to the dtype of a layer, as T5 does."""
+
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.last(x.to(self.last.weight.dtype))
+
+    made = bnuq.to_bayesian(Cast())
+    assert not hasattr(made.last, "weight") and getattr(made.last, "weight", None) is None
+    with pytest.raises(AttributeError, match="BayesLinear has no `weight` .*; filter_fn of to_bay"):
+        made(x())
+    with pytest.raises(AttributeError, match="'BayesLinear' object has no attribute 'wait'"):
+        _ = made.last.wait
+
+
 def test_a_forward_on_the_object_is_refused():
     """It would be kept, and call the weights of the model that was given."""
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
