@@ -59,7 +59,9 @@ def collect(
         device: where the inputs go; by default that of the model's first parameter or buffer.
         input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword
             arguments. M is the first size of its first tensor, unless that is in a list or a layer
-            sees no multiple of it: the loader's batch_size then.
+            sees no multiple of it: the loader's batch_size then, or the length of the list. N is
+            the number of the data set's items, and where a batch has more rows than items (the
+            nodes of graphs, several crops of an image) so many times more.
         progress: show a bar on stderr; where that is no terminal, a line a minute.
         on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the statistics or the
             first tensor of the input; others may be masks.
@@ -194,8 +196,12 @@ class _Record:
             return
         self._keep(statistics)
         self.called.update(active.calls)
+        listed = _first_list(inputs)
+        if listed is not None:
+            self.listed = True
+            if any(count % rows for *_, count in statistics.values()):
+                rows = len(listed)
         self.rows.append(rows)
-        self.listed |= _is_listed(inputs)
         self.passes[number_of_pass] += 1
 
     def _leave_out(self, where: str) -> None:
@@ -221,14 +227,13 @@ class _Record:
             got = "calls of none"
             refuse(self.op, "model", "call its stochastic layers in eval", got)
         rows = self._batch_size(source)
-        known = source.dataset_size or 0
         names = list(self.mean)
         return Bank.adopt(
             {key: torch.stack(self.mean.pop(key)) for key in names},
             {key: torch.stack(self.var.pop(key)) for key in names},
             {key: torch.tensor(self.count.pop(key), device="cpu") for key in names},
             batch_size=rows,
-            dataset_size=known if known >= rows else sum(self.rows),
+            dataset_size=self._dataset_size(source, rows),
             disjoint=self._disjoint(source),
             unused=[name for name in self.layers if name not in self.called],
             metadata={"torch": torch.__version__, "bnuq_ext": __version__},
@@ -246,6 +251,13 @@ class _Record:
         if (self.listed or uneven) and (source.batch_size or 0) > 1:
             return source.batch_size
         return Counter(self.rows).most_common(1)[0][0]
+
+    def _dataset_size(self, source: Source, rows: int) -> int:
+        """N, in what M counts: of a data set whose items have several rows each, their rows."""
+        known, items = source.dataset_size or 0, source.batch_size or rows
+        if rows > items:
+            return known * rows // items
+        return known if known >= rows else sum(self.rows)
 
     def _disjoint(self, source: Source) -> float:
         """Fraction of the pairs of snapshots that come from one pass, whose batches share no row;
@@ -274,11 +286,12 @@ class _Record:
             )
 
 
-def _is_listed(inputs) -> bool:
-    """Whether the first argument of a model is a list."""
+def _first_list(inputs) -> list | None:
+    """The first argument of a model, where that is a list."""
     if isinstance(inputs, Mapping):
         inputs = tuple(inputs.values())
-    return isinstance(inputs, tuple) and isinstance(inputs[0], list)
+    listed = isinstance(inputs, tuple) and isinstance(inputs[0], list)
+    return inputs[0] if listed else None
 
 
 _IN_ORDER = (

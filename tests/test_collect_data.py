@@ -232,46 +232,6 @@ def test_what_is_known_of_a_loader(name):
     assert bank.disjoint == pytest.approx(disjoint, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    "input_fn,batch_size",
-    [
-        (lambda batch: (list(batch[0]),), 8),
-        (lambda batch: batch[0].expand(20, *batch[0].shape), 8),
-        (lambda batch: batch[0][:4], 4),
-        (lambda batch: (batch[0][:4],), 4),
-        (lambda batch: torch.cat([batch[0], -batch[0]]), 16),
-    ],
-    ids=[
-        "a list of rows",
-        "rows second",
-        "half of them",
-        "half of them in a tuple",
-        "twice as many",
-    ],
-)
-@pytest.mark.filterwarnings("ignore:collect. the batches have 16 rows")
-def test_rows_of_a_loader_behind_input_fn(input_fn, batch_size):
-    class Rows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(WIDTH)
-
-        def forward(self, x):
-            x = torch.stack(x) if isinstance(x, list) else x
-            return self.bn(x if x.dim() == 2 else x.mean(0))
-
-    bank = bnuq.collect(bnuq.convert(Rows()), loader(), 15, input_fn=input_fn)
-    assert bank.batch_size == batch_size and bank.dataset_size == N
-    assert bank.count["bn"].max() == batch_size
-
-
-@pytest.mark.filterwarnings("ignore:collect. the batches have 20 rows")
-def test_items_that_are_batches():
-    data = torch_data.DataLoader(list(ROWS.split(20)), 1, collate_fn=lambda s: s[0], shuffle=True)
-    bank = bnuq.collect(make_model(), data, 6, input_fn=lambda x: (x,))
-    assert (bank.batch_size, bank.dataset_size) == (20, N)
-
-
 def test_other_tensors_than_the_first_may_be_infinite():
     class Masked(nn.Module):
         def __init__(self):
@@ -289,15 +249,6 @@ def test_other_tensors_than_the_first_may_be_infinite():
         ValueError, match="batch 0 must be finite, got NaN or infinity in the input"
     ):
         bnuq.collect(model, chunks(), 15, input_fn=lambda x: (x * torch.inf, mask))
-
-
-def test_rows_that_a_loader_makes_more_of():
-    def crops(samples):
-        x = torch.stack([x for x, _ in samples])
-        return torch.cat([x + i for i in range(20)])
-
-    bank = bnuq.collect(make_model(), loader(collate_fn=crops), 15)
-    assert (bank.batch_size, bank.dataset_size) == (160, 2400)
 
 
 # ---- draws from a data set ---------------------------------------------------------------------

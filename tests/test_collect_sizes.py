@@ -1,0 +1,110 @@
+"""What M and N of a collected bank count: rows, also where a batch has others than its items."""
+
+import pytest
+import torch
+from test_collect_data import ROWS, WIDTH, N, loader, make_model
+from torch import nn
+from torch.utils import data as torch_data
+
+import bnuq_ext as bnuq
+
+
+@pytest.mark.parametrize(
+    "input_fn,batch_size",
+    [
+        (lambda batch: (list(batch[0]),), 8),
+        (lambda batch: batch[0].expand(20, *batch[0].shape), 8),
+        (lambda batch: batch[0][:4], 4),
+        (lambda batch: (batch[0][:4],), 4),
+    ],
+    ids=[
+        "a list of rows",
+        "rows second",
+        "half of them",
+        "half of them in a tuple",
+    ],
+)
+def test_rows_of_a_loader_behind_input_fn(input_fn, batch_size):
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x):
+            x = torch.stack(x) if isinstance(x, list) else x
+            return self.bn(x if x.dim() == 2 else x.mean(0))
+
+    bank = bnuq.collect(bnuq.convert(Rows()), loader(), 15, input_fn=input_fn)
+    assert bank.batch_size == batch_size and bank.dataset_size == N
+    assert bank.count["bn"].max() == batch_size
+
+
+@pytest.mark.filterwarnings("ignore:collect. the batches have 20 rows")
+def test_items_that_are_batches():
+    data = torch_data.DataLoader(list(ROWS.split(20)), 1, collate_fn=lambda s: s[0], shuffle=True)
+    bank = bnuq.collect(make_model(), data, 6, input_fn=lambda x: (x,))
+    assert (bank.batch_size, bank.dataset_size) == (20, N)
+
+
+def test_rows_that_a_loader_makes_more_of():
+    def crops(samples):
+        x = torch.stack([x for x, _ in samples])
+        return torch.cat([x + i for i in range(20)])
+
+    bank = bnuq.collect(make_model(), loader(collate_fn=crops), 15)
+    assert (bank.batch_size, bank.dataset_size) == (160, 2400)
+
+
+@pytest.mark.parametrize("nodes", [lambda i: 20, lambda i: 18 + i % 5], ids=["even", "uneven"])
+def test_nodes_of_graphs_count_in_both(nodes):
+    """32 of 1000 graphs are 3 % of the data, whatever a graph has of nodes: no warning."""
+    graphs = [torch.randn(nodes(i), WIDTH) for i in range(1000)]
+    data = torch_data.DataLoader(graphs, 32, shuffle=True, collate_fn=torch.cat)
+    bank = bnuq.collect(make_model(), data, 31)
+    rows = bank.count["1"].tolist()
+    assert bank.batch_size in rows and bank.dataset_size == bank.batch_size * 1000 // 32
+    assert 0.9 * 20_000 < bank.dataset_size < 1.1 * 20_000
+
+
+def test_all_items_of_many_rows_are_all_rows():
+    """M = N, where nothing may vary, is all the loader has."""
+
+    def views(samples):
+        x = torch.stack([x for x, _ in samples])
+        return torch.cat([x, -x])
+
+    with pytest.warns(UserWarning, match=f"the batches have {2 * N} rows, more than a tenth"):
+        bank = bnuq.collect(make_model(), loader(batch_size=N, collate_fn=views), 2)
+    assert (bank.batch_size, bank.dataset_size) == (2 * N, 2 * N)
+
+
+class Images(nn.Module):
+    """Takes its images in a list, as detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, images):
+        return self.bn(self.conv(torch.stack(images))).mean((2, 3))
+
+
+class Buckets:
+    """A batch sampler of one's own, which does not say how many rows it takes."""
+
+    def __iter__(self):
+        return iter(torch.randperm(400).view(-1, 20).tolist())
+
+    def __len__(self):
+        return 20
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["loader", "list of batches"])
+def test_images_in_a_list_count(listed):
+    """Not the three channels of the first."""
+    images = torch_data.TensorDataset(torch.randn(400, 3, 10, 10))
+    collate = lambda samples: [image for (image,) in samples]  # noqa: E731
+    data = torch_data.DataLoader(images, batch_sampler=Buckets(), collate_fn=collate)
+    data = list(data) if listed else data
+    bank = bnuq.collect(bnuq.convert(Images()), data, 20, input_fn=lambda batch: (batch,))
+    assert (bank.batch_size, bank.dataset_size) == (20, 400)
