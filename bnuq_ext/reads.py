@@ -181,6 +181,10 @@ def storage_of(tensor: Tensor) -> int | None:
 
 
 class _Scalars(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call imports torch._dynamo, which takes a second
+
     def __init__(self, reads: Reads):
         super().__init__()
         self.reads = reads

@@ -46,6 +46,20 @@ def test_import_is_silent_and_starts_no_cuda(copy):
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+def test_a_first_prediction_imports_no_compiler(copy):
+    """It takes a second."""
+    code = (
+        "import sys, torch, bnuq_ext as bnuq\n"
+        "layers = [torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.ReLU(), torch.nn.Linear(5, 3)]\n"
+        "model = bnuq.convert(torch.nn.Sequential(*layers).eval())\n"
+        "bnuq.collect(model, [torch.randn(6, 4) for _ in range(3)], progress=False)\n"
+        "bnuq.predict(model, torch.randn(7, 4), likelihood='categorical', num_samples=3)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    result = run(code, copy, "-W", "error")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
 def test_missing_cpu_library_is_an_import_error(copy):
     for library in (copy / "bnuq_ext").glob("_cpu*.so"):
         library.unlink()
