@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from .batch_norm_like import EXCLUDED, describe, survey
+from .batch_norm_like import EXCLUDED, describe, listed, survey
 from .guards import DropoutTrace, warnings_of
 from .inputs import call, check_one_input, copied
 from .nn import check_model, named_stochastic_layers, uncompiled_name
@@ -32,8 +33,8 @@ class Report:
         excluded_layers: names of the layers that `filter_fn` has left out.
         unconverted: names of the other modules that do batch norm, with class and reason.
         warnings: what is known to go wrong and was found: batch norm whose input went through
-            dropout, batch norm in train(), a bank of small batches or far
-            from the running statistics.
+            dropout, batch norm in train(), a bank of small batches or far from the running statistics,
+            running statistics that the model reads by itself.
     """
 
     covered: int
@@ -99,7 +100,7 @@ def doctor(model: nn.Module, x) -> Report:
             **{uncompiled_name(n): type(m).__name__ for n, m in found.convertible.items()},
             **{uncompiled_name(n): reason for n, reason in found.unsupported.items()},
         },
-        warnings=tuple(warnings_of(model, list(trace.after))),
+        warnings=(*warnings_of(model, list(trace.after)), *counter.remarks()),
     )
 
 
@@ -121,6 +122,7 @@ class BatchNormCounter(TorchDispatchMode):
     Attributes:
         uncovered: calls counted.
         excluded: calls with a tensor of a layer that `filter_fn` has left out.
+        read: names of stochastic layers whose running statistics went into an operator.
     """
 
     supports_higher_order_operators = True
@@ -132,6 +134,13 @@ class BatchNormCounter(TorchDispatchMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.uncovered = self.excluded = self._ignored = 0
+        self.read: set[str] = set()
+        self._running = {
+            id(layer._buffers[kind]): uncompiled_name(name)
+            for name, layer in named_stochastic_layers(model).items()
+            for kind in ("running_mean", "running_var")
+            if layer._buffers.get(kind) is not None
+        }
         self._excluded_tensors = {
             id(tensor)
             for module in model.modules()
@@ -141,16 +150,32 @@ class BatchNormCounter(TorchDispatchMode):
         self._weights = {storage_of(p) for p in model.parameters()} - {None, 0}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not self._ignored and _is_batch_norm(func) and not self._is_of_a_weight(args):
+        if not self._ignored:
+            self._count(func, args)
+            given = {id(arg) for arg in tree_leaves((args, kwargs))}
+            self.read.update(self._running[i] for i in given & self._running.keys())
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, func, args: tuple) -> None:
+        if _is_batch_norm(func) and not self._is_of_a_weight(args):
             if any(id(arg) in self._excluded_tensors for arg in args):
                 self.excluded += 1
             else:
                 self.uncovered += 1
-        return func(*args, **(kwargs or {}))
 
     def _is_of_a_weight(self, args: tuple) -> bool:
         """As in normaliser-free networks, which standardise weights, not batches."""
         return any(isinstance(x, Tensor) and storage_of(x) in self._weights for x in args[:1])
+
+    def remarks(self) -> list[str]:
+        """Of what the model does with running statistics besides its stochastic layers."""
+        if not self.read:
+            return []
+        names = listed(sorted(self.read))
+        return [
+            f"the forward reads the running statistics of {names} by itself: there they are those of the "
+            "training data in all replicas, not the replica's"
+        ]
 
     @contextmanager
     def ignoring(self):

@@ -108,6 +108,21 @@ class Folding:
                     self.remember(self.known.plans, self.place, plan, plan.lasting)
         return plan
 
+    def see(self, rows: int) -> None:
+        """Notes that so many rows are to go through the model for such inputs,
+        where it has not been decided how."""
+        plan = self.known.plans.get(self.place)
+        if plan is None or not plan.way:
+            self.remember(self.known.rows_seen, self.place, self.rows_seen() + rows)
+
+    def rows_seen(self) -> int:
+        """How many have gone through, with those that are to go now."""
+        return self.known.rows_seen.get(self.place, 0)
+
+    def has_tried(self) -> bool:
+        """Whether there has been a trial on inputs of this trailing shape."""
+        return any((way, self._place(1)) in self.known.trials for way in WAYS)
+
     def undecided(self) -> int:
         """How many trials on such inputs could not tell."""
         return self.known.undecided.get(self._place(1), 0)

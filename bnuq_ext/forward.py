@@ -49,9 +49,8 @@ class Forward(NamedTuple):
         if self.output_fn is not None:
             output, name = self.output_fn(output), "output_fn's result"
         if not isinstance(output, Tensor):
-            # elbo_loss has no such argument, and replicas takes any output.
-            hint = self.output_fn is None and self.op != "elbo_loss"
-            got = type(output).__name__ + ("; output_fn takes one out of it" if hint else "")
+            hint = "; output_fn takes one out of it" if self.output_fn is None else ""
+            got = type(output).__name__ + hint
             refuse(self.op, name, "be a tensor", got, TypeError)
         if not output.is_floating_point():
             refuse(self.op, name, "be a floating-point tensor", output.dtype, TypeError)

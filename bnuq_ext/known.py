@@ -29,13 +29,15 @@ class Known:
     Attributes:
         seen: the fingerprint of its modules.
         modules: which they are.
-        plans, trials: see `Folding`; undecided: how many trials could not tell.
+        plans, trials: see `Folding`; undecided: how many trials could not tell; rows_seen: of
+            replicas' inputs.
         earlier_plans: of earlier states, for as long as nothing but the values
             of parameters has changed; see `StandingFolding`.
         generation: how often those have changed.
         times_changed: how often in a row it was another model before a plan could be kept: a
             training loop counts something in it, or anneals a rate of it.
-        skipped: batches that have gone without a proof then.
+        proofs: made at first sight of inputs; see `run_together`.
+        unproven: how often inputs have come since without one.
         checked_in_train: where plans have been compared with the training flags as they are;
             see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.
@@ -50,9 +52,11 @@ class Known:
         self.plans: dict = {}
         self.trials: dict = {}
         self.undecided: dict = {}
+        self.rows_seen: dict = {}
         self.earlier_plans: dict = {}
         self.generation = 0
-        self.times_changed = self.skipped = 0
+        self.times_changed = self.proofs = 0
+        self.unproven: dict = {}
         self.checked_in_train: dict = {}
         self.changes = 0
         self.planning = threading.RLock()
@@ -78,6 +82,8 @@ class Known:
                 f"{op}: {counter.uncovered} batch-norm calls of the forward belong to no stochastic layer "
                 "and are the same in all replicas; see bnuq_ext.doctor"
             )
+        for remark in counter.remarks():
+            warn(f"{op}: {remark}")
         self.examined = True  # not where the warning is an error, and somebody has caught it
 
 
@@ -143,6 +149,7 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
             if before.seen.structure == seen.structure:
                 known.earlier_plans, known.generation = before.earlier_plans, before.generation + 1
                 known.checked_in_train, known.changes = before.checked_in_train, before.changes
+                known.proofs, known.unproven = before.proofs, before.unproven
             elif before.generation == 0:
                 known.times_changed = before.times_changed + 1
     return known

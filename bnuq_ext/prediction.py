@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite, log
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -144,18 +143,14 @@ def _information(entropy: Tensor, expected_entropy: Tensor, count: int, classes:
     return torch.threshold(entropy - expected_entropy, noise, 0.0)
 
 
-def _check_logits(op: str, logits: Tensor) -> None:
-    if logits.dim() < 3:
-        got = list(logits.shape[1:])
-        refuse(op, "the output", "be logits (N, K, *) for a categorical likelihood", got)
-    if logits.shape[2] == 1:
-        refuse_one_logit(op, logits[0], "output_fn can make")
-
-
-def refuse_one_logit(op: str, logits: Tensor, remedy: str) -> NoReturn:
-    """Its softmax is 1, whatever the network says."""
-    requirement = f"have at least 2 classes (of one logit z, {remedy} [0, z])"
-    refuse(op, "the output", requirement, list(logits.shape))
+def check_logits(op: str, logits: Tensor) -> None:
+    """Checks that a replica's output can be the logits of classes."""
+    if logits.dim() < 2:
+        requirement = "be logits (N, K, *) for a categorical likelihood"
+        refuse(op, "the output", requirement, list(logits.shape))
+    if logits.shape[1] == 1:  # whose softmax is 1, whatever the network says
+        requirement = "have at least 2 classes (of one logit z, output_fn can make [0, z])"
+        refuse(op, "the output", requirement, list(logits.shape))
 
 
 class CategoricalMoments:
@@ -167,7 +162,7 @@ class CategoricalMoments:
 
     def add(self, logits: Tensor) -> None:
         """Takes in (T, N, K, *)."""
-        _check_logits(self.op, logits)
+        check_logits(self.op, logits[0])
         if self.mean is None:
             shape, dtype = logits.shape[1:], acc_dtype(logits.dtype)
             self.expected_entropy = logits.new_zeros(shape[:1] + shape[2:], dtype=dtype)
@@ -225,7 +220,7 @@ def summarise(op: str, likelihood: str, outputs: Tensor) -> dict[str, Tensor]:
         moments = GaussianMoments(op)
         moments.add(outputs)
         return moments.summary()
-    _check_logits(op, outputs)
+    check_logits(op, outputs[0])
     mean, variance, entropy, expected_entropy = predictive_statistics(outputs)
     information = _information(entropy, expected_entropy, outputs.shape[0], mean.shape[1])
     return {

@@ -20,6 +20,8 @@ from .progress import progress_bar
 
 STRATEGIES = ("auto", "folded", "loop")
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
+_TRIAL_ROWS = 70  # that a trial costs
+_AT_ONCE = 2  # trials of a model that are made at first sight of a shape
 
 
 class Request(NamedTuple):
@@ -152,6 +154,7 @@ class Predictor:
         rows = num_rows(self.forward.op, folding.inputs)
         if rows == 0:
             return LOOP
+        folding.see(rows * self.request.count)
         try:
             plan = folding.plan(lambda plan: self._trial_pays(folding, plan))
         except Exception as error:
@@ -161,13 +164,15 @@ class Predictor:
         return self._checked(plan)
 
     def _trial_pays(self, folding: Folding, plan: Plan) -> bool:
-        """Whether it may tell, and more than one replica would go into a chunk;
-        it costs as much as seventy rows."""
+        """Whether it may tell, and more than one replica would go into a chunk; and for a third
+        trailing shape and more, whether as many rows have gone one after another as it costs."""
         wanted = self.request
         if wanted.strategy == "folded":
             return True
         together = chunk_of(plan.largest, wanted.chunk, wanted.count, self.device)
-        return together > 1 and folding.undecided() < _TRIALS
+        cheap = folding.has_tried() or len(folding.known.trials) < _AT_ONCE
+        worth = cheap or folding.rows_seen() > _TRIAL_ROWS
+        return together > 1 and worth and folding.undecided() < _TRIALS
 
     def _checked(self, plan: Plan) -> Plan:
         if self.request.strategy == "folded" and plan.way == "loop":

@@ -17,15 +17,17 @@ from .state import State
 from .untraced import untraced
 
 _COST = 4  # of a proof, in loops over the samples
+_AT_ONCE = 2  # proofs that are made at first sight
 
 
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
     """The outputs (T*N, ...) of a draw's replicas; None where they go one after another.
 
-    A plan is proven in full for new shapes, modules, hooks, flags. When only values of parameters
-    have changed since, one replica is run alone, with the flags as they are and without gradients,
-    and must be the one among the others. Where train() has dropout, or the samples hardly differ,
-    that is done with nothing dropped and a wider posterior;
+    A plan is proven in full for new shapes, modules, hooks, flags: twice at first sight, then where
+    these have come a few times. When only values of parameters have changed since, one replica is
+    run alone, with the flags as they are and without gradients, and must be the one among the
+    others. Where train() has dropout, or the samples hardly differ, that is done with nothing
+    dropped and a wider posterior;
     a model that draws other random numbers takes them one after another.
     """
     folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
@@ -53,13 +55,19 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     return outputs.flatten(0, 1)
 
 
+@untraced
 def _skips_proof(known: Known, folding: StandingFolding) -> bool:
-    """Whether a model that is another one all the time has not yet stayed the same
-    for as long as a proof takes."""
-    if known.times_changed < 2 or folding.cached_plan() is not None:
+    """Whether a model that is another one all the time, or one whose inputs have other shapes each
+    time, has not yet seen these for as long as a proof takes."""
+    place = folding.place
+    if place in known.plans or folding.earlier_plan() is not None:
         return False
-    known.skipped += 1
-    return known.skipped <= _COST
+    if max(known.times_changed, known.proofs) < _AT_ONCE:
+        known.proofs += 1
+        return False
+    seen = known.unproven.get(place, 0) + 1
+    folding.remember(known.unproven, place, seen % (_COST + 1))
+    return seen <= _COST
 
 
 def _reason(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from .known import know, run_once
 from .ops import new_seed
 from .ops.checks import (
     acc_dtype,
+    check_callable,
     check_integer,
     check_number,
     check_one_of,
@@ -30,7 +32,7 @@ from .ops.kl import gaussian_kl_sum, total
 from .ops.modes import is_eager
 from .ops.philox import new_key
 from .passes import Pass, current_pass
-from .prediction import check_likelihood, refuse_one_logit
+from .prediction import check_likelihood, check_logits
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
 from .state import modules_of
@@ -163,6 +165,7 @@ def elbo_loss(
     noise_std: float | Tensor = 1.0,
     reduction: str = "mean",
     seed: int | None = None,
+    output_fn: Callable | None = None,
 ) -> Elbo:
     """The negative evidence lower bound of a batch, over T samples of the weights.
 
@@ -173,10 +176,11 @@ def elbo_loss(
     The samples go through the model together where it has proved to give the same as one after
     another. A plain `nn.Sequential` of layers that treat rows one by one needs no proof. In any
     other model two samples go one after another, for a proof costs what it saves. With more of them
-    the model is tried when its modules, hooks, flags or shapes are new, with its parameters moved
-    too, for a gate at zero hides what it will let through. After steps of an optimiser one sample
-    is run alone, 1/T of a forward, and has to agree with the others; a model with dropout repeats
-    the T samples with nothing dropped for that. What couples rows, changes itself in train()
+    the model is tried when its modules, hooks, flags or shapes are new (after two such trials not
+    before they have come four times, the samples one after another, for a trial takes some 20
+    forwards), with its parameters moved too, for a gate at zero hides what it will let through.
+    After steps of an optimiser one sample is run alone, 1/T of a forward, and has to agree with the
+    others; a model with dropout repeats the T samples with nothing dropped for that. What couples rows, changes itself in train()
     (batch norm), computes with a tensor that it has left in a hook or a global, draws other random
     numbers than dropout's, has backward hooks of modules, or needs train() or gradients to run at
     all takes the samples one after another; so does what is wrapped
@@ -202,6 +206,7 @@ def elbo_loss(
             A tensor of one element is trained along.
         reduction: "mean" or "sum" over the rows.
         seed: key of the weights' noise; None draws it from torch's generator.
+        output_fn: takes the tensor out of the model's output where that is none.
 
     Returns:
         Elbo(loss, nll, kl), in nats.
@@ -223,6 +228,7 @@ def elbo_loss(
     rows = len(y) if y.dim() else 1
     weight = _batch_weight(rows, batch_weight, dataset_size)
     check_key(op, seed)
+    check_callable(op, "output_fn", output_fn)
     modules = modules_of(model)
     device = device_of(modules)
     if not any(p.device == y.device for m in modules for p in m.parameters(False)):
@@ -234,7 +240,7 @@ def elbo_loss(
         key = new_key(device) if seed is None else seed
         known = know(model, modules) if num_samples > 1 else run_once()
         sampler, shortcuts = WeightSampler(device), _shortcuts(modules, x)
-        forward = Forward(model, layers, sampler, key, None, known, op, **shortcuts)
+        forward = Forward(model, layers, sampler, key, output_fn, known, op, **shortcuts)
         draw = forward.draw(0, num_samples)
         if device.type == "cpu" and forward.plain:
             draw = draw._replace(divergences={})
@@ -279,7 +285,7 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
     coupled = any(module.training and averages_rows(module) for module in modules)
     if coupled or num_rows(forward.op, x) == 0:
         return None
-    if forward.plain and is_chain(forward.model, modules, x):
+    if forward.plain and forward.output_fn is None and is_chain(forward.model, modules, x):
         rows = dict.fromkeys(forward.layers, len(x))
         x = expand(forward.op, x, draw.num_samples) if drops_first(modules) else x
         return forward.run(x, draw, rows)[0]
@@ -296,12 +302,12 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
     """-log p(y), summed over the rows and the T samples of outputs (T*N, ...)."""
     outputs = outputs.to(acc_dtype(outputs.dtype))  # a sum over rows soon is infinite in float16
     rows, categorical = len(outputs) // num_samples, likelihood == "categorical"
+    if categorical:
+        check_logits("elbo_loss", outputs[:rows])
     expected = (rows, *outputs.shape[2 if categorical else 1 :])
-    if outputs.dim() < 1 + categorical or tuple(y.shape) != expected:
+    if tuple(y.shape) != expected:
         refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
     if categorical:
-        if outputs.shape[1] == 1:
-            refuse_one_logit("elbo_loss", outputs[:rows], "make the model return")
         labels = y.long()
         if num_samples > 1:
             labels = labels.expand(num_samples, *y.shape).flatten(0, 1)

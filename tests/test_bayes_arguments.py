@@ -231,7 +231,8 @@ def test_elbo_of_an_output_that_is_no_tensor():
     model = network()
     model.forward = lambda x: {"logits": model[0](x)}
     with pytest.raises(
-        TypeError, match="elbo_loss: the model's output must be a tensor, got dict$"
+        TypeError,
+        match="elbo_loss: the model's output must be a tensor, got dict; output_fn takes one",
     ):
         bnuq.elbo_loss(model, torch.randn(4, 5), torch.zeros(4, dtype=torch.long), batch_weight=1.0)
 
@@ -335,6 +336,9 @@ def test_a_mask_is_loaded_in_its_own_shape_and_dtype():
         ):
             layer.load_state_dict(wrong)
         assert torch.equal(layer.weight_mask, kept)
+    with pytest.raises(RuntimeError) as error:
+        layer.load_state_dict(state | {"weight_mask": one.weight_mask})
+    assert str(error.value).count("weight_mask") == 1
     fresh = bnuq.BayesLinear(6, 4)
     with pytest.raises(RuntimeError, match="size mismatch for weight_mask"):
         fresh.load_state_dict(state | {"weight_mask": one.weight_mask})

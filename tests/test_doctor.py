@@ -222,3 +222,24 @@ def test_threads_count_their_own_calls():
 def test_rejects(arguments, text):
     with pytest.raises(TypeError, match=f"^{text}$"):
         bnuq.doctor(*arguments)
+
+
+class Flow(nn.Module):
+    """A normalising flow: the log-determinant of its batch norm, by the running variance."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.other(self.bn(x)) - torch.stack([self.bn.running_var]).log().sum()
+
+
+def test_running_statistics_that_a_model_reads_are_told_of():
+    model, x = bnuq.convert(Flow().eval()), torch.randn(6, 4)
+    text = "the forward reads the running statistics of bn by itself: there they are those of"
+    assert [w for w in bnuq.doctor(model, x).warnings if text in w]
+    bnuq.collect(model, [torch.randn(20, 4) for _ in range(3)], progress=False)
+    with pytest.warns(UserWarning, match=f"predict: {text}"):
+        bnuq.predict(model, x, likelihood="gaussian", num_samples=3)
+    bnuq.predict(model, x, likelihood="gaussian", num_samples=3)  # once

@@ -10,6 +10,9 @@ import pytest
 import torch
 from coupled import ROWS, Gated
 from test_folding import Counting, count_passes, prepared, samples
+from training import Net, data
+
+import bnuq_ext as bnuq
 
 
 def test_a_lambda_written_anew_is_known():
@@ -141,3 +144,43 @@ def test_plans_hold_neither_the_model_nor_what_output_fn_holds():
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 4])
+def test_elbo_takes_one_too(num_samples):
+    """For a model that returns more than its logits; the loss is that of the logits."""
+    net, options = Net(), dict(num_samples=num_samples, batch_weight=0.1, seed=3)
+    (x, y), several = data(), copy.deepcopy(net)
+    several.register_forward_hook(lambda module, args, out: {"logits": out, "twice": 2 * out})
+    expected = bnuq.elbo_loss(net, x, y, **options)
+    actual = bnuq.elbo_loss(several, x, y, output_fn=lambda out: out["logits"], **options)
+    torch.testing.assert_close(actual, expected)
+    actual.loss.backward(), expected.loss.backward()
+    for a, e in zip(several.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, e.grad)
+    with pytest.raises(TypeError, match="elbo_loss: output_fn must be callable, got str"):
+        bnuq.elbo_loss(several, x, y, output_fn="logits", **options)
+    with pytest.raises(TypeError, match="elbo_loss: output_fn's result must be a tensor, got dict"):
+        bnuq.elbo_loss(several, x, y, output_fn=dict, **options)
+
+
+@pytest.mark.parametrize("num_samples", [2, 4])
+def test_elbo_with_one_that_couples_rows(num_samples):
+    """Of a chain, whose layers need no proof."""
+    chain, (x, y) = torch.nn.Sequential(Net().first, torch.nn.Tanh(), Net().last), data()
+    options = dict(batch_weight=0.0, output_fn=lambda out: out - out.mean(0))
+    actual = bnuq.elbo_loss(chain, x, y, num_samples=num_samples, seed=3, **options)
+    with bnuq.replicas(chain, num_samples, seed=3):
+        logits = chain(x).unflatten(0, (num_samples, len(x)))
+    log_p = (logits - logits.mean(1, keepdim=True)).log_softmax(2)
+    expected = -log_p.gather(2, y[None, :, None].expand(num_samples, -1, -1)).mean()
+    torch.testing.assert_close(actual.nll, expected)
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_elbo_of_an_output_without_classes(num_samples):
+    """As of a binary classifier: the output is at fault, not y, which has its shape."""
+    options = dict(num_samples=num_samples, batch_weight=0.1, output_fn=lambda out: out[:, 0])
+    requirement = r"be logits \(N, K, \*\) for a categorical likelihood, got \[8\]"
+    with pytest.raises(ValueError, match=f"elbo_loss: the output must {requirement}"):
+        bnuq.elbo_loss(Net(), *data(), **options)

@@ -265,3 +265,29 @@ def test_a_part_of_a_model(model):
 
 def bank_of(model):
     return model[1].bank.mean, model[1].bank.var
+
+
+def test_single_rows_of_sizes_that_always_differ_go_one_after_another():
+    """Clips of sound: a trial costs more than it saves, but for the first two sizes
+    and those that come again and again."""
+    torch.manual_seed(0)
+    layers = nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.AdaptiveAvgPool1d(1), nn.Flatten()
+    model = bnuq.convert(nn.Sequential(*layers).eval())
+    bnuq.collect(model, [torch.randn(20, 1, 30) for _ in range(8)], progress=False)
+    rows = []
+    model.register_forward_hook(lambda module, args, out: rows.append(len(out)))
+
+    def forwards(size, **options):
+        rows.clear()
+        x = torch.randn(1, 1, size)
+        bnuq.predict(model, x, likelihood="gaussian", num_samples=8, seed=0, **options)
+        return rows[:]
+
+    for size in (30, 31):
+        assert len(forwards(size)) > 10 and forwards(size) == [8]
+    for size in range(32, 40):
+        assert forwards(size) == [1] * 9  # the record's, and the loop
+    assert forwards(40, strategy="folded")[-1] == 1 and forwards(40) == [8]
+    for _ in range(7):
+        assert forwards(32) == [1] * 8
+    assert len(forwards(32)) > 10 and forwards(32) == [8]

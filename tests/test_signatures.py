@@ -25,7 +25,7 @@ SIGNATURES = {
     "convert": "model, *, inplace=False, strict=True, filter_fn=None",
     "doctor": "model, x",
     "elbo_loss": "model, x, y, *, num_samples=1, likelihood='categorical', batch_weight=None, "
-    "dataset_size=None, noise_std=1.0, reduction='mean', seed=None",
+    "dataset_size=None, noise_std=1.0, reduction='mean', seed=None, output_fn=None",
     "ensemble": "models, x, *, likelihood, num_samples=None, seed=None, sampler=None, noise_var=None, "
     "first_replica=0, batch_size=None, strategy='auto', chunk='auto', output_fn=None, keep_samples=False, "
     "progress=False",

@@ -306,3 +306,33 @@ def test_memory_that_ended_once_says_nothing_of_the_next_step():
         gradients(model, seed)
         step(model)
     assert ways(model) == {"folded"}
+
+
+def test_shapes_that_always_differ_are_not_proven_each(monkeypatch):
+    """Sequences: two at first sight, then those that have come four times."""
+    made, model = proofs(monkeypatch), Net(middle=Residual())
+    rows = counted(model)
+    for i, size in enumerate((3, 4, *range(5, 12))):
+        rows.clear()
+        gradients(model, i, rows=size)
+        assert i < 2 or rows == [size] * T
+        step(model)
+    assert len(made) == 2
+    for i in range(5):
+        rows.clear()
+        gradients(model, i, rows=7)
+        step(model)
+    assert len(made) == 3 and rows == [7, T * 7]
+    gradients(model, 0, rows=3)  # still stands
+    assert len(made) == 3
+    assert_right(model)
+
+
+def test_evaluations_without_gradients_are_not_proven_each(monkeypatch):
+    made, model, (x, y) = proofs(monkeypatch), Net(middle=Residual()), data()
+    for i in range(7):
+        with torch.no_grad():
+            bnuq.elbo_loss(model, x, y, num_samples=T, batch_weight=0.1, seed=i)
+        gradients(model, i, num_samples=2)
+        step(model)
+    assert len(made) == 3
