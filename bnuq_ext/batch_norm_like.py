@@ -16,6 +16,7 @@ from .adapters import find_adapter, is_frozen, qualified_name
 from .nn import STOCHASTIC_CLASSES, Stochastic
 
 EXCLUDED = "_bnuq_excluded"  # attribute of a layer that filter_fn has left out
+_INTERPRETED = "torch.export.unflatten.InterpreterModule"  # whose import takes long
 _SHOWN = 4  # names
 
 
@@ -103,7 +104,7 @@ def _reason(module: nn.Module) -> str | None:
         name.startswith("torch.ao.nn.") and re.search("Bn|BN|BatchNorm", name) for name in names
     ):
         return "quantised or fused by torch.ao; convert the float model"
-    if isinstance(module, torch.fx.GraphModule):
+    if isinstance(module, torch.fx.GraphModule) or _INTERPRETED in names:
         calls = sum(
             n.op == "call_function" and "batch_norm" in str(n.target) for n in module.graph.nodes
         )
@@ -126,6 +127,8 @@ def _reason_of_class(module: nn.Module) -> str | None:
         if is_parametrized(module):
             return "parametrised; remove the parametrisations first"
         return "a subclass of a torch batch norm; see bnuq_ext.register_adapter"
+    if type(module) is nn.Module:  # holds what a graph computes with, and has no forward
+        return None
     has_statistics = {"running_mean", "running_var"} <= module._buffers.keys()
     if has_statistics or (not module._modules and _says_batch_norm(type(module).__name__)):
         return "an unknown class of batch norm; see bnuq_ext.register_adapter"

@@ -170,8 +170,9 @@ class Predictor:
         if wanted.strategy == "folded":
             return True
         together = chunk_of(plan.largest, wanted.chunk, wanted.count, self.device)
-        cheap = folding.has_tried() or len(folding.known.trials) < _AT_ONCE
-        worth = cheap or folding.rows_seen() > _TRIAL_ROWS
+        known = folding.known
+        at_once = folding.has_tried() or len(known.trials) + len(known.undecided) < _AT_ONCE
+        worth = at_once or folding.rows_seen() > _TRIAL_ROWS
         return together > 1 and worth and folding.undecided() < _TRIALS
 
     def _checked(self, plan: Plan) -> Plan:

@@ -118,6 +118,16 @@ def test_reports_what_it_cannot_convert(kind):
     assert list(named_stochastic_layers(converted)) == ["0"]
 
 
+@pytest.mark.parametrize("module_of", [lambda e: e.module(), torch.export.unflatten])
+def test_an_exported_network_is_to_be_converted_before(module_of):
+    """And nothing else is said, of the modules that hold its tensors."""
+    network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+    made = module_of(torch.export.export(network, (torch.randn(5, 4),)))
+    message = r"got [\w ]+ \(\w+: its graph has 1 batch_norm calls; convert before export\)$"
+    with pytest.raises(ValueError, match=message):
+        bnuq.convert(made)
+
+
 class HalfAFunction(nn.Module):
     def __init__(self):
         super().__init__()
