@@ -36,10 +36,9 @@ def to_bayesian(
     its own around the one mean (a layer that is itself shared has one of each). The mean of a
     frozen layer stays frozen, its spread does not. Layers that are called are sampled, and so are
     those of `torch.nn.TransformerEncoder`, whose fused path is switched off (which without
-    gradients had put zeros where a padding mask is);
-    attention's own projections are not among them, nor is a layer whose `weight` a model reads instead
-    of calling it, or besides: a Bayesian layer has none, and filter_fn can leave such a layer as it is.
-    Inputs of the layers have to be dense.
+    gradients had put zeros where a padding mask is); attention's own projections are not among
+    them. A model that reads the `weight` of a layer fails, for a Bayesian one has none; filter_fn
+    can leave such a layer as it is. Inputs of the layers have to be dense.
 
     Args:
         model: holds `torch.nn.Linear` layers (that very class, or timm's `Linear`).

@@ -27,8 +27,8 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     these have come a few times. When only values of parameters have changed since, one replica is
     run alone, with the flags as they are and without gradients, and must be the one among the
     others. Where train() has dropout, or the samples hardly differ, that is done with nothing
-    dropped and a wider posterior;
-    a model that draws other random numbers takes them one after another.
+    dropped and a wider posterior; a model that draws other random numbers takes them one after
+    another.
     """
     folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
     if _skips_proof(forward.known, folding):
