@@ -118,6 +118,7 @@ def test_reports_what_it_cannot_convert(kind):
     assert list(named_stochastic_layers(converted)) == ["0"]
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # torch's own
 @pytest.mark.parametrize("module_of", [lambda e: e.module(), torch.export.unflatten])
 def test_an_exported_network_is_to_be_converted_before(module_of):
     """And nothing else is said, of the modules that hold its tensors."""
