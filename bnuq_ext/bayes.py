@@ -118,12 +118,15 @@ class BayesLinear(Replicated, nn.Module):
         _fill((self.weight_rho, self.bias_rho), self.rho_init)
 
     def __getattr__(self, name: str):
-        if name == "weight":
+        if name == "weight" and not self._holds("weight"):
             raise AttributeError(
                 "a BayesLinear has no `weight` (its mean is weight_mu): what reads it of a layer, "
                 "instead of calling that, needs the layer as it was; filter_fn of to_bayesian leaves it"
             )
         return super().__getattr__(name)
+
+    def _holds(self, name: str) -> bool:
+        return name in self._parameters or name in self._buffers or name in self._modules
 
     def extra_repr(self) -> str:
         return (

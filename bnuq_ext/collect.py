@@ -59,9 +59,10 @@ def collect(
         device: where the inputs go; by default that of the model's first parameter or buffer.
         input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword
             arguments. M is the first size of its first tensor, unless that is in a list or a layer
-            sees no multiple of it: the loader's batch_size then, or the length of the list. N is
-            the number of the data set's items, and where a batch has more rows than items (the
-            nodes of graphs, several crops of an image) so many times more.
+            sees no multiple of it: the loader's batch_size then, or how many images (C, H, W), of
+            up to four channels, the list holds. N is the number of the data set's items, and where
+            a batch has more rows than the loader's batch_size (the nodes of graphs, several crops
+            of an image) so many times more.
         progress: show a bar on stderr; where that is no terminal, a line a minute.
         on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the statistics or the
             first tensor of the input; others may be masks.
@@ -197,11 +198,8 @@ class _Record:
         self._keep(statistics)
         self.called.update(active.calls)
         listed = _first_list(inputs)
-        if listed is not None:
-            self.listed = True
-            if any(count % rows for *_, count in statistics.values()):
-                rows = len(listed)
-        self.rows.append(rows)
+        self.listed |= bool(listed)
+        self.rows.append(len(listed) if _are_images(listed) else rows)
         self.passes[number_of_pass] += 1
 
     def _leave_out(self, where: str) -> None:
@@ -286,12 +284,20 @@ class _Record:
             )
 
 
-def _first_list(inputs) -> list | None:
-    """The first argument of a model, where that is a list."""
+def _first_list(inputs) -> list:
+    """The first argument of a model where that is a list, else an empty one."""
     if isinstance(inputs, Mapping):
         inputs = tuple(inputs.values())
     listed = isinstance(inputs, tuple) and isinstance(inputs[0], list)
-    return inputs[0] if listed else None
+    return inputs[0] if listed else []
+
+
+def _are_images(entries: list) -> bool:
+    """Whether they are images (C, H, W), as detectors take them, of at most four channels: not
+    the parts of an input, of which each has all rows."""
+    shapes = [t.shape if isinstance(t, Tensor) else () for t in entries]
+    same = len({shape[:1] for shape in shapes}) == 1
+    return same and all(len(shape) == 3 and shape[0] <= 4 for shape in shapes)
 
 
 _IN_ORDER = (

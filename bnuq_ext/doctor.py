@@ -135,11 +135,13 @@ class BatchNormCounter(TorchDispatchMode):
         super().__init__()
         self.uncovered = self.excluded = self._ignored = 0
         self.read: set[str] = set()
+        # A wrapper that sends buffers to other processes reads them.
+        wrapped = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
         self._running = {
             id(layer._buffers[kind]): uncompiled_name(name)
             for name, layer in named_stochastic_layers(model).items()
             for kind in ("running_mean", "running_var")
-            if layer._buffers.get(kind) is not None
+            if layer._buffers.get(kind) is not None and not wrapped
         }
         self._excluded_tensors = {
             id(tensor)
@@ -152,8 +154,9 @@ class BatchNormCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not self._ignored:
             self._count(func, args)
-            given = {id(arg) for arg in tree_leaves((args, kwargs))}
-            self.read.update(self._running[i] for i in given & self._running.keys())
+            if not (_is_batch_norm(func) or _only_hands_on(func)):
+                given = {id(arg) for arg in tree_leaves((args, kwargs))}
+                self.read.update(self._running[i] for i in given & self._running.keys())
         return func(*args, **(kwargs or {}))
 
     def _count(self, func, args: tuple) -> None:
@@ -211,6 +214,12 @@ class _WithoutInstanceNorm(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         with self.counter.ignoring():
             return func(*args, **(kwargs or {}))
+
+
+def _only_hands_on(func) -> bool:
+    """Whether an operator computes nothing with values: a copy that is kept, a tensor like it."""
+    name = func.overloadpacket.__name__
+    return name in ("detach", "clone", "alias") or name.endswith("_like") or name.startswith("new_")
 
 
 def _is_batch_norm(func) -> bool:

@@ -37,7 +37,7 @@ class Known:
         times_changed: how often in a row it was another model before a plan could be kept: a
             training loop counts something in it, or anneals a rate of it.
         proofs: made at first sight of inputs; see `run_together`.
-        unproven: how often inputs have come since without one.
+        unproven: forwards that inputs have had since without one.
         checked_in_train: where plans have been compared with the training flags as they are;
             see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.

@@ -16,7 +16,7 @@ from .standing import DrawsNumbers, StandingFolding
 from .state import State
 from .untraced import untraced
 
-_COST = 4  # of a proof, in loops over the samples
+_COST = 20  # of a proof, in forwards
 _AT_ONCE = 2  # proofs that are made at first sight
 
 
@@ -24,7 +24,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     """The outputs (T*N, ...) of a draw's replicas; None where they go one after another.
 
     A plan is proven in full for new shapes, modules, hooks, flags: twice at first sight, then where
-    these have come a few times. When only values of parameters have changed since, one replica is
+    as many forwards have gone one after another. When only values of parameters have changed since, one replica is
     run alone, with the flags as they are and without gradients, and must be the one among the
     others. Where train() has dropout, or the samples hardly differ, that is done with nothing
     dropped and a wider posterior; a model that draws other random numbers takes them one after
@@ -58,16 +58,16 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
 @untraced
 def _skips_proof(known: Known, folding: StandingFolding) -> bool:
     """Whether a model that is another one all the time, or one whose inputs have other shapes each
-    time, has not yet seen these for as long as a proof takes."""
+    time, has not yet spent on these what a proof takes."""
     place = folding.place
     if place in known.plans or folding.earlier_plan() is not None:
         return False
     if max(known.times_changed, known.proofs) < _AT_ONCE:
         known.proofs += 1
         return False
-    seen = known.unproven.get(place, 0) + 1
-    folding.remember(known.unproven, place, seen % (_COST + 1))
-    return seen <= _COST
+    spent = known.unproven.get(place, 0) + folding.num_samples
+    folding.remember(known.unproven, place, spent if spent <= _COST else 0)
+    return spent <= _COST
 
 
 def _reason(error: Exception) -> str:

@@ -99,12 +99,27 @@ class Buckets:
         return 20
 
 
+@pytest.mark.parametrize("size", [10, 11])  # of maps of 64 and 81: a multiple of the channels
 @pytest.mark.parametrize("listed", [False, True], ids=["loader", "list of batches"])
-def test_images_in_a_list_count(listed):
+def test_images_in_a_list_count(listed, size):
     """Not the three channels of the first."""
-    images = torch_data.TensorDataset(torch.randn(400, 3, 10, 10))
+    images = torch_data.TensorDataset(torch.randn(400, 3, size, size))
     collate = lambda samples: [image for (image,) in samples]  # noqa: E731
     data = torch_data.DataLoader(images, batch_sampler=Buckets(), collate_fn=collate)
     data = list(data) if listed else data
     bank = bnuq.collect(bnuq.convert(Images()), data, 20, input_fn=lambda batch: (batch,))
     assert (bank.batch_size, bank.dataset_size) == (20, 400)
+
+
+def test_parts_of_an_input_in_a_list_are_no_rows():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nodes, self.edges = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+
+        def forward(self, parts):
+            return self.nodes(parts[0]).sum() + self.edges(parts[1]).sum()
+
+    batches = [([torch.randn(100, 6), torch.randn(331, 6)],) for _ in range(20)]
+    bank = bnuq.collect(bnuq.convert(Graph()), batches, 20, input_fn=lambda batch: batch)
+    assert (bank.batch_size, bank.dataset_size) == (100, 2000)

@@ -224,6 +224,22 @@ def test_rejects(arguments, text):
         bnuq.doctor(*arguments)
 
 
+class Logging(nn.Module):
+    """Keeps what the running statistics are, and computes nothing with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        self.bn.running_mean.detach().clone()
+        return self.bn(x) + torch.zeros_like(self.bn.running_var) + self.bn.running_var.new_zeros(4)
+
+
+def test_running_statistics_that_are_kept_are_not_told_of():
+    assert bnuq.doctor(bnuq.convert(Logging().eval()), torch.randn(6, 4)).warnings == ()
+
+
 class Flow(nn.Module):
     """A normalising flow: the log-determinant of its batch norm, by the running variance."""
 

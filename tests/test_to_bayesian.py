@@ -115,6 +115,8 @@ def test_what_reads_a_weight_is_told_the_way_out():
         made(x())
     with pytest.raises(AttributeError, match="'BayesLinear' object has no attribute 'wait'"):
         _ = made.last.wait
+    made.last.weight = nn.Parameter(torch.ones(2))  # of one's own
+    assert made.last.weight.sum() == 2
 
 
 def test_a_forward_on_the_object_is_refused():

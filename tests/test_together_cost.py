@@ -151,7 +151,7 @@ def test_many_batches_with_one_model_of_many_are_proven(monkeypatch):
     rows = counted(model)
     for i in range(4):
         model.setting = i
-        for _ in range(6):
+        for _ in range(8):
             rows.clear()
             gradients(model, i)
         assert rows == [T * N]
@@ -309,7 +309,7 @@ def test_memory_that_ended_once_says_nothing_of_the_next_step():
 
 
 def test_shapes_that_always_differ_are_not_proven_each(monkeypatch):
-    """Sequences: two at first sight, then those that have come four times."""
+    """Sequences: two at first sight, then those that have had twenty forwards."""
     made, model = proofs(monkeypatch), Net(middle=Residual())
     rows = counted(model)
     for i, size in enumerate((3, 4, *range(5, 12))):
@@ -318,19 +318,22 @@ def test_shapes_that_always_differ_are_not_proven_each(monkeypatch):
         assert i < 2 or rows == [size] * T
         step(model)
     assert len(made) == 2
-    for i in range(5):
+    for i in range(7):
         rows.clear()
         gradients(model, i, rows=7)
         step(model)
     assert len(made) == 3 and rows == [7, T * 7]
     gradients(model, 0, rows=3)  # still stands
     assert len(made) == 3
+    rows.clear()
+    gradients(model, 0, rows=13, num_samples=21)  # cost as much one after another
+    assert len(made) == 4 and rows[-1] == 21 * 13
     assert_right(model)
 
 
 def test_evaluations_without_gradients_are_not_proven_each(monkeypatch):
     made, model, (x, y) = proofs(monkeypatch), Net(middle=Residual()), data()
-    for i in range(7):
+    for i in range(12):
         with torch.no_grad():
             bnuq.elbo_loss(model, x, y, num_samples=T, batch_weight=0.1, seed=i)
         gradients(model, i, num_samples=2)

@@ -163,3 +163,10 @@ def test_replicas_of_a_wrapper_are_those_of_its_module(alone):
         y = wrapped(x)
     with bnuq.replicas(model, 3, seed=0):
         torch.testing.assert_close(y, model(x))
+
+
+def test_doctor_is_told_nothing_by_a_wrapper(alone):
+    """It sends the running statistics to the other processes, which is no reading of the model."""
+    model = bnuq.convert(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).eval())
+    wrapped = DistributedDataParallel(model)
+    assert bnuq.doctor(wrapped, torch.randn(6, 4)).warnings == ()
