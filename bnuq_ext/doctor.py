@@ -218,8 +218,8 @@ class _WithoutInstanceNorm(TorchFunctionMode):
 
 def _only_hands_on(func) -> bool:
     """Whether an operator computes nothing with values: a copy that is kept, a tensor like it."""
-    name = func.overloadpacket.__name__
-    return name in ("detach", "clone", "alias") or name.endswith("_like") or name.startswith("new_")
+    name = str(func)  # torch.cond traces this function, and can do no more with its operator
+    return any(part in name for part in ("aten.detach.", "aten.clone.", "_like.", "aten.new_"))
 
 
 def _is_batch_norm(func) -> bool:
