@@ -153,18 +153,20 @@ class BatchNormCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not self._ignored:
-            self._count(func, args)
-            if not (_is_batch_norm(func) or _only_hands_on(func)):
+            if _is_batch_norm(func):
+                self._count(args)
+            elif not _only_hands_on(func):
                 given = {id(arg) for arg in tree_leaves((args, kwargs))}
                 self.read.update(self._running[i] for i in given & self._running.keys())
         return func(*args, **(kwargs or {}))
 
-    def _count(self, func, args: tuple) -> None:
-        if _is_batch_norm(func) and not self._is_of_a_weight(args):
-            if any(id(arg) in self._excluded_tensors for arg in args):
-                self.excluded += 1
-            else:
-                self.uncovered += 1
+    def _count(self, args: tuple) -> None:
+        if self._is_of_a_weight(args):
+            return
+        if any(id(arg) in self._excluded_tensors for arg in args):
+            self.excluded += 1
+        else:
+            self.uncovered += 1
 
     def _is_of_a_weight(self, args: tuple) -> bool:
         """As in normaliser-free networks, which standardise weights, not batches."""

@@ -24,11 +24,11 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     """The outputs (T*N, ...) of a draw's replicas; None where they go one after another.
 
     A plan is proven in full for new shapes, modules, hooks, flags: twice at first sight, then where
-    as many forwards have gone one after another. When only values of parameters have changed since, one replica is
-    run alone, with the flags as they are and without gradients, and must be the one among the
-    others. Where train() has dropout, or the samples hardly differ, that is done with nothing
-    dropped and a wider posterior; a model that draws other random numbers takes them one after
-    another.
+    as many forwards as a proof takes have gone one after another. When only values of parameters
+    have changed since, one replica is run alone, with the flags as they are and without gradients,
+    and must be the one among the others. Where train() has dropout, or the samples hardly differ,
+    that is done with nothing dropped and a wider posterior; a model that draws other random numbers
+    takes them one after another.
     """
     folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
     if _skips_proof(forward.known, folding):

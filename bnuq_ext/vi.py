@@ -177,14 +177,14 @@ def elbo_loss(
     another. A plain `nn.Sequential` of layers that treat rows one by one needs no proof. In any
     other model two samples go one after another, for a proof costs what it saves. With more of them
     the model is tried when its modules, hooks, flags or shapes are new (after two such trials not
-    before 20 forwards have gone one after another, for a trial takes as many),
-    with its parameters moved too, for a gate at zero hides what it will let through.
-    After steps of an optimiser one sample is run alone, 1/T of a forward, and has to agree with the
-    others; a model with dropout repeats the T samples with nothing dropped for that. What couples
-    rows, changes itself in train() (batch norm), computes with a tensor that it has left in a hook
-    or a global, draws other random numbers than dropout's, has backward hooks of modules, or needs
-    train() or gradients to run at all takes the samples one after another; so does what is wrapped
-    in DistributedDataParallel. A trial runs the model with its forward hooks, and does not see what
+    before 20 forwards have gone one after another, for a trial takes as many), with its parameters
+    moved too, for a gate at zero hides what it will let through. After steps of an optimiser one
+    sample is run alone, 1/T of a forward, and has to agree with the others; a model with dropout
+    repeats the T samples with nothing dropped for that. What couples rows, changes itself in
+    train() (batch norm), computes with a tensor that it has left in a hook or a global, draws other
+    random numbers than dropout's, has backward hooks of modules, or needs train() or gradients to
+    run at all takes the samples one after another; so does what is wrapped in
+    DistributedDataParallel. A trial runs the model with its forward hooks, and does not see what
     rare values alone set off, nor a flag outside of the model that changes later: there the mean of
     T calls with one sample is right.
 

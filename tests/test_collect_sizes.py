@@ -10,21 +10,23 @@ import bnuq_ext as bnuq
 
 
 @pytest.mark.parametrize(
-    "input_fn,batch_size",
+    "input_fn,batch_size,dataset_size",
     [
-        (lambda batch: (list(batch[0]),), 8),
-        (lambda batch: batch[0].expand(20, *batch[0].shape), 8),
-        (lambda batch: batch[0][:4], 4),
-        (lambda batch: (batch[0][:4],), 4),
+        (lambda batch: (list(batch[0]),), 8, N),
+        (lambda batch: batch[0].expand(20, *batch[0].shape), 8, N),
+        (lambda batch: batch[0][:4], 4, N),
+        (lambda batch: (batch[0][:4],), 4, N),
+        (lambda batch: torch.cat([batch[0], -batch[0]]), 16, 2 * N),
     ],
     ids=[
         "a list of rows",
         "rows second",
         "half of them",
         "half of them in a tuple",
+        "twice as many",
     ],
 )
-def test_rows_of_a_loader_behind_input_fn(input_fn, batch_size):
+def test_rows_of_a_loader_behind_input_fn(input_fn, batch_size, dataset_size):
     class Rows(nn.Module):
         def __init__(self):
             super().__init__()
@@ -35,7 +37,7 @@ def test_rows_of_a_loader_behind_input_fn(input_fn, batch_size):
             return self.bn(x if x.dim() == 2 else x.mean(0))
 
     bank = bnuq.collect(bnuq.convert(Rows()), loader(), 15, input_fn=input_fn)
-    assert bank.batch_size == batch_size and bank.dataset_size == N
+    assert bank.batch_size == batch_size and bank.dataset_size == dataset_size
     assert bank.count["bn"].max() == batch_size
 
 
