@@ -34,7 +34,7 @@ class Report:
         unconverted: names of the other modules that do batch norm, with class and reason.
         warnings: what is known to go wrong and was found: batch norm whose input went through
             dropout, batch norm in train(), a bank of small batches or far from the running
-            statistics, running statistics that the model reads by itself.
+            statistics, running statistics that the model takes out of `buffers()` or `state_dict()`.
     """
 
     covered: int
@@ -202,6 +202,9 @@ class DoctorPass(Pass):
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         with self.counter.ignoring():
             return layer.plain_forward(x)
+
+    def statistic(self, layer: nn.Module, kind: str, own: Tensor) -> Tensor:
+        return own.detach()  # one that the counter does not know: a prediction gives the replica's
 
 
 class _WithoutInstanceNorm(TorchFunctionMode):

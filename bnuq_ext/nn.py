@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from .ops.batch_norm import batch_norm_fitted, batch_norm_snapshots
 from .ops.checks import acc_dtype, refuse
-from .passes import Replicated
+from .passes import Replicated, current_pass
 from .samplers import Draw, Fitted
 
 
@@ -24,6 +24,14 @@ class Stochastic(Replicated):
     bank_name = None  # the layer's key in the bank
     not_by_forwards = ("bank", "bank_name")  # another thread may attach one while a trial runs
     frozen = False  # whether train() leaves the layer in eval; see `freeze`
+
+    def __getattr__(self, name: str):
+        found = super().__getattr__(name)
+        if found is not None and name in ("running_mean", "running_var"):
+            active = current_pass()
+            if active is not None:
+                return active.statistic(self, name, found)
+        return found
 
     def train(self, mode: bool = True):
         super().train(mode)

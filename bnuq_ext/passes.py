@@ -142,6 +142,20 @@ class Pass:
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         raise NotImplementedError
 
+    def statistic(self, layer: nn.Module, kind: str, own: Tensor) -> Tensor:
+        """What a model finds that reads the running_mean or running_var of a layer;
+        here the layer's own."""
+        return own
+
+    def latest_call(self, layer: nn.Module) -> tuple[str, int] | None:
+        """Key and stream of the layer's latest call, or of its first before that; None for a layer
+        of another model."""
+        name = self.names.get(id(layer))
+        if name is None:
+            return None
+        call = max(self.calls.get(name, 0) - 1, 0)
+        return name if call == 0 else f"{name}#{call}", self.streams[name] + call
+
 
 class DoesNotFold(Exception):
     """Replicas cannot go through the model this way; never leaves the package."""
@@ -192,6 +206,18 @@ class ReplicaPass(Pass):
         if draw.spoil is not None:
             draw.spoil(y.unflatten(0, (draw.num_samples, -1)))
         return y
+
+    def statistic(self, layer: nn.Module, kind: str, own: Tensor) -> Tensor:
+        """The replica's."""
+        latest = self.latest_call(layer)
+        if latest is None or latest[0] not in self.draw.tables:
+            return own
+        if self.draw.num_samples > 1:
+            raise DoesNotFold(
+                f"its forward reads the {kind} of {latest[0]}, which is another in each replica"
+            )
+        found = self.draw.statistics(*latest)
+        return getattr(found, kind.removeprefix("running_"))[0].to(own)
 
     def _record(self, key: str, x: Tensor) -> None:
         self.rows[key] = x.shape[0]
@@ -265,16 +291,25 @@ class Replay(Pass):
         name, done = self.names.get(id(layer)), self.done
         if name is None:
             return layer.plain_forward(x)
-        calls = done.calls.get(name, 0)
-        if calls > 1 and not layer.one_draw:
-            requirement = "be called once in a forward that is computed again"
-            refuse(done.op, f"layer {name!r}", requirement, f"{calls} calls")
+        if not layer.one_draw:
+            self._check_once(name)
         y = layer.replicate(x, self.draw, name, self.streams[name], self._is_shared(name, x))
         if y.requires_grad:
             # A reentrant checkpoint runs a backward of its own,
             # over nodes of the thread that it runs in.
             y.register_hook(Replay(done, 0).enter)
         return y
+
+    def statistic(self, layer: nn.Module, kind: str, own: Tensor) -> Tensor:
+        if id(layer) in self.names:
+            self._check_once(self.names[id(layer)])
+        return self.done.statistic(layer, kind, own)
+
+    def _check_once(self, name: str) -> None:
+        calls = self.done.calls.get(name, 0)
+        if calls > 1:
+            requirement = "be called once in a forward that is computed again"
+            refuse(self.done.op, f"layer {name!r}", requirement, f"{calls} calls")
 
     def _is_shared(self, name: str, x: Tensor) -> bool:
         """Whether the replicas shared an x of these rows, in the calls that had so many."""

@@ -110,6 +110,12 @@ class _Session(Pass):
             refuse("replicas", "model", "be called itself", "a call of one of its parts")
         return _or_refuse(active.visit, layer, x)
 
+    def statistic(self, layer: nn.Module, kind: str, own: Tensor) -> Tensor:
+        if id(layer) not in self.names:
+            return self.outer.statistic(layer, kind, own) if self.outer else own
+        active = self.active or replayed_pass()
+        return own if active is None else _or_refuse(active.statistic, layer, kind, own)
+
     def begin(self, inputs: dict) -> dict:
         """Prepares a call of the model; its inputs, expanded if need be."""
         self.active = None

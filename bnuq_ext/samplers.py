@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .moments import Rescaling, fit
 from .ops import new_seed, philox_normal, snapshot_indices
+from .ops.batch_norm import fitted_statistics
 from .ops.checks import check_integer, check_key_range, check_one_of, refuse
 from .ops.philox import new_key
 from .restore import without_gradients
@@ -64,6 +65,14 @@ class Draw(NamedTuple):
     trial: bool = False
     spoil: Callable[[Tensor], None] | None = None
     divergences: dict[int, Tensor] | None = None
+
+    def statistics(self, key: str, stream: int) -> Statistics:
+        """Mean and biased variance (T, C) of each replica in a layer's call."""
+        tables = self.tables[key]
+        if isinstance(tables, Fitted):
+            source = (self.seed, stream, self.num_samples, tables.family)
+            return Statistics(*fitted_statistics(tables.params, *source))
+        return Statistics(*(table[self.snapshot] for table in tables))
 
 
 class Sampler(Protocol):

@@ -17,6 +17,7 @@ from .batch_norm_checks import (
 )
 from .checks import acc_dtype, check_device
 from .modes import mark_written, past_autograd, refuse_other_derivatives
+from .philox import philox_normal
 
 
 def _call(op, *args) -> Tensor:
@@ -167,3 +168,23 @@ def batch_norm_fitted(
     torch.ops.bnuq.batch_norm_fitted_out.default(out, *args)
     mark_written(out)
     return out
+
+
+def fitted_statistics(
+    params: Tensor, seed: Tensor, stream: int, num_samples: int, family: str
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance (T, C) of the replicas of `batch_norm_fitted`."""
+    z_mean, z_spread = fitted_noise(params, seed, stream, num_samples)
+    spread = params[2] + params[3] * z_spread
+    spread = spread.exp() if family == "lognormal" else torch.maximum(spread, params[2] / 8)
+    return params[0] + params[1] * z_mean, spread.square()
+
+
+def fitted_noise(
+    params: Tensor, seed: Tensor, stream: int, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    """z_mean and z_spread (T, C) of `batch_norm_fitted`, in the dtype of params."""
+    shape = (num_samples, params.shape[1])
+    z_mean = philox_normal(seed, stream, shape, tag="mean")
+    z_spread = philox_normal(seed, stream, shape, tag="spread")
+    return z_mean.to(params.dtype), z_spread.to(params.dtype)

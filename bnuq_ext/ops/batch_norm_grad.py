@@ -8,10 +8,10 @@ channel, sums[0] = sum g and sums[1] = sum g * (x - mean) * rstd. From them
 
 import torch
 
+from .batch_norm import fitted_noise
 from .batch_norm_checks import result_format
 from .checks import acc_dtype
 from .modes import refuse_second_derivatives
-from .philox import philox_normal
 
 
 def _empty_rows(x, rows, memory_format):
@@ -136,9 +136,7 @@ def _backward_fitted(ctx, grad_y):
 
 def _params_grad(sums, params, seed, stream, family, num_samples, weight, eps):
     """Gradient with respect to params (4, C), through the noise drawn again."""
-    shape = (num_samples, params.shape[1])
-    z_mean = philox_normal(seed, stream, shape, tag="mean").to(params.dtype)
-    z_spread = philox_normal(seed, stream, shape, tag="spread").to(params.dtype)
+    z_mean, z_spread = fitted_noise(params, seed, stream, num_samples)
     drawn = params[2] + params[3] * z_spread
     if family == 1:
         spread = drawn.exp()
