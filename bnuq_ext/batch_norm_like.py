@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -130,9 +131,20 @@ def _reason_of_class(module: nn.Module) -> str | None:
     if type(module) is nn.Module:  # holds what a graph computes with, and has no forward
         return None
     has_statistics = {"running_mean", "running_var"} <= module._buffers.keys()
-    if has_statistics or (not module._modules and _says_batch_norm(type(module).__name__)):
+    if has_statistics or (_says_batch_norm(type(module).__name__) and _computes_itself(module)):
         return "an unknown class of batch norm; see bnuq_ext.register_adapter"
     return None
+
+
+def _computes_itself(module: nn.Module) -> bool:
+    """Whether a module has no parts, or none with tensors while it has some itself."""
+    parts = [m for m in module._modules.values() if m is not None]
+    layers = [m for m in parts if not isinstance(m, (nn.ParameterList, nn.ParameterDict))]
+    return not parts or (_has_tensors(module) and not any(map(_has_tensors, layers)))
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in chain(module.parameters(), module.buffers()))
 
 
 def _says_batch_norm(name: str) -> bool:

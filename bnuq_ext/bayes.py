@@ -228,10 +228,17 @@ class BayesLinear(Replicated, nn.Module):
 
         A weight that is pruned counts nothing.
         """
-        kl = self.prior.divergence(*self.posterior(), seed, stream, num_samples)
+        kl = self._divergence(*self.posterior(), seed, stream, num_samples)
         if self.bias_mu is not None:
-            kl = kl + self.prior.divergence(self.bias_mu, self.bias_rho, seed, stream, num_samples)
+            kl = kl + self._divergence(self.bias_mu, self.bias_rho, seed, stream, num_samples)
         return kl
+
+    def _divergence(self, *args) -> Tensor:
+        found = self.prior.divergence(*args)
+        if not isinstance(found, Tensor) or found.dim() > 0:
+            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            refuse("BayesLinear", "prior.divergence", "return a tensor of shape []", got, TypeError)
+        return found
 
     @property
     def has_closed_divergence(self) -> bool:

@@ -157,7 +157,7 @@ class CollectPass(Pass):
         latest = self.latest_call(layer)
         if latest is None or latest[0] not in self.statistics:
             return own
-        return self.statistics[latest[0]][kind == "running_var"].to(own)
+        return self.statistics[latest[0]][kind == "running_var"].to(own, copy=True)
 
 
 class _TooSmall(Exception):
@@ -178,6 +178,7 @@ class _Record:
         self.passes: Counter[int] = Counter()
         self.seen = self.small = self.nonfinite = 0
         self.listed = False  # whether the model takes a list of rows
+        self.missed = ""
 
     def add(self, model: nn.Module, batch, number_of_pass: int) -> None:
         """Put a batch through the model and keep its statistics, unless it is of no use."""
@@ -204,6 +205,7 @@ class _Record:
             return
         self._keep(statistics)
         self.called.update(active.calls)
+        self.missed = active.remark() or self.missed
         listed = _first_list(inputs)
         self.listed |= bool(listed)
         self.rows.append(len(listed) if _are_images(listed) else rows)
@@ -276,6 +278,8 @@ class _Record:
 
     def remarks(self, source: Source, bank: Bank) -> Iterator[str]:
         """What the user should know of the bank."""
+        if self.missed:
+            yield f"{self.op}: {self.missed}"
         if self.small:
             yield (
                 f"{self.op}: {self.small} of {self.seen} batches were left out: they have fewer than two "

@@ -12,12 +12,13 @@ from itertools import islice
 from types import (
     CodeType,
     FunctionType,
+    GetSetDescriptorType,
     MappingProxyType,
     MemberDescriptorType,
     MethodType,
     SimpleNamespace,
 )
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -30,11 +31,14 @@ _RECORDS = (SimpleNamespace, Namespace, UserDict, UserList)
 # Packages whose objects are not looked into, and others than the model's own whose objects are.
 _FOREIGN = {"builtins", "functools", "torch", "bnuq_ext"}
 _CONFIGURED_BY = {"omegaconf", "ml_collections"}
+_FLAGS = {bool, str, type(None)}  # of foreign objects: a trainer counts its steps in others
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
 _DEEPEST = 8  # of objects in objects
 _LONGEST = 64  # items of a container
-_LARGEST = 4096  # bytes of an array
+_LONGEST_PLAIN = 1024  # if they are `SCALARS`
+_LARGEST = 1 << 16  # bytes of an array
 _MOST = 4096  # objects of a model
+_FIELDS_ALONE: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def identity(value) -> tuple:
@@ -51,9 +55,9 @@ class Contents:
 
     It looks into lists, dicts and sets, records and small arrays, what functions and methods are
     bound to, modules that are no part of the model, and into objects of the packages that the
-    model's modules come from: a configuration, but not a trainer that counts steps. Of classes of
-    these packages the attributes count, not what they hold. Each object is looked into once,
-    and no property is called.
+    model's modules come from, or whose class has no methods: a configuration, but not a trainer that
+    counts steps, of which flags and names count alone. Of classes of these packages the attributes
+    count, not what they hold. Each object is looked into once, and no property is called.
 
     Args:
         seen: what is appended to.
@@ -76,6 +80,7 @@ class Contents:
             if id(value) not in self._registered:
                 seen.append(version_of(value))
         elif type(value) is tuple:
+            seen.append(len(value))
             self._append_all(value, depth)
         else:
             seen += identity(value)
@@ -90,7 +95,11 @@ class Contents:
         if isinstance(function, MethodType):
             self._append_callable(function.__self__)
             function = function.__func__
-        if isinstance(function, FunctionType):
+        if isinstance(function, partial):
+            self.append_function(function.func)
+            for part in (function.args, tuple(function.keywords.items())):
+                self.append(part)
+        elif isinstance(function, FunctionType):
             self.seen.append(function.__code__)
             for part in (*self._parts(function), _globals(function)):
                 self._append_all(part, 0)
@@ -122,7 +131,7 @@ class Contents:
     def _append_all(self, values: Iterable, depth: int) -> None:
         for value in values:
             if type(value) in SCALARS:
-                self.seen.append(value)
+                self.seen += (type(value), value)  # 1 == 1.0 == True
             else:
                 self.append(value, depth)
 
@@ -132,6 +141,9 @@ class Contents:
             self.seen.append(len(value))
             items = value.items() if isinstance(value, Mapping) else value
             yield list(islice(items, _LONGEST))
+            tail = list(islice(items, _LONGEST, _LONGEST_PLAIN))
+            plain = tuple(v for v in tail if type(v) in SCALARS)
+            self.seen += (tuple(map(type, plain)), plain)
         elif isinstance(value, FunctionType):
             yield _cells(value)
             yield value.__defaults__ or ()
@@ -143,9 +155,12 @@ class Contents:
             yield (value.func, value.args, value.keywords)
         elif isinstance(value, (np.ndarray, bytearray, array)):
             yield _bytes(value)
+        fields = list(getattr(value, "__dict__", {}).items())
         if self._is_open(value):
-            yield list(getattr(value, "__dict__", {}).items())
+            yield fields
             yield _slots(value)
+        elif _package(type(value)) not in _FOREIGN and not isinstance(value, type):
+            yield [pair for pair in fields if type(pair[1]) in _FLAGS]
 
     def _is_open(self, value) -> bool:
         package = _package(type(value))
@@ -159,7 +174,22 @@ class Contents:
 
 def is_record(value) -> bool:
     """Whether an object is there for its fields."""
-    return isinstance(value, _RECORDS) or hasattr(type(value), "__dataclass_fields__")
+    return isinstance(value, _RECORDS) or _has_fields_alone(type(value))
+
+
+def _has_fields_alone(cls: type) -> bool:
+    """Whether a class is a dataclass, or an ordinary one without methods but those of the
+    language."""
+    found = _FIELDS_ALONE.get(cls)
+    if found is None:
+        own = [vars(base) for base in cls.__mro__ if base is not object]
+        members = [pair for base in own for pair in base.items()]
+        dicts = [type(member) for name, member in members if name == "__dict__"]
+        methods = [n for n, m in members if isinstance(m, FunctionType) and not n.startswith("__")]
+        ordinary = set(dicts) == {GetSetDescriptorType} and _package(cls) not in _FOREIGN
+        found = hasattr(cls, "__dataclass_fields__") or (ordinary and not methods)
+        _FIELDS_ALONE[cls] = found
+    return found
 
 
 def _code_of(modules: list[nn.Module]) -> tuple[set[str], list[type]]:

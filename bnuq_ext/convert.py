@@ -37,8 +37,8 @@ def convert(
 
     Args:
         model: any nn.Module that contains batch norm, or is one; a torch.fx GraphModule too.
-            Convert before torch.compile, torch.export, quantisation and fusion;
-            `revert` before torch.jit.script.
+            Convert before torch.compile and torch.export; `revert` before torch.jit.script,
+            quantisation and fusion, which know batch norm by its class.
         inplace: change the given model instead of a copy; after an error it is unchanged.
         strict: raise if something like batch norm cannot be converted; otherwise warn, once.
         filter_fn: gets (qualified name, module) of each layer that could be converted and says

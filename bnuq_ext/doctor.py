@@ -34,7 +34,8 @@ class Report:
         unconverted: names of the other modules that do batch norm, with class and reason.
         warnings: what is known to go wrong and was found: batch norm whose input went through
             dropout, batch norm in train(), a bank of small batches or far from the running
-            statistics, running statistics that the model takes out of `buffers()` or `state_dict()`.
+            statistics, running statistics that the model takes out of `buffers()` or `state_dict()`,
+            layers that the forward calls in another thread.
     """
 
     covered: int
@@ -100,7 +101,11 @@ def doctor(model: nn.Module, x) -> Report:
             **{uncompiled_name(n): type(m).__name__ for n, m in found.convertible.items()},
             **{uncompiled_name(n): reason for n, reason in found.unsupported.items()},
         },
-        warnings=(*warnings_of(model, list(trace.after)), *counter.remarks()),
+        warnings=(
+            *warnings_of(model, list(trace.after)),
+            *counter.remarks(),
+            *filter(None, [watch.remark()]),
+        ),
     )
 
 

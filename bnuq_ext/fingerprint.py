@@ -57,7 +57,7 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
             if name not in OF_EVERY_MODULE and name not in made:
                 add(name)
                 if type(value) in SCALARS:  # nearly all are
-                    add(value)
+                    seen += (type(value), value)  # 1 == 1.0 == True
                 else:
                     contents.append(value)
     return Fingerprint(seen, versions)

@@ -36,7 +36,7 @@ from .probe import ROWS, check_equal, tolerance_of
 from .reads import READS, Reads, uncompiled
 from .restore import preserved_rng
 from .samplers import Draw
-from .signature import key_of, signature
+from .signature import key_of, reals_of, signature
 from .state import State
 from .trial import Proof, Trial
 
@@ -54,7 +54,8 @@ class Plan(NamedTuple):
         largest: bytes of the largest input of a stochastic call with T = 1.
         shape: of the output with T = 1.
         shared: which calls share their input between the replicas.
-        checked: numbers of replicas that were folded and agreed with the loop.
+        checked: numbers of replicas that were folded and agreed with the loop, each alone and with
+            the input's real numbers without rows.
         reason: why a way before this one was given up.
         lasting: whether that holds for other values of the input too.
         steady: whether it may stand for other values of the parameters.
@@ -67,7 +68,7 @@ class Plan(NamedTuple):
     largest: int
     shape: tuple[int, ...]
     shared: dict[str, bool]
-    checked: set[int]
+    checked: set[int | tuple[int, tuple]]
     reason: str = ""
     lasting: bool = True
     steady: bool = True
@@ -108,16 +109,18 @@ class Folding:
                     self.remember(self.known.plans, self.place, plan, plan.lasting)
         return plan
 
-    def see(self, rows: int) -> None:
-        """Notes that so many rows are to go through the model for such inputs,
-        where it has not been decided how."""
-        plan = self.known.plans.get(self.place)
-        if plan is None or not plan.way:
-            self.remember(self.known.rows_seen, self.place, self.rows_seen() + rows)
+    def see(self, forwards: int) -> None:
+        """Notes that such inputs are to have so many forwards."""
+        self.remember(self.known.unproven, self.place, self.seen() + forwards)
 
-    def rows_seen(self) -> int:
-        """How many have gone through, with those that are to go now."""
-        return self.known.rows_seen.get(self.place, 0)
+    def seen(self) -> int:
+        """How many they have had, with those that they are to have now."""
+        return self.known.unproven.get(self.place, 0)
+
+    def is_planned(self) -> bool:
+        """Whether it has been decided how such inputs go."""
+        plan = self.known.plans.get(self.place)
+        return plan is not None and bool(plan.way)
 
     def has_tried(self) -> bool:
         """Whether there has been a trial on inputs of this trailing shape."""
@@ -141,9 +144,19 @@ class Folding:
         """What the plan is remembered by."""
         return self._place(0)
 
+    @cached_property
+    def reals(self) -> tuple:
+        """The real numbers of the input that all replicas share: a rate, the weights of edges.
+        New ones need no new trial, but a comparison."""
+        return reals_of(self.inputs, self.num_rows)
+
+    @cached_property
+    def num_rows(self) -> int:
+        return num_rows(self.forward.op, self.inputs)
+
     def _place(self, from_dim: int) -> tuple:
         return (
-            signature(self.inputs, from_dim),
+            signature(self.inputs, from_dim, self.num_rows),
             len({id(t) for t in tensors(self.inputs)}),  # a model may ask whether two are one
             key_of(self.forward.output_fn, self.modules),
             tuple(self.forward.layers),
@@ -198,7 +211,7 @@ class Folding:
         return *self.forward.run(self.inputs, draw), reads
 
     def _reads(self) -> Reads:
-        return Reads(self.modules, self.inputs, num_rows(self.forward.op, self.inputs))
+        return Reads(self.modules, self.inputs, self.num_rows)
 
     def _first(self, plan: Plan, reads: Reads, wanted: Callable[[Plan], bool]) -> Plan:
         try:
@@ -245,7 +258,7 @@ class Folding:
         draw = self.forward.draw(first_replica, num_samples)
         if num_samples == 1:
             return self.forward.run(self.inputs, draw)[0].unsqueeze(0)
-        if num_samples in plan.checked:
+        if (num_samples, self.reals) in plan.checked:
             return self.together(plan, draw)
         reads = self._reads()
         with reads:
@@ -275,4 +288,10 @@ class Folding:
                 draw = self.forward.draw(first_replica + replica, 1)
                 alone, _ = self.forward.run(self.inputs, draw)
             check_equal(output[replica], alone, tolerance_of(output, self.inputs, self.modules))
-        plan.checked.add(len(output))
+        self.check(plan, len(output))
+
+    def check(self, plan: Plan, num_samples: int) -> None:
+        """Notes that so many replicas agree with the loop."""
+        if len(plan.checked) >= _MOST:
+            plan.checked.clear()
+        plan.checked.update({num_samples, (num_samples, self.reals)})

@@ -39,6 +39,7 @@ class Forward(NamedTuple):
         with running(active), self.known.examining(self.op, self.model, self.layers):
             output = self.call(self.model, copied(inputs) if self.copies else inputs)
         active.check_calls()
+        self.known.tell(self.op, active)
         output = self.tensor_of(output)
         if not self.plain:
             active.follow(made_since(start, self.model, [output]), start)

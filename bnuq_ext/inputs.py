@@ -15,8 +15,8 @@ def model_input(op: str, batch, input_fn: Callable | None = None):
 
     Args:
         op: who asks, for the message.
-        batch: a tensor; a tuple or list whose first entry is one;
-            a dict with one under "input" or "x".
+        batch: a tensor; a tuple or list whose first entry is one; a dict with one, or a tuple of
+            arguments or a dict of keyword arguments, under "input" or "x".
         input_fn: batch -> tensor, tuple of arguments, or dict of keyword arguments.
 
     Returns:
@@ -33,7 +33,7 @@ def model_input(op: str, batch, input_fn: Callable | None = None):
         found = batch.get("input", batch.get("x"))
     elif isinstance(batch, (tuple, list)):
         found = batch[0] if batch else None
-    if not isinstance(found, Tensor):
+    if not (is_one_input(found) if isinstance(batch, Mapping) else isinstance(found, Tensor)):
         others = "input_fn takes it out of anything else"
         if op != "collect":  # takes no input_fn
             others = "or a tuple (input, targets) whose input is a tuple or a dict; a generator makes it of others"
@@ -98,6 +98,10 @@ def tensors(inputs) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
+def has_rows(t: Tensor, rows: int) -> bool:
+    return t.dim() > 0 and t.shape[0] == rows
+
+
 def num_rows(op: str, inputs) -> int:
     """Size of the first dimension of the first tensor."""
     if isinstance(inputs, Tensor) and inputs.dim() > 0:
@@ -137,15 +141,24 @@ def _map(inputs, fn: Callable[[Tensor], Tensor]):
 
 
 def _like(inputs: Mapping, made: dict) -> Mapping:
-    """`made` in the class of `inputs`, if that takes a dict: a model may ask for its attributes."""
+    """`made` in the class of `inputs`, if that takes a dict or its copies take items: a model may ask
+    for its attributes."""
     if type(inputs) is dict:
         return made
-    try:
-        alike = type(inputs)(made)
-        same = len(alike) == len(made) and all(alike[key] is made[key] for key in made)
-        return alike if same else made
-    except Exception:  # a class of other arguments
-        return made
+    for make in (type(inputs), lambda made: _filled(inputs.copy(), made)):
+        try:
+            alike = make(made)
+            if len(alike) == len(inputs) and all(alike[key] is made[key] for key in made):
+                return alike
+        except Exception:  # a class of other arguments, or for tensors of one size
+            continue
+    return made
+
+
+def _filled(mapping: Mapping, made: dict) -> Mapping:
+    for key, value in made.items():
+        mapping[key] = value
+    return mapping
 
 
 def expand(op: str, inputs, num_samples: int):
@@ -153,9 +166,7 @@ def expand(op: str, inputs, num_samples: int):
     rows = num_rows(op, inputs)
 
     def repeat(t: Tensor) -> Tensor:
-        if t.dim() == 0 or t.shape[0] != rows:
-            return t
-        return t.expand(num_samples, *t.shape).flatten(0, 1)
+        return t.expand(num_samples, *t.shape).flatten(0, 1) if has_rows(t, rows) else t
 
     return map_tensors(inputs, repeat)
 

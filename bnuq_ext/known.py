@@ -14,6 +14,7 @@ from .doctor import count_uncovered
 from .fingerprint import Fingerprint, fingerprint
 from .nn import named_stochastic_layers
 from .ops.checks import refuse
+from .passes import Pass
 from .restore import without_gradients
 from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
 from .untraced import untraced
@@ -29,20 +30,21 @@ class Known:
     Attributes:
         seen: the fingerprint of its modules.
         modules: which they are.
-        plans, trials: see `Folding`; undecided: how many trials could not tell; rows_seen: of
-            replicas' inputs.
+        plans, trials: see `Folding`; undecided: how many trials could not tell.
+        unproven: forwards that inputs have had without a proof, or in training since the last.
         earlier_plans: of earlier states, for as long as nothing but the values
             of parameters has changed; see `StandingFolding`.
         generation: how often those have changed.
-        times_changed: how often in a row it was another model before a plan could be kept: a
-            training loop counts something in it, or anneals a rate of it.
+        times_changed: how often in a row it was another model before a plan could be kept, or serve
+            a second prediction: a training loop counts something in it, or anneals a rate of it.
+        predictions: that asked for a plan.
         proofs: made at first sight of inputs; see `run_together`.
-        unproven: forwards that inputs have had since without one.
         checked_in_train: where plans have been compared with the training flags as they are;
             see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
+        told: whether it was said that one calls layers in another thread.
         samplers: of its bank.
     """
 
@@ -52,16 +54,21 @@ class Known:
         self.plans: dict = {}
         self.trials: dict = {}
         self.undecided: dict = {}
-        self.rows_seen: dict = {}
+        self.unproven: dict = {}
         self.earlier_plans: dict = {}
         self.generation = 0
-        self.times_changed = self.proofs = 0
-        self.unproven: dict = {}
+        self.times_changed = self.proofs = self.predictions = 0
         self.checked_in_train: dict = {}
         self.changes = 0
         self.planning = threading.RLock()
-        self.examined = False
+        self.examined = self.told = False
         self.samplers = BankSamplers()
+
+    def tell(self, op: str, active: Pass) -> None:
+        """Warns, once, of layers that a forward has called in another thread."""
+        if active.missed and not self.told and (remark := active.remark()):
+            warn(f"{op}: {remark}")
+            self.told = True
 
     def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
         """Around a forward; around the first one that draws statistics for `layers`,
@@ -106,7 +113,8 @@ class BankSamplers:
         stamp = None if bank is None else bank.stamp()
         if self._stamp != stamp:
             self._made, self._stamp = {}, stamp
-        made = self._made  # another thread may begin anew
+        # Another thread may begin anew; and what a mode makes of tensors is not for later.
+        made = self._made if type(torch.empty(0)) is torch.Tensor else {}
         place = (name, batch_size, device, _stream(device))
         if place not in made:
             with without_gradients():
@@ -145,12 +153,14 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
         known = _KNOWN[model] = Known(seen, modules)
         if before is not None:
             known.planning = before.planning
-            known.examined = before.examined and before.modules == known.modules
+            if before.modules == known.modules:
+                known.examined, known.changes = before.examined, before.changes
+                known.told = before.told
             if before.seen.structure == seen.structure:
                 known.earlier_plans, known.generation = before.earlier_plans, before.generation + 1
-                known.checked_in_train, known.changes = before.checked_in_train, before.changes
+                known.checked_in_train = before.checked_in_train
                 known.proofs, known.unproven = before.proofs, before.unproven
-            elif before.generation == 0:
+            elif before.generation == 0 and before.predictions <= 1:
                 known.times_changed = before.times_changed + 1
     return known
 

@@ -27,7 +27,7 @@ class Stochastic(Replicated):
 
     def __getattr__(self, name: str):
         found = super().__getattr__(name)
-        if found is not None and name in ("running_mean", "running_var"):
+        if name in ("running_mean", "running_var") and found is not None:
             active = current_pass()
             if active is not None:
                 return active.statistic(self, name, found)

@@ -90,6 +90,8 @@ class Replicated:
             return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
         active = current_pass()
         if active is None:
+            if not torch.compiler.is_compiling() and _RUNNING:
+                _note_missed(self)
             return self.plain_forward(input)
         self.check_input(input)
         return active.visit(self, input)
@@ -108,6 +110,14 @@ class Replicated:
         """Raises, inside a pass, for an x that the original class refuses; here for none."""
 
 
+def _note_missed(layer: Replicated) -> None:
+    """Tells the passes of other threads that a layer of theirs is called outside of them."""
+    for active in tuple(_RUNNING):
+        name = active.names.get(id(layer))
+        if name is not None:
+            active.missed.add(name)
+
+
 class Pass:
     """One forward of a model with its stochastic layers doing something else than usual.
 
@@ -118,6 +128,7 @@ class Pass:
     Attributes:
         streams: of each layer's first call; the next layer's is 65,536 further on.
         calls: of each layer so far.
+        missed: names of layers that were called outside of it.
         outer: the pass around it, which other models are left to.
     """
 
@@ -127,6 +138,7 @@ class Pass:
         self.names = {id(layer): name for name, layer in layers.items()}
         self.streams = {name: number << 16 for number, name in enumerate(layers)}
         self.calls: dict[str, int] = {}
+        self.missed: set[str] = set()
 
     def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
         """What the layer returns for x; a layer of another model behaves as usual."""
@@ -146,6 +158,17 @@ class Pass:
         """What a model finds that reads the running_mean or running_var of a layer;
         here the layer's own."""
         return own
+
+    def remark(self) -> str:
+        """What to say of layers that the forward calls in threads of its own; another thread that
+        uses the model as it is calls those of the pass too."""
+        names = sorted(self.missed - self.calls.keys())
+        if not names:
+            return ""
+        return (
+            f"{', '.join(names)}: called in another thread than the forward's, where layers do what they "
+            "do in eval; a forward of theirs should call them in its own (others may)"
+        )
 
     def latest_call(self, layer: nn.Module) -> tuple[str, int] | None:
         """Key and stream of the layer's latest call, or of its first before that; None for a layer

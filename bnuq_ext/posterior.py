@@ -124,6 +124,7 @@ def _turn(linear: nn.Linear, rho_init, prior) -> None:
     others = {k: p for k, p in linear._parameters.items() if k not in ("weight", "bias")}
     linear._parameters = {**made._parameters, **others}
     linear._buffers.update(made._buffers)
+    linear._modules.update(made._modules)  # a prior with parameters
     vars(linear).update({k: v for k, v in vars(made).items() if k not in OF_EVERY_MODULE})
     linear.__class__ = BayesLinear
 

@@ -20,7 +20,7 @@ from .progress import progress_bar
 
 STRATEGIES = ("auto", "folded", "loop")
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
-_TRIAL_ROWS = 70  # that a trial costs
+_COST = 40  # of a trial, in forwards
 _AT_ONCE = 2  # trials of a model that are made at first sight of a shape
 
 
@@ -154,7 +154,11 @@ class Predictor:
         rows = num_rows(self.forward.op, folding.inputs)
         if rows == 0:
             return LOOP
-        folding.see(rows * self.request.count)
+        folding.known.predictions += 1
+        if strategy == "auto" and not folding.is_planned():
+            folding.see(self.request.count)
+            if _waits(folding):
+                return LOOP
         try:
             plan = folding.plan(lambda plan: self._trial_pays(folding, plan))
         except Exception as error:
@@ -164,16 +168,12 @@ class Predictor:
         return self._checked(plan)
 
     def _trial_pays(self, folding: Folding, plan: Plan) -> bool:
-        """Whether it may tell, and more than one replica would go into a chunk; and for a third
-        trailing shape and more, whether as many rows have gone one after another as it costs."""
+        """Whether it may tell, and more than one replica would go into a chunk."""
         wanted = self.request
         if wanted.strategy == "folded":
             return True
         together = chunk_of(plan.largest, wanted.chunk, wanted.count, self.device)
-        known = folding.known
-        at_once = folding.has_tried() or len(known.trials) + len(known.undecided) < _AT_ONCE
-        worth = at_once or folding.rows_seen() > _TRIAL_ROWS
-        return together > 1 and worth and folding.undecided() < _TRIALS
+        return together > 1 and folding.undecided() < _TRIALS
 
     def _checked(self, plan: Plan) -> Plan:
         if self.request.strategy == "folded" and plan.way == "loop":
@@ -188,6 +188,14 @@ class Predictor:
             samples = outputs.new_empty((self.request.count, *outputs.shape[1:]))
         samples[done : done + len(outputs)] = outputs
         return samples
+
+
+def _waits(folding: Folding) -> bool:
+    """Whether inputs of a third trailing shape and more, or those of a model that is another one in
+    each prediction, have not yet had as many forwards as a trial costs."""
+    known = folding.known
+    tried = max(len(known.trials) + len(known.undecided), known.times_changed)
+    return tried >= _AT_ONCE and not folding.has_tried() and folding.seen() <= _COST
 
 
 def _join(targets: list) -> Tensor | list | None:

@@ -11,7 +11,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor, nn
 
-from .inputs import map_tensors, num_rows, tensors
+from .inputs import has_rows, map_tensors, num_rows, tensors
 from .passes import DoesNotFold, Undecided
 from .samplers import Draw, Fitted, Statistics
 
@@ -24,7 +24,7 @@ _ROUNDED = 4  # times the rounding of large channels that small ones may show
 
 def leading(inputs, rows: int) -> list[Tensor]:
     """The tensors of an input whose first dimension is that of the rows, each once."""
-    return list({id(t): t for t in tensors(inputs) if t.dim() > 0 and t.shape[0] == rows}.values())
+    return list({id(t): t for t in tensors(inputs) if has_rows(t, rows)}.values())
 
 
 def probe_inputs(op: str, inputs) -> tuple:
@@ -41,7 +41,7 @@ def probe_inputs(op: str, inputs) -> tuple:
     cut = leading(inputs, rows)
     if any(_may_number_rows(t, rows) for t in tensors(inputs) if not any(t is own for own in cut)):
         raise Undecided("integers in the input may be numbers of rows, of which a trial has three")
-    firsts = [[t[i : i + 1] for t in cut] for i in range(min(rows, _LOOKED_AT))]
+    firsts = [[t[i : i + 1] for t in cut] for i in _spread(rows)]
     chosen: list[list[Tensor]] = []
     for candidate in _candidates(firsts):
         if all(_differ(candidate, other) for other in chosen):
@@ -51,9 +51,16 @@ def probe_inputs(op: str, inputs) -> tuple:
     else:
         raise Undecided("the input has too few different rows to find out")
     made = iter([torch.cat(parts) for parts in zip(*chosen, strict=True)])
-    probe = map_tensors(inputs, lambda t: next(made) if t.dim() > 0 and t.shape[0] == rows else t)
+    probe = map_tensors(inputs, lambda t: next(made) if has_rows(t, rows) else t)
     own = all(any(row is first for first in firsts) for row in chosen)
     return probe, not own and not all(t.is_floating_point() for t in firsts[0])
+
+
+def _spread(rows: int) -> list[int]:
+    """Numbers of rows all over the input, the first three far apart: neighbours may be alike."""
+    count = min(rows, _LOOKED_AT)
+    order = sorted(range(count), key=lambda i: f"{i:04b}"[::-1])
+    return [i * rows // count for i in order]
 
 
 def _candidates(firsts: list[list[Tensor]]):

@@ -104,6 +104,9 @@ def take_batches(op: str, loader, first: int, count: int, device: torch.device) 
         for _, given in batches:
             seen += 1
             batch = model_input(op, given)
+            if not isinstance(batch, Tensor):
+                got = type(batch).__name__
+                refuse(op, "loader", 'yield one tensor a batch with query "in"', got, TypeError)
             if batch.dim() > 0 and len(batch) > 1:
                 found += 1
                 if found > first:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .inputs import tensors
+from .inputs import has_rows, tensors
 from .passes import DoesNotFold
 
 _aten = torch.ops.aten
@@ -87,9 +87,10 @@ class Reads:
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
-        constants = [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
-        constants += [t for t in tensors(inputs) if t.dim() == 0 or len(t) != num_rows]
-        self.constants = {storage_of(t) for t in constants} - {None}
+        own = {storage_of(t) for m in modules for t in (*m.parameters(False), *m.buffers(False))}
+        shared = {storage_of(t) for t in tensors(inputs) if not has_rows(t, num_rows)}
+        of_rows = {storage_of(t) for t in tensors(inputs) if has_rows(t, num_rows)}
+        self.constants = (own | shared) - of_rows - {None}
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
         self.found, self.rounds = "", False

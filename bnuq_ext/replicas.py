@@ -161,7 +161,9 @@ class _Session(Pass):
         None if it raised."""
         active, self.active = self.active, None
         if active is not None and output is not None:
+            active.missed = self.missed
             _or_refuse(active.check_calls)
+            self.forward.known.tell("replicas", active)
             made = made_since(self.start, self.forward.model, tensors(output))
             active.follow(made, self.start)
 

@@ -8,6 +8,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from .state import State
 from .warn import warn
@@ -167,3 +168,19 @@ def without_gradients():
     """No autograd graph, and ordinary tensors even where the caller is in inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+@contextmanager
+def uncached():
+    """What torch's `parametrize.cached()` keeps is neither used nor added to: the weights of a trial
+    have no gradients."""
+    entered, cache = parametrize._cache_enabled, parametrize._cache
+    if not entered:
+        yield
+        return
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += entered  # another thread may have entered, or left
+        parametrize._cache = cache if parametrize._cache_enabled else {}

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from .carried import Watch
 from .dropout import Undropped
+from .fingerprint import OURS
 from .folding import Folding, Plan
 from .forward import Forward
 from .passes import DoesNotFold, Undecided
 from .probe import check_replica, probe_draws, tolerance_of
 from .reads import uncompiled
-from .restore import drawn_since, evaluating, preserved_rng, random_states
+from .restore import drawn_since, evaluating, preserved_rng, random_states, uncached
 from .state import State
 
 
@@ -57,7 +58,10 @@ class StandingFolding(Folding):
     def cached_plan(self) -> Plan | None:
         """The plan, if it has been proven in this very state."""
         plan = self.known.plans.get(self.place)
-        return plan if plan is not None and self.num_samples in plan.checked else None
+        return plan if plan is not None and self._is_checked(plan) else None
+
+    def _is_checked(self, plan: Plan) -> bool:
+        return (self.num_samples, self.reals) in plan.checked
 
     def earlier_plan(self) -> Plan | None:
         """The plan of an earlier state of the parameters."""
@@ -65,10 +69,13 @@ class StandingFolding(Folding):
 
     def revalidated_plan(self) -> Plan | None:
         """The plan of an earlier state of the parameters, if it holds in this one too."""
-        plan = None if self.place in self.known.plans else self.earlier_plan()
+        now = self.known.plans.get(self.place)
+        decided = now is not None and (now.way == "loop" or self._is_checked(now))
+        plan = None if decided else self.earlier_plan()
         if plan is None or plan.way == "loop":
             return plan
-        plan = plan._replace(checked={self.num_samples})
+        plan = plan._replace(checked=set())
+        self.check(plan, self.num_samples)
         # With flags that it has been examined with.
         flags = evaluating(self.modules, warns=False) if plan.repeatable is None else nullcontext()
         with self.known.planning, preserved_rng(), flags:
@@ -128,7 +135,8 @@ class StandingFolding(Folding):
     def keep(self, plan: Plan) -> None:
         """Lets a proven plan stand for other values of the parameters, if it may."""
         if self.flags is not None and plan.lasting and plan.steady:
-            checked, repeatable, before = set(plan.checked), None, self.earlier_plan()
+            checked = {n for n in tuple(plan.checked) if isinstance(n, int)}
+            repeatable, before = None, self.earlier_plan()
             if before is not None and before.way == plan.way:
                 checked, repeatable = before.checked | checked, before.repeatable
             plan = plan._replace(checked=checked, repeatable=repeatable)
@@ -148,7 +156,7 @@ class StandingFolding(Folding):
 
     def prove(self) -> Plan:
         """The plan, tried in eval at the actual size."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.hooks_gradients()):
             plan = self.revalidated_plan()
             if plan is None:
                 with evaluating(self.modules, warns=False):
@@ -156,17 +164,18 @@ class StandingFolding(Folding):
         self.keep(plan)
         return plan
 
+    @uncached()
     def prove_in_train(self) -> Plan:
         """`prove`, held once to the training flags as they are. What needs gradients or draws
         random numbers besides those of dropout of its rows cannot be; of the last each replica has
         rows of its own from the start."""
         plan, checked = self.prove(), self.known.checked_in_train
         while plan.way != "loop" and any(self.training):
-            place = (plan.way, self.place, self.num_samples, self.training)
+            place = (plan.way, self.place, self.reals, self.num_samples, self.training)
             if place in checked:
                 break
             state = State(self.modules)
-            with torch.no_grad(), preserved_rng():
+            with torch.set_grad_enabled(self.hooks_gradients()), preserved_rng():
                 failure = self.failure_without_dropout(plan, state)
                 self.undo(state)
             if not _refutes(failure, plan):
@@ -177,7 +186,7 @@ class StandingFolding(Folding):
 
     def _tried(self, plan: Plan) -> Plan:
         """The first of the plan's way and those after it that passes at the actual size."""
-        while plan.way != "loop" and self.num_samples not in plan.checked:
+        while plan.way != "loop" and not self._is_checked(plan):
             try:
                 with preserved_rng():
                     self.run(plan, self.first_replica, self.num_samples)
@@ -189,10 +198,18 @@ class StandingFolding(Folding):
         """The plan for the next way that passes in eval,
         after one that has failed with the flags as they are."""
         self.known.earlier_plans.pop(self.place, None)
-        with torch.no_grad(), evaluating(self.modules, warns=False):
+        with (
+            torch.set_grad_enabled(self.hooks_gradients()),
+            evaluating(self.modules, warns=False),
+        ):
             plan = self._tried(self.give_up(plan, reason))
         self.keep(plan)
         return plan
+
+    def hooks_gradients(self) -> bool:
+        """Whether forwards of a trial need gradients: a hook may hook those of an activation."""
+        hooks = [hook for m in self.modules for hook in [*m._forward_hooks.values()]]
+        return self.flags is not None and not all(hasattr(hook, OURS) for hook in hooks)
 
     def watch(self) -> Watch:
         return Watch(self.modules, self._reads())

@@ -10,7 +10,7 @@ from .folding import CHANGES, LOOP, Plan
 from .forward import Forward
 from .known import Known
 from .passes import DoesNotFold, Undecided
-from .restore import drawn_since, preserved_rng, random_states
+from .restore import drawn_since, preserved_rng, random_states, uncached
 from .samplers import Draw
 from .standing import DrawsNumbers, StandingFolding
 from .state import State
@@ -75,6 +75,7 @@ def _reason(error: Exception) -> str:
 
 
 @untraced
+@uncached()
 def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
     """The plan, and the chosen replica run alone where it has still to be compared."""
     plan = folding.cached_plan()
@@ -83,8 +84,10 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
         return plan, None
     plan = folding.earlier_plan()
     if plan is not None and plan.repeatable and folding.num_samples in plan.checked:
-        with torch.no_grad():
-            return plan._replace(checked={folding.num_samples}), folding.alone()
+        with torch.set_grad_enabled(folding.hooks_gradients()):
+            plan = plan._replace(checked=set())
+            folding.check(plan, folding.num_samples)
+            return plan, folding.alone()
     plan, earlier = folding.prove(), folding.earlier_plan()
     if plan.way == "loop" or (earlier is not None and earlier.repeatable is not None):
         return plan, None
@@ -94,7 +97,7 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
 def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
     state, watch = State(folding.modules), folding.watch()
-    with torch.no_grad(), preserved_rng():
+    with torch.set_grad_enabled(folding.hooks_gradients()), preserved_rng():
         before = random_states()
         failure = None
         try:

@@ -46,6 +46,39 @@ class Plain:
         raise AssertionError("called by a fingerprint")
 
 
+class Settings:
+    """As one of another package, without methods."""
+
+    __module__ = "settings"
+
+    def __init__(self):
+        self.share = 0.0
+
+    @classmethod
+    def read(cls):
+        return cls()
+
+
+class Trainer(Settings):
+    """As one of another package, with a method."""
+
+    __module__ = "trainers"
+
+    def __init__(self):
+        self.on, self.mode = False, "a"
+
+    def step(self):
+        self.on = True
+
+
+class Counter:
+    def __init__(self):
+        self.steps = 0
+
+    def count(self):
+        self.steps += 1
+
+
 class Slots:
     __slots__ = ("__hidden", "unset")
 
@@ -90,6 +123,8 @@ def network() -> nn.Sequential:
     model.options, model.scales = {"inner": {"on": False}}, [1.0, torch.ones(2)]
     model.scales.append(model.scales)
     model.long, model.names = list(range(99)), {"a"}
+    model.large, model.one = np.zeros(8000), 1
+    model.settings, model.trainer = Settings(), Trainer()
     model.config, model.args = Config(), SimpleNamespace(on=[False])
     model.register_module("absent", None)
     model.own, model.plain, model.slots, model.slotted = Own(), Plain(), Slots(), Slotted()
@@ -130,6 +165,14 @@ CHANGES = {
     "an item of a list": lambda m: m.scales.__setitem__(0, 2.0),
     "an item in place": lambda m: m.scales[1].add_(1),
     "a longer list": lambda m: m.long.append(0),
+    "a late item of a list": lambda m: m.long.__setitem__(80, -1),
+    "a late number of an array": lambda m: m.large.__setitem__(7000, 1.0),
+    "a truth value for a number": lambda m: setattr(m, "one", True),
+    "a share for a number": lambda m: setattr(m, "one", 1.0),
+    "a number of another type in a list": lambda m: m.long.__setitem__(1, True),
+    "a field of a foreign record": lambda m: setattr(m.settings, "share", 0.5),
+    "a flag of a foreign object": lambda m: setattr(m.trainer, "on", True),
+    "a name in a foreign object": lambda m: setattr(m.trainer, "mode", "b"),
     "a larger set": lambda m: m.names.add("b"),
     "an item of a set": lambda m: (m.names.clear(), m.names.add("b")),
     "a field of a dataclass": lambda m: setattr(m.config, "on", True),
@@ -226,13 +269,13 @@ def test_another_object_shows_where_its_address_comes_again():
 def test_objects_of_others_are_not_looked_into():
     """A trainer that counts steps is no part of a forward; nor is one of this package."""
     layer = nn.ReLU()  # no code of ours in the model
-    layer.plain, layer.fraction = Plain(), Fraction(1, 2)
+    layer.counter, layer.fraction = Counter(), Fraction(1, 2)
     before = fingerprint([layer])
-    layer.plain._on = True
+    layer.counter.count()
     assert fingerprint([layer]) == before
     both = [layer, Own()]
     before = fingerprint(both)
-    layer.plain._on = False
+    layer.counter.count()
     assert fingerprint(both) != before
 
 

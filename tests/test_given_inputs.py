@@ -180,6 +180,17 @@ class OfOthers(dict):
         super().__init__(x=x)
 
 
+class OfRows(UserDict):
+    """Keeps a number of rows, which is its length; copies have it too."""
+
+    def __init__(self, data, rows=0):
+        super().__init__(data)
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+
 def test_containers_keep_their_class_where_it_takes_a_dict():
     x = torch.ones(2)
     for kind in (dict, OrderedDict, UserDict, Attributes, MappingProxyType):
@@ -188,6 +199,10 @@ def test_containers_keep_their_class_where_it_takes_a_dict():
         assert torch.equal(made["x"], -x) and made["n"] == 3
     made = map_tensors(OfOthers(x), torch.neg)
     assert type(made) is dict and torch.equal(made["x"], -x)
+    given = OfRows({"x": x}, 2)
+    made = map_tensors(given, torch.neg)
+    assert type(made) is OfRows and made.rows == 2 and torch.equal(made["x"], -x)
+    assert given["x"] is x
 
 
 class Twins(nn.Module):
@@ -239,6 +254,10 @@ def test_pairs_of_a_data_set_become_a_list_in_its_loader():
     expected = bnuq.predict(model, (Pairs.a, Pairs.b), **options)
     torch.testing.assert_close(pred.mean, expected.mean)
     assert pred.targets.tolist() == [[i, -i] for i in range(9)]
+    for key in ("input", "x"):
+        for given in ((Pairs.a, Pairs.b), {"a": Pairs.a, "b": Pairs.b}):
+            pred = bnuq.predict(model, [{key: given, "y": torch.ones(9)}], **options)
+            torch.testing.assert_close(pred.mean, expected.mean)
     for images, y in [(torch.ones(3, 4, 4), torch.ones(2)), ("text", torch.ones(2))]:
         with pytest.raises(TypeError, match="a batch must be .* got list of list"):
             bnuq.predict(model, [[[images, images], y]], **options)

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from predicting import DATA, SAMPLERS, X, equal, make_model, predict
+from torch._subclasses import FakeTensorMode
 
 import bnuq_ext as bnuq
 from bnuq_ext import chunks, folding, known, ops, prediction
@@ -355,3 +356,13 @@ def test_a_sampler_is_made_while_another_thread_begins_anew(model, monkeypatch):
 
     monkeypatch.setattr(known, "make_sampler", made)
     predict(model)
+
+
+@pytest.mark.parametrize("sampler", ["bank", "joint", "lognormal"])
+def test_what_is_drawn_without_memory_serves_nothing_later(model, sampler):
+    expected = predict(copy.deepcopy(model), sampler=sampler)
+    predict(model)  # so that the way is known
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        predict(model, sampler=sampler)
+    actual = predict(model, sampler=sampler)
+    assert type(actual.mean) is torch.Tensor and torch.equal(actual.mean, expected.mean)

@@ -61,3 +61,19 @@ def test_a_gaussian_that_is_narrow(std):
     expected = ((std / sigma).log() + (sigma**2 + mu**2) / (2 * std**2) - 0.5).sum()
     torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=0)
     assert (layer.weight_mu.grad == 0).all() and layer.weight_rho.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "made,got", [(0.0, "float"), (torch.zeros(1), r"\[1\]"), (torch.zeros(3, 2), r"\[3, 2\]")]
+)
+def test_a_prior_of_ones_own_gives_one_number(made, got):
+    class Own:
+        def divergence(self, mu, rho, seed, stream, num_samples):
+            return made
+
+    model = torch.nn.Sequential(bnuq.BayesLinear(2, 3, prior=Own()))
+    text = rf"^BayesLinear: prior.divergence must return a tensor of shape \[\], got {got}$"
+    with pytest.raises(TypeError, match=text):
+        bnuq.kl_divergence(model)
+    with pytest.raises(TypeError, match=text):
+        bnuq.elbo_loss(model, torch.ones(4, 2), torch.zeros(4).long(), batch_weight=0.1)

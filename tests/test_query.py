@@ -226,6 +226,12 @@ def test_rejects(model, options, message):
         predict(model, x, **{**OPTIONS, **options})
 
 
+def test_rejects_batches_of_several_tensors(model):
+    text = 'predict: loader must yield one tensor a batch with query "in", got tuple'
+    with pytest.raises(TypeError, match=text):
+        predict(model, X, **{**OPTIONS, "loader": [{"x": (X, X)}] * 9})
+
+
 def test_rejects_models_without_stochastic_calls():
     with pytest.raises(ValueError, match="predict: model must call a stochastic layer in its forw"):
         predict(bnuq.convert(Uncalled()), **OPTIONS)

@@ -144,6 +144,33 @@ def test_a_query_in_its_batch_finds_those_of_the_two():
         torch.testing.assert_close(sample, expected.detach(), rtol=1e-5, atol=1e-5)
 
 
+class Writing(nn.Module):
+    """Writes into what it reads, after the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        y = self.bn(x)
+        self.bn.running_mean.zero_()
+        self.bn.running_var.fill_(1)
+        return y
+
+
+def test_what_a_model_writes_there_is_not_in_the_bank():
+    given, plain = batches(), bnuq.convert(nn.Sequential(nn.BatchNorm1d(4)))
+    model = bnuq.convert(trained(Writing()))
+    bank = bnuq.collect(model, given, progress=False)
+    expected = bnuq.collect(plain, given, progress=False)
+    torch.testing.assert_close(bank.mean["bn"], expected.mean["0"])
+    torch.testing.assert_close(bank.var["bn"], expected.var["0"])
+    options = {"likelihood": "gaussian", "num_samples": 4, "seed": 0, "strategy": "loop"}
+    first = bnuq.predict(model, given[0], **options).mean
+    torch.testing.assert_close(bnuq.predict(model, given[0], **options).mean, first)
+    torch.testing.assert_close(bank.mean["bn"], expected.mean["0"])
+
+
 def test_each_call_has_its_own():
     original = trained(Twice())
     model, bank = with_bank(original)

@@ -62,3 +62,27 @@ def test_one_replica_is_refused_in_the_name_of_replicas():
     model.often = True
     with pytest.raises(ValueError, match="replicas: layer"), bnuq.replicas(model, 1, seed=0):
         model(ROWS[:4])
+
+
+def test_a_hook_may_hook_the_gradients_of_an_activation():
+    """As attributions do (Grad-CAM)."""
+    model, seen = prepared(Plain, ROWS), []
+
+    def hook(module, args, output):
+        output.register_hook(lambda gradient: seen.append(gradient.shape))
+
+    model.norm_b.register_forward_hook(hook)
+    with bnuq.replicas(model, 3, seed=0):
+        model(ROWS[:N]).sum().backward()
+    assert seen[-1] == (3 * N, D)
+
+
+def test_rows_that_are_alike_at_the_front():
+    """As on a path of integrated gradients from a baseline."""
+    model = prepared(Plain, ROWS)
+    path = torch.linspace(0, 1, 250).pow(4).unsqueeze(1) * ROWS[:1]
+    with bnuq.replicas(model, 3, seed=0):
+        expected = model(path.flip(0)).unflatten(0, (3, -1)).flip(1)
+    model = prepared(Plain, ROWS)
+    with bnuq.replicas(model, 3, seed=0):
+        torch.testing.assert_close(model(path).unflatten(0, (3, -1)), expected)

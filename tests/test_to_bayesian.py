@@ -259,3 +259,26 @@ def test_a_posterior_that_hardly_spreads_does_not_hide_coupled_rows():
     with pytest.raises(ValueError, match="replicas: model must give the same folded as one by one"):
         with bnuq.replicas(model, 3, seed=1):
             model(x())
+
+
+class Learned(nn.Module):
+    """A Gaussian prior of a width that is learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.std = nn.Parameter(torch.tensor(0.5))
+
+    def divergence(self, mu, rho, seed, stream, num_samples):
+        prior = torch.distributions.Normal(0.0, self.std)
+        own = torch.distributions.Normal(mu, nn.functional.softplus(rho))
+        return torch.distributions.kl_divergence(own, prior).sum()
+
+
+def test_a_prior_with_parameters_stays():
+    model = bnuq.to_bayesian(nn.Sequential(nn.Linear(5, 3)), prior=Learned())
+    fixed = bnuq.to_bayesian(nn.Sequential(nn.Linear(5, 3)), prior=bnuq.GaussianPrior(0.5))
+    fixed.load_state_dict(model.state_dict(), strict=False)
+    kl = bnuq.kl_divergence(model)
+    torch.testing.assert_close(kl, bnuq.kl_divergence(fixed))
+    kl.backward()
+    assert model[0].prior.std.grad != 0 and "0.prior.std" in model.state_dict()

@@ -1,12 +1,16 @@
 """Training steps with T samples as one batch: rows whose gradients alone meet,
 and chains that are none."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 from training import D, K, N, Net, ways_after
 
 import bnuq_ext as bnuq
+from bnuq_ext.restore import uncached
 
 
 class Balanced(torch.autograd.Function):
@@ -107,3 +111,63 @@ def test_hooks_of_parameters_see_the_users_gradients_only(way):
     handle.remove()
     model(x).sum().backward()
     assert len(seen) == 1
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = parametrizations.weight_norm(nn.Linear(D, D))
+        self.b = bnuq.BayesLinear(D, K, rho_init=-2.0)
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh())
+
+
+@pytest.mark.parametrize("by", ["elbo_loss", "replicas"])
+def test_weights_that_are_cached_have_gradients(by):
+    """A trial without gradients leaves nothing in the cache."""
+    gradients = []
+    for cached in (nullcontext(), parametrize.cached()):
+        torch.manual_seed(0)
+        model, x, y = Normed(), torch.randn(N, D), torch.randint(K, (N,))
+        with cached:
+            if by == "elbo_loss":
+                elbo = bnuq.elbo_loss(model, x, y, num_samples=3, seed=1, batch_weight=0.1)
+                elbo.loss.backward()
+            else:
+                with bnuq.replicas(model, 3, seed=1):
+                    model(x).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_trial_in_another_thread_leaves_the_count_of_those_who_cache():
+    """One enters parametrize.cached() inside, and leaves it after."""
+    outer, inner = uncached(), parametrize.cached()
+    with parametrize.cached():
+        outer.__enter__()
+        assert not parametrize._cache_enabled
+        inner.__enter__()
+        outer.__exit__(None, None, None)
+        assert parametrize._cache_enabled == 2
+        inner.__exit__(None, None, None)
+    assert parametrize._cache_enabled == 0 and not parametrize._cache
+    outer = uncached()
+    outer.__enter__()
+    with parametrize.cached():
+        outer.__exit__(None, None, None)
+        assert parametrize._cache_enabled == 1
+    assert parametrize._cache_enabled == 0
+
+
+def test_a_hook_may_hook_the_gradients_of_an_activation():
+    torch.manual_seed(0)
+    model, seen, rows = Net().train(), [], []
+    layer = next(m for m in model.modules() if isinstance(m, bnuq.BayesLinear))
+    layer.register_forward_hook(lambda m, args, out: out.register_hook(seen.append) and None)
+    model.register_forward_hook(lambda m, args, out: rows.append(len(out)))
+    x, y = torch.randn(N, D, dtype=torch.float64), torch.randint(K, (N,))
+    for _ in range(2):
+        rows.clear()
+        bnuq.elbo_loss(model, x, y, num_samples=4, batch_weight=0.1).loss.backward()
+    assert 4 * N in rows and len(rows) < 4 and len(seen[-1]) == 4 * N

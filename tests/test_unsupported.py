@@ -24,7 +24,11 @@ class OwnNorm(nn.Module):
 
 
 class OwnBatchNorm(nn.Module):
-    pass
+    def __init__(self, part=None):
+        super().__init__()
+        if part is not None:
+            self.register_buffer("moving_mean", torch.zeros(3))
+            self.part = part
 
 
 class Doubled(nn.Module):
@@ -76,6 +80,14 @@ UNSUPPORTED = {
         "(OwnNorm: an unknown class of batch norm; see bnuq_ext.register",
     ),
     "name": (OwnBatchNorm, "(OwnBatchNorm: an unknown class of batch norm; see bnuq_ext.register"),
+    "name, with a part": (
+        lambda: OwnBatchNorm(nn.ReLU()),
+        "(OwnBatchNorm: an unknown class of batch norm; see bnuq_ext.register",
+    ),
+    "name, with parameters": (
+        lambda: OwnBatchNorm(nn.ParameterDict({"gamma": nn.Parameter(torch.ones(3))})),
+        "(OwnBatchNorm: an unknown class of batch norm; see bnuq_ext.register",
+    ),
     "quantised": (
         lambda: torch.ao.nn.quantized.BatchNorm2d(3),
         "(BatchNorm2d: quantised or fused by torch.ao; convert the float model)",
@@ -116,6 +128,12 @@ def test_reports_what_it_cannot_convert(kind):
     assert len(caught) == 1 and caught[0].filename == __file__
     assert [name for name in classes(model) if classes(model)[name] != before[name]] == ["0"]
     assert list(named_stochastic_layers(converted)) == ["0"]
+
+
+@pytest.mark.parametrize("part", [nn.BatchNorm2d(3), nn.GroupNorm(1, 3), nn.Conv2d(3, 3, 1)])
+def test_a_block_of_layers_may_have_any_name(part):
+    model = bnuq.convert(nn.Sequential(nn.BatchNorm2d(3), OwnBatchNorm(part)))
+    assert len(named_stochastic_layers(model)) == 1 + isinstance(part, nn.BatchNorm2d)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # torch's own

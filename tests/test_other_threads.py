@@ -1,0 +1,83 @@
+"""Layers that a forward calls in threads of its own, where a pass is not."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import bnuq_ext as bnuq
+
+TEXT = "called in another thread than the forward's"
+
+
+class Branches(nn.Module):
+    def __init__(self, in_threads: bool):
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(2))
+        self.head, self.in_threads = nn.BatchNorm1d(6), in_threads
+
+    def forward(self, x):
+        if not self.in_threads:
+            return self.head(torch.cat([self.a(x), self.b(x)], 1))
+        with ThreadPoolExecutor(2) as pool:
+            return self.head(torch.cat([*pool.map(lambda f: f(x), (self.a, self.b))], 1))
+
+
+def data() -> list[torch.Tensor]:
+    return list(torch.randn(4, 12, 4, generator=torch.Generator().manual_seed(0)))
+
+
+def test_a_collection_says_which_it_has_missed():
+    model = bnuq.convert(Branches(True).eval())
+    with pytest.warns(UserWarning, match=f"^collect: a.1, b.1: {TEXT}") as caught:
+        bank = bnuq.collect(model, data(), progress=False)
+    assert list(bank.mean) == ["head"] and len(caught) == 1
+    options = {"likelihood": "gaussian", "num_samples": 4}
+    with pytest.warns(UserWarning, match=f"^predict: a.1, b.1: {TEXT}") as caught:
+        bnuq.predict(model, data()[0], **options)
+    assert len(caught) == 1
+    bnuq.predict(model, data()[0], **options)  # once
+
+
+def test_doctor_and_bodies_of_replicas_say_it_too():
+    model = bnuq.convert(Branches(True).eval())
+    assert any(TEXT in text for text in bnuq.doctor(model, data()[0]).warnings)
+    with pytest.warns(UserWarning, match=TEXT):
+        bnuq.collect(model, data(), progress=False)
+    with pytest.warns(UserWarning, match=f"^replicas: a.1, b.1: {TEXT}"), bnuq.replicas(model, 1):
+        model(data()[0])
+
+
+def test_bayesian_layers_too():
+    model = bnuq.to_bayesian(Branches(True).train())
+    for layer in (model.a[1], model.b[1], model.head):
+        layer.eval()
+    model.c = bnuq.BayesLinear(6, 2)
+    model.register_forward_hook(lambda module, args, output: module.c(output))
+    y = torch.zeros(12).long()
+    with pytest.warns(UserWarning, match=f"^elbo_loss: a.0, b.0: {TEXT}"):
+        bnuq.elbo_loss(model, data()[0], y, batch_weight=0.1)
+
+
+def test_calls_that_its_own_thread_makes_are_missed_by_nobody():
+    """Of a model that another thread uses at the same time."""
+    model = bnuq.convert(Branches(False).eval())
+    bnuq.collect(model, data(), progress=False)
+    stop = threading.Event()
+
+    def use():
+        while not stop.is_set():
+            model(data()[0])
+
+    user = threading.Thread(target=use)
+    user.start()
+    try:
+        for _ in range(20):
+            bnuq.predict(model, data()[0], likelihood="gaussian", num_samples=8)
+        bnuq.collect(model, data(), progress=False)
+        assert not [w for w in bnuq.doctor(model, data()[0]).warnings if TEXT in w]
+    finally:
+        stop.set()
+        user.join()
