@@ -142,6 +142,9 @@ class CollectPass(Pass):
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         if key in self.statistics:
             refuse(self.op, "names of layers", "differ from those of second calls", repr(key))
+        if torch._C._are_functorch_transforms_active():  # whose tensors do not outlive them
+            requirement = "call its stochastic layers outside of torch.func's transforms"
+            refuse(self.op, "model", requirement, "a call inside one")
         if x.numel() < 2 * max(x.shape[1], 1):
             self.too_small = True
             raise _TooSmall

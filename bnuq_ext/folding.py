@@ -146,8 +146,8 @@ class Folding:
 
     @cached_property
     def reals(self) -> tuple:
-        """The real numbers of the input that all replicas share: a rate, the weights of edges.
-        New ones need no new trial, but a comparison."""
+        """The real numbers of what has no rows in the input, a rate or the weights of edges: new
+        ones need no new trial, but a comparison."""
         return reals_of(self.inputs, self.num_rows)
 
     @cached_property

@@ -27,8 +27,8 @@ _READ = WeakTensorKeyDictionary()  # of tensors on a GPU: their version, and wha
 
 
 def signature(inputs, from_dim: int, rows: int) -> tuple:
-    """Shapes, dtypes and devices of the tensors of an input, and its other values: of real numbers
-    whether they are zero, of tensors without rows, which all replicas share, as well as of others."""
+    """Shapes, dtypes and devices of the tensors of an input, and the values of what has no rows,
+    which all replicas share; of real numbers only whether they are zero."""
     if isinstance(inputs, Tensor):
         form = inputs.dim(), inputs.dtype, inputs.device
         return tuple(inputs.shape[from_dim:]), *form, *_values_in(inputs, rows)
@@ -53,7 +53,7 @@ def _values_in(tensor: Tensor, rows: int) -> tuple:
 
 
 def reals_of(inputs, rows: int) -> tuple:
-    """The real numbers of an input that all replicas share, in order."""
+    """The real numbers of what has no rows in an input, in order."""
     if isinstance(inputs, Tensor):
         shared = inputs.is_floating_point() and not has_rows(inputs, rows)
         return _values_of(inputs) if shared else ()

@@ -293,3 +293,21 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
         assert ("collect: 100%" in sys.stderr.getvalue()) == shown
         assert bool(sys.stderr.getvalue()) == shown
     assert capsys.readouterr().out == ""
+
+
+class Mapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return torch.func.vmap(self.norm, in_dims=1, out_dims=1)(x)
+
+
+def test_layers_inside_a_transform_are_refused():
+    original, x = Mapped().eval(), torch.randn(6, 3, 4)
+    model = bnuq.convert(original)
+    assert torch.equal(model(x), original(x))
+    text = "collect: model must call its stochastic layers outside of torch.func's transforms, got a call"
+    with pytest.raises(ValueError, match=text):
+        bnuq.collect(model, [x], progress=False)
