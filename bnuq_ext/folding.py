@@ -144,19 +144,22 @@ class Folding:
         """What the plan is remembered by."""
         return self._place(0)
 
-    @cached_property
+    @property
     def reals(self) -> tuple:
         """The real numbers of what has no rows in the input, a rate or the weights of edges: new
         ones need no new trial, but a comparison."""
-        return reals_of(self.inputs, self.num_rows)
+        return () if isinstance(self.inputs, Tensor) else self._reals
 
     @cached_property
-    def num_rows(self) -> int:
+    def _reals(self) -> tuple:
+        return reals_of(self.inputs, self._num_rows())
+
+    def _num_rows(self) -> int:
         return num_rows(self.forward.op, self.inputs)
 
     def _place(self, from_dim: int) -> tuple:
         return (
-            signature(self.inputs, from_dim, self.num_rows),
+            signature(self.inputs, from_dim, self._num_rows()),
             len({id(t) for t in tensors(self.inputs)}),  # a model may ask whether two are one
             key_of(self.forward.output_fn, self.modules),
             tuple(self.forward.layers),
@@ -211,7 +214,7 @@ class Folding:
         return *self.forward.run(self.inputs, draw), reads
 
     def _reads(self) -> Reads:
-        return Reads(self.modules, self.inputs, self.num_rows)
+        return Reads(self.modules, self.inputs, self._num_rows())
 
     def _first(self, plan: Plan, reads: Reads, wanted: Callable[[Plan], bool]) -> Plan:
         try:
