@@ -362,13 +362,14 @@ def test_another_hook_shows_where_its_address_comes_again():
 
 def test_a_tensor_at_the_address_of_another():
     model = nn.Module()
-    for _ in range(100):
-        model.register_buffer("table", torch.zeros(1))
-        before, address = fingerprint([model]), id(model.table)
-        model.table = None
+    model.register_buffer("table", torch.zeros(1))
+    before, address = fingerprint([model]), id(model.table)
+    model.table, others = None, []
+    for _ in range(100_000):  # until the free places are filled
         model.table = torch.ones(1)
         if id(model.table) == address:
             break
+        others.append(model.table)
     assert id(model.table) == address and fingerprint([model]) != before
 
 
