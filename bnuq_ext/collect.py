@@ -181,7 +181,7 @@ class _Record:
         self.passes: Counter[int] = Counter()
         self.seen = self.small = self.nonfinite = 0
         self.listed = False  # whether the model takes a list of rows
-        self.missed = ""
+        self.missed: list[str] = []
 
     def add(self, model: nn.Module, batch, number_of_pass: int) -> None:
         """Put a batch through the model and keep its statistics, unless it is of no use."""
@@ -208,7 +208,7 @@ class _Record:
             return
         self._keep(statistics)
         self.called.update(active.calls)
-        self.missed = active.remark() or self.missed
+        self.missed = active.remarks() or self.missed
         listed = _first_list(inputs)
         self.listed |= bool(listed)
         self.rows.append(len(listed) if _are_images(listed) else rows)
@@ -281,8 +281,8 @@ class _Record:
 
     def remarks(self, source: Source, bank: Bank) -> Iterator[str]:
         """What the user should know of the bank."""
-        if self.missed:
-            yield f"{self.op}: {self.missed}"
+        for text in self.missed:
+            yield f"{self.op}: {text}"
         if self.small:
             yield (
                 f"{self.op}: {self.small} of {self.seen} batches were left out: they have fewer than two "

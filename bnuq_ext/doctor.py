@@ -104,7 +104,7 @@ def doctor(model: nn.Module, x) -> Report:
         warnings=(
             *warnings_of(model, list(trace.after)),
             *counter.remarks(),
-            *filter(None, [watch.remark()]),
+            *watch.remarks(),
         ),
     )
 

@@ -42,6 +42,7 @@ from .trial import Proof, Trial
 
 WAYS = ("folded", "expanded")  # before the loop
 CHANGES = "its forward changes the model's state"
+AT_ONCE = 2  # proofs of a model that are made at first sight of a shape
 _MOST = 256  # plans of one model; after so many input shapes it starts over
 
 

@@ -66,9 +66,10 @@ class Known:
 
     def tell(self, op: str, active: Pass) -> None:
         """Warns, once, of layers that a forward has called in another thread."""
-        if active.missed and not self.told and (remark := active.remark()):
-            warn(f"{op}: {remark}")
-            self.told = True
+        if active.missed and not self.told:
+            for remark in active.remarks():
+                warn(f"{op}: {remark}")
+                self.told = True
 
     def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
         """Around a forward; around the first one that draws statistics for `layers`,

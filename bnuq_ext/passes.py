@@ -147,7 +147,7 @@ class Pass:
             return layer.plain_forward(x)
         call = self.calls.get(name, 0)
         self.calls[name] = call + 1
-        key = name if call == 0 else f"{name}#{call}"
+        key = call_key(name, call)
         stream = self.streams[name] + (0 if layer.one_draw else call)
         return self.normalise(layer, x, key, stream)
 
@@ -159,16 +159,16 @@ class Pass:
         here the layer's own."""
         return own
 
-    def remark(self) -> str:
-        """What to say of layers that the forward calls in threads of its own; another thread that
-        uses the model as it is calls those of the pass too."""
+    def remarks(self) -> list[str]:
+        """Of layers that the forward calls in threads of its own; another thread that uses the model
+        as it is calls those of the pass too."""
         names = sorted(self.missed - self.calls.keys())
         if not names:
-            return ""
-        return (
+            return []
+        return [
             f"{', '.join(names)}: called in another thread than the forward's, where layers do what they "
             "do in eval; a forward of theirs should call them in its own (others may)"
-        )
+        ]
 
     def latest_call(self, layer: nn.Module) -> tuple[str, int] | None:
         """Key and stream of the layer's latest call, or of its first before that; None for a layer
@@ -177,7 +177,7 @@ class Pass:
         if name is None:
             return None
         call = max(self.calls.get(name, 0) - 1, 0)
-        return name if call == 0 else f"{name}#{call}", self.streams[name] + call
+        return call_key(name, call), self.streams[name] + call
 
 
 class DoesNotFold(Exception):
@@ -337,13 +337,18 @@ class Replay(Pass):
     def _is_shared(self, name: str, x: Tensor) -> bool:
         """Whether the replicas shared an x of these rows, in the calls that had so many."""
         done, T = self.done, self.done.draw.num_samples
-        calls = [name, *(f"{name}#{call}" for call in range(1, done.calls[name]))]
+        calls = [call_key(name, call) for call in range(done.calls[name])]
         was = {key: done.shared.get(key, True) for key in calls}
         found = {s for key, s in was.items() if x.shape[0] == done.rows[key] * (1 if s else T)}
         if len(found) != 1:
             requirement = "be computed again with rows that tell which of its calls it is"
             refuse(done.op, f"layer {name!r}", requirement, x.shape[0])
         return found.pop()
+
+
+def call_key(name: str, call: int) -> str:
+    """`name` for the first call of a layer, `name#1` for the next."""
+    return name if call == 0 else f"{name}#{call}"
 
 
 def split_key(key: str) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .chunks import chunk_of, free_memory, is_out_of_memory, keep_freed_pages, out_of_memory
-from .folding import LOOP, Folding, Plan
+from .folding import AT_ONCE, LOOP, Folding, Plan
 from .forward import Forward
 from .inputs import copied, move, num_rows, split_batch
 from .ops.checks import refuse
@@ -21,7 +21,6 @@ from .progress import progress_bar
 STRATEGIES = ("auto", "folded", "loop")
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
 _COST = 40  # of a trial, in forwards
-_AT_ONCE = 2  # trials of a model that are made at first sight of a shape
 
 
 class Request(NamedTuple):
@@ -195,7 +194,7 @@ def _waits(folding: Folding) -> bool:
     each prediction, have not yet had as many forwards as a trial costs."""
     known = folding.known
     tried = max(len(known.trials) + len(known.undecided), known.times_changed)
-    return tried >= _AT_ONCE and not folding.has_tried() and folding.seen() <= _COST
+    return tried >= AT_ONCE and not folding.has_tried() and folding.seen() <= _COST
 
 
 def _join(targets: list) -> Tensor | list | None:

@@ -156,7 +156,7 @@ class StandingFolding(Folding):
 
     def prove(self) -> Plan:
         """The plan, tried in eval at the actual size."""
-        with torch.set_grad_enabled(self.hooks_gradients()):
+        with self.gradients_for_hooks():
             plan = self.revalidated_plan()
             if plan is None:
                 with evaluating(self.modules, warns=False):
@@ -175,7 +175,7 @@ class StandingFolding(Folding):
             if place in checked:
                 break
             state = State(self.modules)
-            with torch.set_grad_enabled(self.hooks_gradients()), preserved_rng():
+            with self.gradients_for_hooks(), preserved_rng():
                 failure = self.failure_without_dropout(plan, state)
                 self.undo(state)
             if not _refutes(failure, plan):
@@ -198,18 +198,16 @@ class StandingFolding(Folding):
         """The plan for the next way that passes in eval,
         after one that has failed with the flags as they are."""
         self.known.earlier_plans.pop(self.place, None)
-        with (
-            torch.set_grad_enabled(self.hooks_gradients()),
-            evaluating(self.modules, warns=False),
-        ):
+        with self.gradients_for_hooks(), evaluating(self.modules, warns=False):
             plan = self._tried(self.give_up(plan, reason))
         self.keep(plan)
         return plan
 
-    def hooks_gradients(self) -> bool:
-        """Whether forwards of a trial need gradients: a hook may hook those of an activation."""
+    def gradients_for_hooks(self) -> torch.set_grad_enabled:
+        """Around forwards of a trial, which take none but where a hook may hook an activation's."""
         hooks = [hook for m in self.modules for hook in [*m._forward_hooks.values()]]
-        return self.flags is not None and not all(hasattr(hook, OURS) for hook in hooks)
+        hooked = not all(hasattr(hook, OURS) for hook in hooks)
+        return torch.set_grad_enabled(self.flags is not None and hooked)
 
     def watch(self) -> Watch:
         return Watch(self.modules, self._reads())

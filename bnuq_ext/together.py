@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from .carried import Watch
-from .folding import CHANGES, LOOP, Plan
+from .folding import AT_ONCE, CHANGES, LOOP, Plan
 from .forward import Forward
 from .known import Known
 from .passes import DoesNotFold, Undecided
@@ -17,7 +16,6 @@ from .state import State
 from .untraced import untraced
 
 _COST = 20  # of a proof, in forwards
-_AT_ONCE = 2  # proofs that are made at first sight
 
 
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
@@ -62,12 +60,14 @@ def _skips_proof(known: Known, folding: StandingFolding) -> bool:
     place = folding.place
     if place in known.plans or folding.earlier_plan() is not None:
         return False
-    if max(known.times_changed, known.proofs) < _AT_ONCE:
+    if max(known.times_changed, known.proofs) < AT_ONCE:
         known.proofs += 1
         return False
-    spent = known.unproven.get(place, 0) + folding.num_samples
-    folding.remember(known.unproven, place, spent if spent <= _COST else 0)
-    return spent <= _COST
+    folding.see(folding.num_samples)
+    if folding.seen() <= _COST:
+        return True
+    known.unproven.pop(place, None)
+    return False
 
 
 def _reason(error: Exception) -> str:
@@ -84,7 +84,7 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
         return plan, None
     plan = folding.earlier_plan()
     if plan is not None and plan.repeatable and folding.num_samples in plan.checked:
-        with torch.set_grad_enabled(folding.hooks_gradients()):
+        with folding.gradients_for_hooks():
             plan = plan._replace(checked=set())
             folding.check(plan, folding.num_samples)
             return plan, folding.alone()
@@ -97,7 +97,7 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
 def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
     state, watch = State(folding.modules), folding.watch()
-    with torch.set_grad_enabled(folding.hooks_gradients()), preserved_rng():
+    with folding.gradients_for_hooks(), preserved_rng():
         before = random_states()
         failure = None
         try:
