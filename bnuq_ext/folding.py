@@ -5,8 +5,8 @@ One replica after another is the definition of the answer. Folding must prove it
 1.  A run with T = 1 at the actual size records the rows that each stochastic call sees.
 2.  On three rows, two replicas folded must equal the two one after another, and infinities in one
     must not reach the other, nor may a row that lies far out be treated otherwise among nine
-    replicas; once per model and trailing shape. If it fails, the input is expanded T-fold and that
-    is tried.
+    replicas, nor one whose flags, unset in all three, are set; once per model and trailing shape.
+    If it fails, the input is expanded T-fold and that is tried.
 3.  The first folded chunk of every size must agree with four of its replicas run alone.
 4.  Every folded run must show each stochastic call the rows of the record, or T times as many, as in
     the trial, and return T times the rows of the record.

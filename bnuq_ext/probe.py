@@ -56,6 +56,23 @@ def probe_inputs(op: str, inputs) -> tuple:
     return probe, not own and not all(t.is_floating_point() for t in firsts[0])
 
 
+def vary_constants(probe):
+    """A probe of three rows with other numbers where all of them have the same, a flag that none of
+    them sets: ones for zeros and zeros for others, in half of these places and two of the rows.
+    None where the rows have nothing in common."""
+    cut = [t for t in leading(probe, ROWS) if _movable(t)]
+    made = {id(t): varied for t in cut if (varied := _varied(t)) is not None}
+    return map_tensors(probe, lambda t: made.get(id(t), t)) if made else None
+
+
+def _varied(t: Tensor) -> Tensor | None:
+    rows = t.reshape(ROWS, -1).clone()
+    same = (rows == rows[0]).all(0).nonzero().flatten()
+    places = same[len(same) // 2 :]
+    rows[::2, places] = (rows[::2, places] == 0).to(t.dtype)
+    return rows.view(t.shape) if len(places) else None
+
+
 def _spread(rows: int) -> list[int]:
     """Numbers of rows all over the input, the first three far apart: neighbours may be alike."""
     count = min(rows, _LOOKED_AT)
@@ -102,7 +119,7 @@ def _flipped(row: list[Tensor]):
 
 def _movable(t: Tensor) -> bool:
     """Columns may be indices into tables of their own sizes."""
-    return t.is_floating_point() or _checks_indices(t)
+    return t.is_floating_point() or t.dtype == torch.bool or _checks_indices(t)
 
 
 def _may_number_rows(t: Tensor, rows: int) -> bool:

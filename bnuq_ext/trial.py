@@ -25,6 +25,7 @@ from .probe import (
     probe_draws,
     probe_inputs,
     tolerance_of,
+    vary_constants,
 )
 from .reads import Reads
 from .samplers import Draw
@@ -72,6 +73,7 @@ class Trial(NamedTuple):
         reads = Reads(self.modules, probe, ROWS)
         rows, shared, folded = self._compare(probe, reads, Carried(self.modules, reads.constant))
         self._compare_harder(probe, rows, None if reads.rounds else folded)
+        self._compare_varied(probe)
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
@@ -113,6 +115,16 @@ class Trial(NamedTuple):
                 ]
                 tolerance = tolerance_of(loop, probe, self.modules)
                 check_gradients(parameters, run(both), loop, tolerance)
+
+    def _compare_varied(self, probe) -> None:
+        """The same where a flag is set that none of the rows sets."""
+        try:
+            varied = vary_constants(probe)
+            if varied is not None:
+                self._compare(varied, nullcontext())
+        except Exception as error:  # a model need not take such numbers
+            if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
+                raise
 
     def _compare_moved(self, probe) -> bool:
         """Whether the trial could be made with other parameters; it must not fail."""
