@@ -8,7 +8,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
 from dis import get_instructions
 from functools import cached_property, lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from types import (
     CodeType,
     FunctionType,
@@ -34,7 +34,7 @@ _CONFIGURED_BY = {"omegaconf", "ml_collections"}
 _FLAGS = {bool, str, type(None)}  # of foreign objects: a trainer counts its steps in others
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
 _DEEPEST = 8  # of objects in objects
-_LONGEST = 64  # items of a container
+_LONGEST = 128  # items of a container; of a dict keys and values
 _LONGEST_PLAIN = 1024  # if they are `SCALARS`
 _LARGEST = 1 << 16  # bytes of an array
 _MOST = 4096  # objects of a model
@@ -139,10 +139,10 @@ class Contents:
         """Groups of what an object holds."""
         if isinstance(value, (*CONTAINERS, *_VIEWS)):
             self.seen.append(len(value))
-            items = value.items() if isinstance(value, Mapping) else value
-            yield list(islice(items, _LONGEST))
-            tail = list(islice(items, _LONGEST, _LONGEST_PLAIN))
-            plain = tuple(v for v in tail if type(v) in SCALARS)
+            items = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
+            items = list(islice(items, _LONGEST_PLAIN))
+            yield items[:_LONGEST]
+            plain = tuple(v for v in items[_LONGEST:] if type(v) in SCALARS)
             self.seen += (tuple(map(type, plain)), plain)
         elif isinstance(value, FunctionType):
             yield _cells(value)
