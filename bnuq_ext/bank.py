@@ -230,10 +230,13 @@ class Bank:
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], fields: dict[str, str], name: str) -> "Bank":
-        """The bank that a file's tensors and text fields make; `name` is the file's,
-        for the message."""
+        """The bank that a file's tensors and text fields make; `name` is the file's."""
         try:
-            return cls.adopt(**_ungrouped(tensors), **_parsed_fields(fields))
+            bank = cls.adopt(**_ungrouped(tensors), **_parsed_fields(fields))
+            other = {k: fields[k] for k, v in bank.to_file()[1].items() if fields[k] != v}
+            if other:  # 08 for 8
+                raise ValueError(f"fields {other} as no bank writes them")
+            return bank
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"Bank.load: file {name!r} must hold a bank, got {error}") from error
 

@@ -150,6 +150,10 @@ MADE_ON_PURPOSE = {
         change_field("metadata", "[]"),
         "hold a bank, got Bank: metadata must be a dict of",
     ),
+    "a number with a blank": (change_field("batch_size", " 8"), "got fields {'batch_size': ' 8'}"),
+    "a number with a line": (change_field("batch_size", "0_8"), "got fields {'batch_size': '0_8'}"),
+    "a share with zeros": (change_field("disjoint", "1.00"), "got fields {'disjoint': '1.00'}"),
+    "metadata with a blank": (change_field("metadata", "{ }"), "got fields {'metadata': '{ }'}"),
     "nested metadata": (
         change_field("metadata", "[" * 10**5),
         "hold a bank, got maximum recursion",
