@@ -3,6 +3,7 @@
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from .ops.checks import check_integer
 from .untraced import untraced
@@ -85,7 +86,16 @@ def free_memory(device: torch.device) -> None:
 
 def out_of_memory(op: str, rows: int, error: BaseException) -> torch.OutOfMemoryError:
     """The error for when not even one replica fits."""
+    advice = f"; a loader with batches of {rows // 2} rows or fewer needs half" if rows > 1 else ""
     return torch.OutOfMemoryError(
-        f"{op}: x must fit in memory with one replica at a time, got {rows} rows; "
-        f"a loader with batches of {max(rows // 2, 1)} rows or fewer needs half ({error})"
+        f"{op}: x must fit in memory with one replica at a time, got {rows} rows{advice} ({error})"
+    )
+
+
+def no_memory_to_keep(op: str, outputs: Tensor, count: int) -> torch.OutOfMemoryError:
+    """The error for when as many outputs as those of all replicas (1, N, ...) do not fit."""
+    size = outputs.numel() * outputs.element_size()
+    return torch.OutOfMemoryError(
+        f"{op}: keep_samples must be False unless the outputs of all replicas fit in memory, got True "
+        f"for {count} replicas of {size} bytes"
     )

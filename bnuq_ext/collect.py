@@ -221,8 +221,12 @@ class _Record:
 
     def _keep(self, statistics: dict[str, tuple[Tensor, Tensor, int]]) -> None:
         if self.rows and statistics.keys() != self.mean.keys():
-            requirement = f"make the calls of the ones before, {list(self.mean)}"
-            refuse(self.op, f"batch {self.seen - 1}", requirement, list(statistics))
+            rest = "the ones before, as with their number of rows it may (drop_last=True)"
+            requirement = f"make the {len(self.mean)} calls of {rest}"
+            lacking = [key for key in self.mean if key not in statistics]
+            more = [key for key in statistics if key not in self.mean]
+            got = f"none of {lacking[0]!r}" if lacking else f"one more, of {more[0]!r}"
+            refuse(self.op, f"batch {self.seen - 1}", requirement, got)
         for key, (mean, var, count) in statistics.items():
             self.mean.setdefault(key, []).append(mean)
             self.var.setdefault(key, []).append(var)

@@ -4,8 +4,9 @@ One replica after another is the definition of the answer. Folding must prove it
 
 1.  A run with T = 1 at the actual size records the rows that each stochastic call sees.
 2.  On three rows, two replicas folded must equal the two one after another, and infinities in one
-    must not reach the other, nor may a row that lies far out be treated otherwise among nine
-    replicas, nor one whose flags, unset in all three, are set; once per model and trailing shape.
+    must not reach the other, nor may a row that lies far out, the last of many that are alike, or
+    one whose flags, unset in all three, are set be treated otherwise among nine replicas; once per
+    model and trailing shape.
     If it fails, the input is expanded T-fold and that is tried.
 3.  The first folded chunk of every size must agree with four of its replicas run alone.
 4.  Every folded run must show each stochastic call the rows of the record, or T times as many, as in
@@ -20,6 +21,7 @@ shows in no output, but in the gate's gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
@@ -42,8 +44,15 @@ from .trial import Proof, Trial
 
 WAYS = ("folded", "expanded")  # before the loop
 CHANGES = "its forward changes the model's state"
-AT_ONCE = 2  # proofs of a model that are made at first sight of a shape
+_AT_ONCE = 2
 _MOST = 256  # plans of one model; after so many input shapes it starts over
+
+
+def proofs_at_once() -> float:
+    """How many proofs of a model are made at first sight of a shape; all, where the user wants what
+    is reproducible: the masks of dropout, and the last bits, are other ones where replicas go one
+    after another."""
+    return math.inf if torch.are_deterministic_algorithms_enabled() else _AT_ONCE
 
 
 class Plan(NamedTuple):

@@ -33,10 +33,9 @@ class Moved(TorchFunctionMode):
         }
         self.met: set[int] = set()
 
-    @property
-    def complete(self) -> bool:
-        """Whether every parameter has been met."""
-        return len(self.met) == len(self.moved)
+    def unmet(self) -> list[Tensor]:
+        """The parameters that no function has been given so far."""
+        return [p for key, (p, _) in self.moved.items() if key not in self.met]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*map_tensors(args, self._swap), **map_tensors(kwargs or {}, self._swap))

@@ -289,7 +289,9 @@ class ReplicaPass(Pass):
                 self._refuse(name, f"{made} calls")
 
     def _refuse(self, key: str, got: str):
-        requirement = "be called as often as when the bank was collected"
+        requirement = (
+            "be called as often as when the bank was collected, as with that many rows it may"
+        )
         refuse(self.op, f"layer {key!r}", requirement, got)
 
 

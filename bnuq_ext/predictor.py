@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .chunks import chunk_of, free_memory, is_out_of_memory, keep_freed_pages, out_of_memory
-from .folding import AT_ONCE, LOOP, Folding, Plan
+from .chunks import (
+    chunk_of,
+    free_memory,
+    is_out_of_memory,
+    keep_freed_pages,
+    no_memory_to_keep,
+    out_of_memory,
+)
+from .folding import LOOP, Folding, Plan, proofs_at_once
 from .forward import Forward
 from .inputs import copied, move, num_rows, split_batch
 from .ops.checks import refuse
@@ -118,8 +125,7 @@ class Predictor:
                     plan = self._checked(folding.give_up(plan, error))
                     continue
                 if size == 1:
-                    op = self.forward.op
-                    raise out_of_memory(op, num_rows(op, inputs), error) from error
+                    raise self._out_of_memory(inputs, outputs, samples, error) from error
             else:
                 done += size
                 if bar is not None:
@@ -129,6 +135,14 @@ class Predictor:
             self.most = size // 2
             free_memory(self.device)
         return (summary or moments.summary()) | {"samples": samples}
+
+    def _out_of_memory(self, inputs, outputs, samples, error: Exception) -> Exception:
+        """What to raise where there is no memory for a single replica,
+        or none to keep its outputs in."""
+        op = self.forward.op
+        if self.request.keep and outputs is not None and samples is None:
+            return no_memory_to_keep(op, outputs, self.request.count)
+        return out_of_memory(op, num_rows(op, inputs), error)
 
     def _size(self, plan: Plan, left: int) -> int:
         """Replicas in the next chunk."""
@@ -194,7 +208,7 @@ def _waits(folding: Folding) -> bool:
     each prediction, have not yet had as many forwards as a trial costs."""
     known = folding.known
     tried = max(len(known.trials) + len(known.undecided), known.times_changed)
-    return tried >= AT_ONCE and not folding.has_tried() and folding.seen() <= _COST
+    return tried >= proofs_at_once() and not folding.has_tried() and folding.seen() <= _COST
 
 
 def _join(targets: list) -> Tensor | list | None:

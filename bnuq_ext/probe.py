@@ -19,6 +19,7 @@ ROWS = 3
 CROWD = 9  # replicas of three rows, among which one may lie 5.1 standard deviations from the mean of all
 _LOOKED_AT = 16  # rows of the input
 _APART = 3  # tolerances between what is to be told apart
+_LARGE = 1e3  # of what batch norm gives
 _ROUNDED = 4  # times the rounding of large channels that small ones may show
 
 
@@ -230,15 +231,18 @@ def check_apart(
     """Raises DoesNotFold if one of two replicas reaches the rows of the other.
 
     Infinities that its stochastic calls give do, through a gate at zero, a clip or a threshold too,
-    which the trial's own values may leave shut. `folded` is what `run` gives without them.
+    which the trial's own values may leave shut; a forward that takes none is given large values.
+    `folded` is what `run` gives without them.
     """
     expected = folded.chunk(2)
-    for replica, value in product((0, 1), (math.inf, -math.inf)):
-        try:
-            outputs = run(draw._replace(spoil=partial(_fill, replica, value))).chunk(2)
-        except Exception:  # a forward that takes no infinities tells nothing
-            return
-        check_equal(outputs[1 - replica], expected[1 - replica], tolerance)
+    for replica, sign in product((0, 1), (1, -1)):
+        for size in (math.inf, _LARGE):
+            try:
+                outputs = run(draw._replace(spoil=partial(_fill, replica, sign * size))).chunk(2)
+            except Exception:
+                continue
+            check_equal(outputs[1 - replica], expected[1 - replica], tolerance)
+            break
 
 
 def _fill(replica: int, value: float, y: Tensor) -> None:
@@ -251,17 +255,19 @@ def check_outlier(
     draws: list[Draw],
     tolerance: float,
 ) -> None:
-    """Raises DoesNotFold if a row that lies far out
-    in its replica is treated otherwise among several replicas.
+    """Raises DoesNotFold if a row that lies far out in its replica, or the last of many that are
+    alike, are treated otherwise among several replicas.
 
-    A mask or a clip by the spread or the median of a batch does so: of n rows one lies at most
-    sqrt(n - 1) standard deviations from their mean.
+    A mask or a clip by the spread or the median of a batch does the one: of n rows one lies at most
+    sqrt(n - 1) standard deviations from their mean. A queue does the other: an expert that takes
+    so many rows and no more.
 
     Args:
         alone: runs a draw of one replica; `run`: one of all of `draws[:-1]` together, `draws[-1]`.
     """
     try:
         expected = alone(draws[0]._replace(spoil=_outlie))
+        last = alone(draws[-2]._replace(spoil=_shrink))
         outputs = run(draws[-1]._replace(spoil=_outlie)).chunk(len(draws) - 1)
     except Exception:  # a forward that takes no such values tells nothing
         return
@@ -269,17 +275,22 @@ def check_outlier(
         return
     try:
         check_equal(outputs[0], expected, tolerance)
+        check_equal(outputs[-1], last, tolerance)
     except DoesNotFold as error:
-        raise DoesNotFold(f"where a row lies far out, {error}") from error
+        raise DoesNotFold(f"where rows lie together and one far out, {error}") from error
 
 
 def _outlie(y: Tensor) -> None:
     """Makes all small but the first row of the first replica: a hundred times as large as its other
     rows, and still where activations are not saturated."""
-    y *= 0.01
+    _shrink(y)
     row, others = y[0, 0], y[0, 1:]
     if others.numel():
         row *= 100 * others.abs().amax() / row.abs().amax().clamp_min(torch.finfo(y.dtype).tiny)
+
+
+def _shrink(y: Tensor) -> None:
+    y *= 0.01
 
 
 def check_gradients(
@@ -302,6 +313,19 @@ def check_gradients(
         ]
         flat.append(torch.cat([g.double().flatten() for g in filled]))
     check_equal(*flat, tolerance)
+
+
+def are_unused(parameters: list[Tensor], output: Tensor) -> bool:
+    """Whether an output has no gradients with respect to parameters that could have some."""
+    if not output.requires_grad:
+        return True
+    try:
+        with _hooks_aside(parameters):
+            given = torch.ones_like(output)
+            gradients = torch.autograd.grad(output, parameters, given, allow_unused=True)
+    except Exception:  # see check_gradients
+        return False
+    return all(g is None for g in gradients)
 
 
 @contextmanager

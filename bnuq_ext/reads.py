@@ -18,6 +18,7 @@ from .passes import DoesNotFold
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 # These reach no dispatcher.
 _ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 # What asks how many rows there are, which is a value where values have chosen them.
@@ -83,7 +84,7 @@ class Reads:
 
     Attributes:
         found: what of values is read, in words; empty where nothing is.
-        rounds: whether floating-point values of rows became integers, which may be indices.
+        rounds: whether floating-point values of replicas became integers, which may be indices.
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
@@ -91,6 +92,7 @@ class Reads:
         shared = {storage_of(t) for t in tensors(inputs) if not has_rows(t, num_rows)}
         of_rows = {storage_of(t) for t in tensors(inputs) if has_rows(t, num_rows)}
         self.constants = (own | shared) - of_rows - {None}
+        self.replicated: set[int | None] = set()  # addresses of what is made of `mark`ed tensors
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
         self.found, self.rounds = "", False
@@ -119,14 +121,18 @@ class Reads:
         if not self.constant(args):
             self.found = READS
 
+    def mark(self, y: Tensor) -> None:
+        """Tells what a stochastic call has given."""
+        self.replicated.add(storage_of(y))
+
     def look_at_operation(self, func, args: tuple, kwargs: dict, result) -> None:
         """Notes what an operation on rows makes of their values."""
         if (
             func is _aten._to_copy.default
-            and not result.is_floating_point()
+            and result.dtype in _INTEGERS
             and args[0].is_floating_point()
         ):
-            self.rounds |= not self.constant(args)
+            self.rounds |= self._is_replicated(args)
         if torch.Tag.dynamic_output_shape in func.tags:
             given = (args, kwargs)
             if func is _aten.index.Tensor:  # integers that index have as many rows as before
@@ -137,13 +143,21 @@ class Reads:
         """What an operation makes of constants, or of no tensor, is one; what it writes another
         tensor's values into is none, and what it draws or leaves unwritten neither."""
         given = (args, kwargs)
+        made = {storage_of(t) for t in (*tensors(result), *_written(func, args, kwargs))}
+        if self._is_replicated(given):
+            self.replicated |= made
+        else:
+            self.replicated -= made  # a tensor that is gone may have lain there
         if func is _aten.lift_fresh.default and result.dim() == 0:
             given = ()  # a number; a list may have been one of tensors
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if drawn or func.overloadpacket in _UNWRITTEN or not self.keep(given, result):
-            for tensor in (*tensors(result), *_written(func, args, kwargs)):
-                self.constants.discard(storage_of(tensor))
-                self.kept.pop(storage_of(tensor), None)
+            self.constants -= made
+            for address in made:
+                self.kept.pop(address, None)
+
+    def _is_replicated(self, given) -> bool:
+        return any(storage_of(t) in self.replicated for t in tensors(given))
 
     def keep(self, given, result) -> bool:
         """Takes what is made of constants as constant; whether it is made of these alone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from .carried import Watch
-from .folding import AT_ONCE, CHANGES, LOOP, Plan
+from .folding import CHANGES, LOOP, Plan, proofs_at_once
 from .forward import Forward
 from .known import Known
 from .passes import DoesNotFold, Undecided
@@ -60,7 +60,7 @@ def _skips_proof(known: Known, folding: StandingFolding) -> bool:
     place = folding.place
     if place in known.plans or folding.earlier_plan() is not None:
         return False
-    if max(known.times_changed, known.proofs) < AT_ONCE:
+    if max(known.times_changed, known.proofs) < proofs_at_once():
         known.proofs += 1
         return False
     folding.see(folding.num_samples)

@@ -3,6 +3,7 @@ together and one after the other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from .passes import DoesNotFold, Undecided
 from .probe import (
     CROWD,
     ROWS,
+    are_unused,
     check_apart,
     check_equal,
     check_gradients,
@@ -71,15 +73,16 @@ class Trial(NamedTuple):
         if hooked and self.flags is not None:
             raise DoesNotFold("a backward hook of a module would see all replicas at once")
         reads = Reads(self.modules, probe, ROWS)
-        rows, shared, folded = self._compare(probe, reads, Carried(self.modules, reads.constant))
+        carried = Carried(self.modules, reads.constant)
+        rows, shared, folded = self._compare(probe, reads, carried, reads.mark)
         self._compare_harder(probe, rows, None if reads.rounds else folded)
         self._compare_varied(probe)
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
-        self, probe, mode, carried: Carried | None = None
+        self, probe, mode, carried: Carried | None = None, spoil: Callable | None = None
     ) -> tuple[dict[str, int], dict[str, bool], Tensor]:
-        *alone, both = self._draws()
+        *alone, both = (draw._replace(spoil=spoil) for draw in self._draws())
         runs = []
         for draw in alone:
             with carried or nullcontext(), mode:
@@ -127,15 +130,24 @@ class Trial(NamedTuple):
                 raise
 
     def _compare_moved(self, probe) -> bool:
-        """Whether the trial could be made with other parameters; it must not fail."""
+        """Whether the trial could be made with other values of all parameters that count; it must
+        not fail."""
         try:
             moved = Moved(self.modules)
             self._compare(probe, moved)
+            unmet = moved.unmet()
+            return not unmet or self._are_unused(unmet, probe)
         except Exception as error:
             if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
                 raise
             return False
-        return moved.complete
+
+    def _are_unused(self, parameters: list[Tensor], probe) -> bool:
+        """Whether the outputs are known to depend on none of them: a head that is not called, the
+        noise of a likelihood."""
+        with torch.enable_grad():
+            output, _ = self.forward.run(probe, self._draws()[0])
+        return all(p.requires_grad for p in parameters) and are_unused(parameters, output)
 
     def _compare_outlier(self, probe, rows: dict[str, int], tolerance: float) -> None:
         arguments = self._arguments(probe, CROWD)

@@ -177,7 +177,9 @@ def elbo_loss(
     another. A plain `nn.Sequential` of layers that treat rows one by one needs no proof. In any
     other model two samples go one after another, for a proof costs what it saves. With more of them
     the model is tried when its modules, hooks, flags or shapes are new (after two such trials not
-    before 20 forwards have gone one after another, for a trial takes as many), with its parameters
+    before 20 forwards have gone one after another, for a trial takes as many; at once if
+    `torch.use_deterministic_algorithms` is set, for one after another dropout draws other masks,
+    and steps with batches of many sizes would not repeat from a checkpoint), with its parameters
     moved too, for a gate at zero hides what it will let through. After steps of an optimiser one
     sample is run alone, 1/T of a forward, and has to agree with the others; a model with dropout
     repeats the T samples with nothing dropped for that. What couples rows, changes itself in
@@ -316,7 +318,7 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
         except IndexError:
             got = f"{y.min()} to {y.max()}"
             refuse("elbo_loss", "y", f"hold labels in [0, {outputs.shape[1]})", got)
-    std = noise_std if isinstance(noise_std, Tensor) else float(noise_std)
+    std = _promoted(noise_std) if isinstance(noise_std, Tensor) else float(noise_std)
     means = outputs.unflatten(0, (num_samples, rows))
     return -torch.distributions.Normal(means, std, validate_args=False).log_prob(y).sum()
 
@@ -333,12 +335,18 @@ def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | Non
         _check_factor("batch_weight", batch_weight)
         if _is_known(batch_weight) and not 0 <= batch_weight < math.inf:
             refuse("elbo_loss", "batch_weight", "be finite and not negative", batch_weight)
-        return batch_weight.reshape(()) if isinstance(batch_weight, Tensor) else batch_weight
+        is_tensor = isinstance(batch_weight, Tensor)
+        return _promoted(batch_weight).reshape(()) if is_tensor else batch_weight
     if dataset_size is None:
         refuse("elbo_loss", "batch_weight", "be given, or dataset_size", None)
     if check_integer("elbo_loss", "dataset_size", dataset_size, 1) < rows:
         refuse("elbo_loss", "dataset_size", f"be at least the batch's {rows} rows", dataset_size)
     return rows / dataset_size
+
+
+def _promoted(factor: Tensor) -> Tensor:
+    """In float16 the square of 1e-4 is 0."""
+    return factor.to(acc_dtype(factor.dtype))
 
 
 def _check_loss(likelihood: str, noise_std, reduction: str) -> None:

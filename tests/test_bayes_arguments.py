@@ -105,28 +105,6 @@ def test_labels_of_any_integer_type(dtype):
     assert torch.equal(*losses)
 
 
-def test_the_noise_can_be_learned():
-    """noise_std and batch_weight as tensors: d loss / d noise_std = (rows - sum r^2 / std^2)
-    / std per row."""
-    model, x, y = network().double(), torch.randn(4, 5).double(), torch.randn(4, 3).double()
-    std = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    weight = torch.tensor(0.0, dtype=torch.float64)
-    options = dict(likelihood="gaussian", noise_std=std, batch_weight=weight, seed=0)
-    bnuq.elbo_loss(model, x, y, reduction="sum", **options).loss.backward()
-    with bnuq.replicas(model, 1, seed=0), torch.no_grad():
-        residuals = model(x) - y
-    expected = 12 / 0.7 - residuals.square().sum() / 0.7**3
-    torch.testing.assert_close(std.grad, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("std", [np.float32(0.5), np.int64(1), Fraction(1, 2)])
-def test_the_noise_may_be_any_number(std):
-    model, x, y = network(), torch.randn(4, 5), torch.randn(4, 3)
-    options = dict(likelihood="gaussian", batch_weight=0.1, seed=0)
-    losses = [bnuq.elbo_loss(model, x, y, noise_std=s, **options).loss for s in (std, float(std))]
-    assert torch.equal(*losses)
-
-
 @pytest.mark.parametrize("number", [np.uint8(3), np.int64(3), torch.tensor(3, dtype=torch.uint8)])
 def test_kl_weight_takes_any_integer(number):
     """-(3 + 1) is 252 in eight bits without a sign."""

@@ -29,6 +29,7 @@ def flexible():
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
         ({"num_samples": 2.0}, TypeError, "num_samples must be an integer, got 2.0"),
         ({"first_replica": -1}, ValueError, "first_replica must be at least 0, got -1"),
+        ({"num_samples": 2**63 + 1}, ValueError, r"num_samples must be at most 2\^63, got 9223372036854775809"),
         ({"first_replica": 2**63}, ValueError, "first_replica must be at most 2.63 - "),
         ({"sampler": "mc"}, ValueError, "sampler must be one of bank, batch, joint, lognormal, normal, got 'mc'"),
         ({"seed": 2**63}, ValueError, r"seed must lie in \[-2\^63, 2\^63\), got 9223372036854775808"),
@@ -152,7 +153,8 @@ def test_a_model_that_couples_rows_of_other_replicas_is_refused():
     options = dict(likelihood="gaussian", num_samples=4, seed=0, strategy="folded")
     for _ in range(2):
         with pytest.raises(
-            ValueError, match="that does not fold: where a row lies far out, the output differs"
+            ValueError,
+            match="that does not fold: where rows lie together and one far out, the output differs",
         ):
             bnuq.predict(model, batches[0], **options)
 

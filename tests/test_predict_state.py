@@ -12,7 +12,7 @@ from predicting import DATA, SAMPLERS, X, equal, make_model, predict
 from torch._subclasses import FakeTensorMode
 
 import bnuq_ext as bnuq
-from bnuq_ext import chunks, folding, known, ops, prediction
+from bnuq_ext import chunks, folding, known, ops, prediction, predictor
 from bnuq_ext.state import modules_of
 
 
@@ -291,6 +291,27 @@ def test_says_what_would_fit_when_one_replica_does_not(model, strategy):
         predict(model, strategy=strategy)
     batches = list(X.split(4))
     equal(predict(model, batches), predict(model, batches, strategy="loop"))
+
+
+def test_says_that_a_single_row_does_not_fit_without_advice(model):
+    Memory(model[4], 0, RuntimeError(CPU_MESSAGE))
+    message = r"predict: x must fit in memory with one replica at a time, got 1 rows \("
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        predict(model, X[:1])
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_says_that_outputs_cannot_be_kept(model, strategy, monkeypatch):
+    def keep(self, samples, outputs, done):
+        raise RuntimeError(CPU_MESSAGE)
+
+    expected = predict(model)
+    monkeypatch.setattr(predictor.Predictor, "_keep", keep)
+    message = "predict: keep_samples must be False unless the outputs of all replicas fit in memory, got True for 20 replicas of 180 bytes"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        predict(model, strategy=strategy, keep_samples=True)
+    monkeypatch.undo()
+    equal(predict(model), expected)
 
 
 def test_chunks_of_activations_stay_below_the_budget(model, monkeypatch):

@@ -79,6 +79,8 @@ def check_integer(op: str, name: str, value, least: float) -> int:
 
 def check_first_replica(op: str, value, num_samples: int) -> int:
     """The value as an int, so that the numbers of all replicas have 63 bits."""
+    if num_samples > 2**63:
+        refuse(op, "num_samples", "be at most 2^63", num_samples)
     number = check_integer(op, "first_replica", value, 0)
     if number + num_samples > 2**63:
         refuse(op, "first_replica", f"be at most 2^63 - {num_samples}", number)

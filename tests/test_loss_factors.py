@@ -1,0 +1,56 @@
+"""The factors of the loss: the noise of a gaussian likelihood, and the weight of the divergence."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bnuq_ext as bnuq
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(bnuq.BayesLinear(5, 8), nn.ReLU(), bnuq.BayesLinear(8, 3))
+
+
+def test_the_noise_can_be_learned():
+    """noise_std and batch_weight as tensors: d loss / d noise_std = (rows - sum r^2 / std^2)
+    / std per row."""
+    model, x, y = network().double(), torch.randn(4, 5).double(), torch.randn(4, 3).double()
+    std = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor(0.0, dtype=torch.float64)
+    options = dict(likelihood="gaussian", noise_std=std, batch_weight=weight, seed=0)
+    bnuq.elbo_loss(model, x, y, reduction="sum", **options).loss.backward()
+    with bnuq.replicas(model, 1, seed=0), torch.no_grad():
+        residuals = model(x) - y
+    expected = 12 / 0.7 - residuals.square().sum() / 0.7**3
+    torch.testing.assert_close(std.grad, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("std", [np.float32(0.5), np.int64(1), Fraction(1, 2)])
+def test_the_noise_may_be_any_number(std):
+    model, x, y = network(), torch.randn(4, 5), torch.randn(4, 3)
+    options = dict(likelihood="gaussian", batch_weight=0.1, seed=0)
+    losses = [bnuq.elbo_loss(model, x, y, noise_std=s, **options).loss for s in (std, float(std))]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("value", [1e-4, 1e-3, 0.3, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_factors_of_16_bits_are_computed_with_in_32(dtype, value):
+    """The square of 1e-4 is 0 in float16; 1e-6 over 64 rows too."""
+    model, x, y = network(), torch.randn(64, 5), torch.randn(64, 3)
+    std = torch.tensor(value, dtype=dtype, requires_grad=True)
+    weight = torch.tensor(1e-6, dtype=dtype)
+    options = dict(likelihood="gaussian", seed=0)
+    actual = bnuq.elbo_loss(model, x, y, noise_std=std, batch_weight=weight, **options)
+    floats = dict(noise_std=std.item(), batch_weight=weight.item())
+    expected = bnuq.elbo_loss(model, x, y, **floats, **options)
+    torch.testing.assert_close(actual.nll, expected.nll, rtol=1e-5, atol=0)
+    added = actual.loss.double() - actual.nll.double()
+    assert weight.item() * actual.kl > 0 and actual.loss.dtype == torch.float32
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=0)
+    actual.loss.backward()
+    assert std.grad.dtype == dtype and std.grad != 0 and added.isfinite()
