@@ -29,12 +29,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .agreement import check_equal, tolerance_of
 from .chunks import is_out_of_memory
 from .fingerprint import fingerprint
 from .forward import Forward
 from .inputs import expand, num_rows, tensors
 from .passes import DoesNotFold, ReplicaPass, Undecided
-from .probe import ROWS, check_equal, tolerance_of
+from .probe import ROWS
 from .reads import READS, Reads, uncompiled
 from .restore import preserved_rng
 from .samplers import Draw

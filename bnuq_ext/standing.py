@@ -13,13 +13,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from .agreement import check_replica, tolerance_of
 from .carried import Watch
 from .dropout import Undropped
 from .fingerprint import OURS
 from .folding import Folding, Plan
 from .forward import Forward
 from .passes import DoesNotFold, Undecided
-from .probe import check_replica, probe_draws, tolerance_of
+from .probe import probe_draws
 from .reads import uncompiled
 from .restore import drawn_since, evaluating, preserved_rng, random_states, uncached
 from .state import State

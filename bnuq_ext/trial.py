@@ -10,25 +10,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .carried import CARRIES, Carried
-from .forward import Forward
-from .inputs import expand
-from .moved import Moved
-from .passes import DoesNotFold, Undecided
-from .probe import (
-    CROWD,
-    ROWS,
+from .agreement import (
     are_unused,
     check_apart,
     check_equal,
     check_gradients,
     check_informative,
     check_outlier,
-    probe_draws,
-    probe_inputs,
     tolerance_of,
-    vary_constants,
 )
+from .carried import CARRIES, Carried
+from .forward import Forward
+from .inputs import expand
+from .moved import Moved
+from .passes import DoesNotFold, Undecided
+from .probe import CROWD, ROWS, probe_draws, probe_inputs, vary_constants
 from .reads import Reads
 from .samplers import Draw
 

@@ -6,8 +6,9 @@ from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext import probe
+from bnuq_ext.agreement import _outlie, check_equal
 from bnuq_ext.passes import DoesNotFold
-from bnuq_ext.probe import _flipped, _outlie, _stretched, check_equal, probe_inputs
+from bnuq_ext.probe import _flipped, _stretched, probe_inputs
 
 D, K = 5, 3
 

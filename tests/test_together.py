@@ -26,9 +26,9 @@ from training import (
 )
 
 import bnuq_ext as bnuq
+from bnuq_ext.agreement import check_informative, check_replica
 from bnuq_ext.moved import Moved
 from bnuq_ext.passes import DoesNotFold, Undecided
-from bnuq_ext.probe import check_informative, check_replica
 
 
 def centred_if_many(h):
