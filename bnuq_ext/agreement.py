@@ -92,25 +92,68 @@ def _fill(replica: int, value: float, y: Tensor) -> None:
     y[replica] = value
 
 
+def check_scaled(
+    alone: Callable[[Draw], Tensor],
+    run: Callable[[Draw], Tensor],
+    draws: list[Draw],
+    folded: Tensor,
+    tolerance: float,
+) -> None:
+    """Raises DoesNotFold if one of two replicas whose channels are scaled, all up or each by another
+    factor, is treated otherwise than alone, or changes what the other is.
+
+    What all rows of a batch decide together does so: whether to leave early, a mask of columns.
+
+    Args:
+        alone: runs a draw of one replica; `run`: one of both together.
+        draws: those two, and of both.
+        folded: what `run` gives with nothing scaled.
+    """
+    expected = folded.chunk(2)
+    for replica in (0, 1):
+        try:
+            outputs = run(draws[-1]._replace(spoil=partial(_scale, replica, replica == 0))).chunk(2)
+            own = alone(draws[replica]._replace(spoil=partial(_scale, 0, replica == 0)))
+        except Exception:  # a forward that takes no such values tells nothing
+            continue
+        check_equal(outputs[1 - replica], expected[1 - replica], tolerance)
+        if own.isfinite().all():
+            check_equal(outputs[replica], own, tolerance)
+
+
+def _scale(replica: int, all_up: bool, y: Tensor) -> None:
+    own = y[replica]
+    if not all_up:
+        own *= 10 ** (1.5 * _waves(y))
+    own *= 100 / own.abs().amax().clamp_min(torch.finfo(y.dtype).tiny)  # in deep layers too
+
+
+def _waves(y: Tensor) -> Tensor:
+    """Numbers from -1 to 1, another one for each value of a row."""
+    angles = torch.arange(y[0, 0].numel(), device=y.device, dtype=torch.float64) * 2.4
+    return angles.cos().to(y.dtype).view(y.shape[2:])
+
+
 def check_outlier(
     alone: Callable[[Draw], Tensor],
     run: Callable[[Draw], Tensor],
     draws: list[Draw],
     tolerance: float,
+    twins: bool,
 ) -> None:
-    """Raises DoesNotFold if a row that lies far out in its replica, or the last of many that are
-    alike, are treated otherwise among several replicas.
+    """Raises DoesNotFold if a row that lies far out in its replica, or the small ones of the others,
+    are treated otherwise among several replicas.
 
-    A mask or a clip by the spread or the median of a batch does the one: of n rows one lies at most
-    sqrt(n - 1) standard deviations from their mean. A queue does the other: an expert that takes
-    so many rows and no more.
+    A mask or a clip by the spread or the median of a batch does so: of n rows one lies at most
+    sqrt(n - 1) standard deviations from their mean.
 
     Args:
         alone: runs a draw of one replica; `run`: one of all of `draws[:-1]` together, `draws[-1]`.
+        twins: whether every other replica is the same, as without weights that are drawn.
     """
     try:
         expected = alone(draws[0]._replace(spoil=_outlie))
-        last = alone(draws[-2]._replace(spoil=_shrink))
+        small = [alone(draw._replace(spoil=_shrink)) for draw in draws[-3:-1]]
         outputs = run(draws[-1]._replace(spoil=_outlie)).chunk(len(draws) - 1)
     except Exception:  # a forward that takes no such values tells nothing
         return
@@ -118,9 +161,9 @@ def check_outlier(
         return
     try:
         check_equal(outputs[0], expected, tolerance)
-        check_equal(outputs[-1], last, tolerance)
+        _check_twins(outputs[1:], small, tolerance, twins)
     except DoesNotFold as error:
-        raise DoesNotFold(f"where rows lie together and one far out, {error}") from error
+        raise DoesNotFold(f"where a row lies far out, {error}") from error
 
 
 def _outlie(y: Tensor) -> None:
@@ -134,6 +177,50 @@ def _outlie(y: Tensor) -> None:
 
 def _shrink(y: Tensor) -> None:
     y *= 0.01
+
+
+def _check_twins(outputs, last: list[Tensor], tolerance: float, twins: bool) -> None:
+    """Compares the last two replicas with these that were run alone,
+    and their twins with them too."""
+    for t in range(1, 1 + len(outputs) if twins else 3):
+        check_equal(outputs[-t], last[-1 - (t - 1) % 2], tolerance)
+
+
+def check_alike(
+    alone: Callable[[Draw], Tensor],
+    run: Callable[[Draw], Tensor],
+    draws: list[Draw],
+    tolerance: float,
+    twins: bool,
+) -> None:
+    """Raises DoesNotFold if rows that are nearly alike are treated otherwise among several replicas,
+    as by an expert that takes so many rows and no more, or where one of two that are near is left
+    out.
+
+    Args:
+        alone: runs a draw of one replica; `run`: one of all of `draws[:-1]` together, `draws[-1]`;
+            both with rows that are copies.
+        twins: see `check_outlier`.
+    """
+    try:
+        last = [alone(draw._replace(spoil=_near)) for draw in draws[-3:-1]]
+        outputs = run(draws[-1]._replace(spoil=_near)).chunk(len(draws) - 1)
+    except Exception:  # a forward that takes no such values tells nothing
+        return
+    if not all(output.isfinite().all() for output in last):
+        return
+    try:
+        _check_twins(outputs, last, tolerance, twins)
+    except DoesNotFold as error:
+        raise DoesNotFold(f"where rows are nearly alike, {error}") from error
+
+
+def _near(y: Tensor) -> None:
+    """Makes the rows of all replicas one row and a share of their own, another for each of three."""
+    shares = torch.tensor([0.02, 0.005, 0.001], device=y.device, dtype=y.dtype)
+    shares = shares.repeat(-(-y.shape[1] // 3))[: y.shape[1]]
+    y *= shares.view(-1, *[1] * (y.dim() - 2))
+    y += _waves(y)
 
 
 def check_gradients(

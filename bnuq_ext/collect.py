@@ -221,8 +221,8 @@ class _Record:
 
     def _keep(self, statistics: dict[str, tuple[Tensor, Tensor, int]]) -> None:
         if self.rows and statistics.keys() != self.mean.keys():
-            rest = "the ones before, as with their number of rows it may (drop_last=True)"
-            requirement = f"make the {len(self.mean)} calls of {rest}"
+            advice = "their number may depend on that of the rows; drop_last=True"
+            requirement = f"make the {len(self.mean)} calls of the ones before ({advice})"
             lacking = [key for key in self.mean if key not in statistics]
             more = [key for key in statistics if key not in self.mean]
             got = f"none of {lacking[0]!r}" if lacking else f"one more, of {more[0]!r}"

@@ -3,11 +3,11 @@
 One replica after another is the definition of the answer. Folding must prove itself:
 
 1.  A run with T = 1 at the actual size records the rows that each stochastic call sees.
-2.  On three rows, two replicas folded must equal the two one after another, and infinities in one
-    must not reach the other, nor may a row that lies far out, the last of many that are alike, or
-    one whose flags, unset in all three, are set be treated otherwise among nine replicas; once per
-    model and trailing shape.
-    If it fails, the input is expanded T-fold and that is tried.
+2.  On three rows, two replicas folded must equal the two one after another, also where flags are set
+    that none of the rows sets, or one replica is scaled; infinities in one must not reach the
+    other. Among nine replicas a row that lies far out, and rows that are nearly alike, must be
+    treated as in one. This is tried once per model and trailing shape. If it fails, the input is
+    expanded T-fold and that is tried.
 3.  The first folded chunk of every size must agree with four of its replicas run alone.
 4.  Every folded run must show each stochastic call the rows of the record, or T times as many, as in
     the trial, and return T times the rows of the record.
@@ -21,7 +21,6 @@ shows in no output, but in the gate's gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
@@ -37,7 +36,7 @@ from .inputs import expand, num_rows, tensors
 from .passes import DoesNotFold, ReplicaPass, Undecided
 from .probe import ROWS
 from .reads import READS, Reads, uncompiled
-from .restore import preserved_rng
+from .restore import drawn_since, preserved_rng, random_states
 from .samplers import Draw
 from .signature import key_of, reals_of, signature
 from .state import State
@@ -45,15 +44,9 @@ from .trial import Proof, Trial
 
 WAYS = ("folded", "expanded")  # before the loop
 CHANGES = "its forward changes the model's state"
-_AT_ONCE = 2
+DRAWS = "its forward draws random numbers, which replicas that go together would share"
+AT_ONCE = 2  # proofs of a model that are made at first sight of a shape
 _MOST = 256  # plans of one model; after so many input shapes it starts over
-
-
-def proofs_at_once() -> float:
-    """How many proofs of a model are made at first sight of a shape; all, where the user wants what
-    is reproducible: the masks of dropout, and the last bits, are other ones where replicas go one
-    after another."""
-    return math.inf if torch.are_deterministic_algorithms_enabled() else _AT_ONCE
 
 
 class Plan(NamedTuple):
@@ -103,6 +96,7 @@ class Folding:
     """
 
     flags: tuple[bool, ...] | None = None
+    may_draw = False  # random numbers of torch's generators in a forward
 
     def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int, inputs):
         self.forward, self.modules, self.first_replica = forward, modules, first_replica
@@ -191,9 +185,12 @@ class Folding:
         state = State(self.modules)
         with uncompiled(), preserved_rng():
             try:
+                before = random_states()
                 output, record, reads = self._record()
                 plan = Plan("", record.rows, record.largest, tuple(output.shape), {}, set())
-                if self._unchanged():
+                if not self.may_draw and drawn_since(before):
+                    plan = plan._replace(way="loop", reason=DRAWS)
+                elif self._unchanged():
                     plan = self._first(plan, reads, wanted)
             finally:
                 changed = self.undo(state)

@@ -289,9 +289,8 @@ class ReplicaPass(Pass):
                 self._refuse(name, f"{made} calls")
 
     def _refuse(self, key: str, got: str):
-        requirement = (
-            "be called as often as when the bank was collected, as with that many rows it may"
-        )
+        advice = "how often may depend on the number of rows"
+        requirement = f"be called as often as when the bank was collected ({advice})"
         refuse(self.op, f"layer {key!r}", requirement, got)
 
 

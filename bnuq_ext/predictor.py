@@ -18,7 +18,7 @@ from .chunks import (
     no_memory_to_keep,
     out_of_memory,
 )
-from .folding import LOOP, Folding, Plan, proofs_at_once
+from .folding import AT_ONCE, LOOP, Folding, Plan
 from .forward import Forward
 from .inputs import copied, move, num_rows, split_batch
 from .ops.checks import refuse
@@ -208,7 +208,7 @@ def _waits(folding: Folding) -> bool:
     each prediction, have not yet had as many forwards as a trial costs."""
     known = folding.known
     tried = max(len(known.trials) + len(known.undecided), known.times_changed)
-    return tried >= proofs_at_once() and not folding.has_tried() and folding.seen() <= _COST
+    return tried >= AT_ONCE and not folding.has_tried() and folding.seen() <= _COST
 
 
 def _join(targets: list) -> Tensor | list | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, product
 
 import torch
@@ -50,21 +51,41 @@ def probe_inputs(op: str, inputs) -> tuple:
     return probe, not own and not all(t.is_floating_point() for t in firsts[0])
 
 
-def vary_constants(probe):
-    """A probe of three rows with other numbers where all of them have the same, a flag that none of
-    them sets: ones for zeros and zeros for others, in half of these places and two of the rows.
-    None where the rows have nothing in common."""
-    cut = [t for t in leading(probe, ROWS) if _movable(t)]
+def copies_of_last(probe):
+    """A probe of three rows that are all its last one."""
+    cut = {id(t) for t in leading(probe, ROWS)}
+    return map_tensors(
+        probe, lambda t: t[-1:].repeat(ROWS, *[1] * (t.dim() - 1)) if id(t) in cut else t
+    )
+
+
+def varied_probes(probe, casts: bool) -> Iterator:
+    """Probes of three rows with other numbers where all of them have the same, a flag that none of
+    them sets: ones for zeros, and zeros for others. The first has them in all tensors, the others
+    in one each, for a model may not take those of another.
+
+    Args:
+        casts: whether the model makes indices of floating-point values.
+    """
+    cut = [t for t in leading(probe, ROWS) if _is_movable(t, casts)]
     made = {id(t): varied for t in cut if (varied := _varied(t)) is not None}
-    return map_tensors(probe, lambda t: made.get(id(t), t)) if made else None
+    for keys in [list(made), *([key] for key in made if len(made) > 1)]:
+        if keys:
+            yield map_tensors(probe, lambda t, keys=keys: made[id(t)] if id(t) in keys else t)
+
+
+def _is_movable(t: Tensor, casts: bool) -> bool:
+    return t.dtype == torch.bool or _checks_indices(t) or (t.is_floating_point() and not casts)
 
 
 def _varied(t: Tensor) -> Tensor | None:
+    """Two rows with about half of the places each; None where the rows have nothing in common."""
     rows = t.reshape(ROWS, -1).clone()
     same = (rows == rows[0]).all(0).nonzero().flatten()
-    places = same[len(same) // 2 :]
-    rows[::2, places] = (rows[::2, places] == 0).to(t.dtype)
-    return rows.view(t.shape) if len(places) else None
+    half = len(same) // 2
+    for row, places in ((0, same[: len(same) - half]), (2, same[half:])):
+        rows[row, places] = (rows[row, places] == 0).to(t.dtype)
+    return rows.view(t.shape) if len(same) else None
 
 
 def _spread(rows: int) -> list[int]:
@@ -113,7 +134,7 @@ def _flipped(row: list[Tensor]):
 
 def _movable(t: Tensor) -> bool:
     """Columns may be indices into tables of their own sizes."""
-    return t.is_floating_point() or t.dtype == torch.bool or _checks_indices(t)
+    return t.is_floating_point() or _checks_indices(t)
 
 
 def _may_number_rows(t: Tensor, rows: int) -> bool:

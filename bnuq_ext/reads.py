@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from .passes import DoesNotFold
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
-_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 # These reach no dispatcher.
 _ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 # What asks how many rows there are, which is a value where values have chosen them.
@@ -84,7 +83,7 @@ class Reads:
 
     Attributes:
         found: what of values is read, in words; empty where nothing is.
-        rounds: whether floating-point values of replicas became integers, which may be indices.
+        casts: whether floating-point values of rows became integers, which may be indices.
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
@@ -92,47 +91,26 @@ class Reads:
         shared = {storage_of(t) for t in tensors(inputs) if not has_rows(t, num_rows)}
         of_rows = {storage_of(t) for t in tensors(inputs) if has_rows(t, num_rows)}
         self.constants = (own | shared) - of_rows - {None}
-        self.replicated: set[int | None] = set()  # addresses of what is made of `mark`ed tensors
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
-        self.found, self.rounds = "", False
+        self.found, self.casts = "", False
         self.selections = 0  # how often values of rows have chosen rows
 
     def __enter__(self) -> None:
-        self._watching = self._watched()
+        self._watching = _watched(_Arrays(self), _Scalars(self))
         self._watching.__enter__()
 
     def __exit__(self, *error) -> None:
         self._watching.__exit__(*error)
 
-    @contextmanager
-    def _watched(self):
-        gradients = torch.is_grad_enabled()
-        with (
-            uncompiled(),
-            torch.inference_mode(False),  # inside it, operations show only as a whole
-            torch.set_grad_enabled(gradients),
-            _Arrays(self),
-            _Scalars(self),
-        ):
-            yield
-
     def look(self, args) -> None:
         if not self.constant(args):
             self.found = READS
 
-    def mark(self, y: Tensor) -> None:
-        """Tells what a stochastic call has given."""
-        self.replicated.add(storage_of(y))
-
     def look_at_operation(self, func, args: tuple, kwargs: dict, result) -> None:
         """Notes what an operation on rows makes of their values."""
-        if (
-            func is _aten._to_copy.default
-            and result.dtype in _INTEGERS
-            and args[0].is_floating_point()
-        ):
-            self.rounds |= self._is_replicated(args)
+        if _makes_integers(func, args, kwargs):
+            self.casts |= not self.constant(args)
         if torch.Tag.dynamic_output_shape in func.tags:
             given = (args, kwargs)
             if func is _aten.index.Tensor:  # integers that index have as many rows as before
@@ -143,21 +121,13 @@ class Reads:
         """What an operation makes of constants, or of no tensor, is one; what it writes another
         tensor's values into is none, and what it draws or leaves unwritten neither."""
         given = (args, kwargs)
-        made = {storage_of(t) for t in (*tensors(result), *_written(func, args, kwargs))}
-        if self._is_replicated(given):
-            self.replicated |= made
-        else:
-            self.replicated -= made  # a tensor that is gone may have lain there
         if func is _aten.lift_fresh.default and result.dim() == 0:
             given = ()  # a number; a list may have been one of tensors
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if drawn or func.overloadpacket in _UNWRITTEN or not self.keep(given, result):
-            self.constants -= made
-            for address in made:
-                self.kept.pop(address, None)
-
-    def _is_replicated(self, given) -> bool:
-        return any(storage_of(t) in self.replicated for t in tensors(given))
+            for tensor in (*tensors(result), *_written(func, args, kwargs)):
+                self.constants.discard(storage_of(tensor))
+                self.kept.pop(storage_of(tensor), None)
 
     def keep(self, given, result) -> bool:
         """Takes what is made of constants as constant; whether it is made of these alone."""
@@ -179,6 +149,53 @@ class Reads:
             raise DoesNotFold(self.found)
         if self.selections and any(rows % self.num_rows for rows in calls.values()):
             raise DoesNotFold("a stochastic layer gets rows that are chosen by their values")
+
+
+class Ranges:
+    """Around forwards: floating-point values become the integers, which may be indices, of the range
+    that they had in the first of the forwards, whatever they are."""
+
+    def __init__(self):
+        self.found: list[tuple[Tensor, Tensor]] = []
+        self.recorded, self.place = False, 0
+
+    def __enter__(self) -> None:
+        self.place = 0
+        self._watching = _watched(_Integers(self))
+        self._watching.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.recorded = True
+        self._watching.__exit__(*error)
+
+    def within(self, values: Tensor) -> Tensor:
+        """The values of the next cast, held to their range."""
+        if not self.recorded:
+            self.found.append((values.min(), values.max()))
+            return values
+        low, high = self.found[self.place]  # an IndexError ends a forward with more casts
+        self.place += 1
+        return torch.where(values.isnan(), low, values).clamp(low, high)
+
+
+@contextmanager
+def _watched(*modes):
+    gradients = torch.is_grad_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(uncompiled())
+        # Inside it, operations show only as a whole.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
+def _makes_integers(func, args: tuple, kwargs: dict) -> bool:
+    dtype = kwargs.get("dtype")
+    if func is not _aten._to_copy.default or dtype is None or not args[0].is_floating_point():
+        return False
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
@@ -212,6 +229,22 @@ class _Scalars(TorchDispatchMode):
         self.reads.look_at_operation(func, args, kwargs, result)
         self.reads.follow(func, args, kwargs, result)
         return result
+
+
+class _Integers(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see _Scalars
+
+    def __init__(self, ranges: Ranges):
+        super().__init__()
+        self.ranges = ranges
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if _makes_integers(func, args, kwargs) and args[0].numel():
+            args = (self.ranges.within(args[0]), *args[1:])
+        return func(*args, **kwargs)
 
 
 class _Arrays(TorchFunctionMode):

@@ -43,6 +43,8 @@ class StandingFolding(Folding):
         training: flags of the modules, whether gradients are taken or not.
     """
 
+    may_draw = True  # in train() dropout does; see `DrawsNumbers`
+
     def __init__(
         self,
         forward: Forward,

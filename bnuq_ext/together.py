@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from .carried import Watch
-from .folding import CHANGES, LOOP, Plan, proofs_at_once
+from .folding import AT_ONCE, CHANGES, LOOP, Plan
 from .forward import Forward
 from .known import Known
 from .passes import DoesNotFold, Undecided
@@ -33,6 +34,9 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
         return None
     try:
         plan, alone = _decide(folding)
+        if folding.flags is not None and not plan.steady and _must_be_reproducible():
+            folding.refute(plan, "its proof does not hold for other values of the parameters")
+            return None
     except Exception as error:  # in eval(), or without gradients, which the model need not bear
         folding.refute(LOOP, _reason(error))
         return None
@@ -60,14 +64,32 @@ def _skips_proof(known: Known, folding: StandingFolding) -> bool:
     place = folding.place
     if place in known.plans or folding.earlier_plan() is not None:
         return False
-    if max(known.times_changed, known.proofs) < proofs_at_once():
-        known.proofs += 1
+    if _is_proven_at_once(known, folding):
         return False
     folding.see(folding.num_samples)
     if folding.seen() <= _COST:
         return True
     known.unproven.pop(place, None)
     return False
+
+
+def _is_proven_at_once(known: Known, folding: StandingFolding) -> bool:
+    """Whether a proof is made whatever it costs: the first ones of a model, and of each new shape
+    where steps have to be reproducible."""
+    if known.times_changed >= AT_ONCE:
+        return False
+    if known.proofs < AT_ONCE:
+        known.proofs += 1
+        return True
+    if folding.seen() or not _must_be_reproducible():
+        return False
+    folding.see(1)
+    return True
+
+
+def _must_be_reproducible() -> bool:
+    """Whether the way must not depend on the steps before: in another, dropout draws other masks."""
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def _reason(error: Exception) -> str:

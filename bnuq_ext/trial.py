@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from .agreement import (
     are_unused,
+    check_alike,
     check_apart,
     check_equal,
     check_gradients,
     check_informative,
     check_outlier,
+    check_scaled,
     tolerance_of,
 )
 from .carried import CARRIES, Carried
@@ -24,8 +26,8 @@ from .forward import Forward
 from .inputs import expand
 from .moved import Moved
 from .passes import DoesNotFold, Undecided
-from .probe import CROWD, ROWS, probe_draws, probe_inputs, vary_constants
-from .reads import Reads
+from .probe import CROWD, ROWS, copies_of_last, probe_draws, probe_inputs, varied_probes
+from .reads import Ranges, Reads
 from .samplers import Draw
 
 
@@ -69,16 +71,15 @@ class Trial(NamedTuple):
         if hooked and self.flags is not None:
             raise DoesNotFold("a backward hook of a module would see all replicas at once")
         reads = Reads(self.modules, probe, ROWS)
-        carried = Carried(self.modules, reads.constant)
-        rows, shared, folded = self._compare(probe, reads, carried, reads.mark)
-        self._compare_harder(probe, rows, None if reads.rounds else folded)
-        self._compare_varied(probe)
+        rows, shared, folded = self._compare(probe, reads, Carried(self.modules, reads.constant))
+        self._compare_harder(probe, rows, folded, reads.casts)
+        self._compare_varied(probe, reads.casts)
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
-        self, probe, mode, carried: Carried | None = None, spoil: Callable | None = None
+        self, probe, mode, carried: Carried | None = None
     ) -> tuple[dict[str, int], dict[str, bool], Tensor]:
-        *alone, both = (draw._replace(spoil=spoil) for draw in self._draws())
+        *alone, both = self._draws()
         runs = []
         for draw in alone:
             with carried or nullcontext(), mode:
@@ -93,19 +94,19 @@ class Trial(NamedTuple):
         check_equal(folded, loop, tolerance)
         return rows, seen.shared, folded
 
-    def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor | None) -> None:
-        """The same with infinities and with a row far out, unless they would become indices, and
-        with gradients if they will be taken."""
+    def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor, casts: bool) -> None:
+        """The same with infinities, and with rows far out and nearly alike, none of which become
+        indices that they would not be; and with gradients if they will be taken."""
         *alone, both = self._draws()
-        arguments = self._arguments(probe)
-
-        def run(draw: Draw) -> Tensor:
-            return self.forward.run(arguments, draw, rows)[0]
-
-        if folded is not None:
-            tolerance = tolerance_of(folded, probe, self.modules)
-            check_apart(run, both, folded, tolerance)
-            self._compare_outlier(probe, rows, tolerance)
+        ranges = Ranges() if casts else nullcontext()
+        run = self._runner(self._arguments(probe), rows, ranges)
+        if casts:
+            run(both)
+        tolerance = tolerance_of(folded, probe, self.modules)
+        check_apart(run, both, folded, tolerance)
+        one = self._runner(probe, None, ranges)
+        check_scaled(one, run, [*alone, both], folded, tolerance)
+        self._compare_crowds(probe, rows, ranges, tolerance)
         if self.flags is not None:
             with torch.enable_grad():
                 loop = torch.cat([self.forward.run(probe, draw)[0] for draw in alone])
@@ -115,15 +116,15 @@ class Trial(NamedTuple):
                 tolerance = tolerance_of(loop, probe, self.modules)
                 check_gradients(parameters, run(both), loop, tolerance)
 
-    def _compare_varied(self, probe) -> None:
-        """The same where a flag is set that none of the rows sets."""
-        try:
-            varied = vary_constants(probe)
-            if varied is not None:
+    def _compare_varied(self, probe, casts: bool) -> None:
+        """The same where flags are set that none of the rows sets."""
+        for varied in varied_probes(probe, casts):
+            try:
                 self._compare(varied, nullcontext())
-        except Exception as error:  # a model need not take such numbers
-            if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
-                raise
+                return
+            except Exception as error:  # a model need not take such numbers
+                if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
+                    raise
 
     def _compare_moved(self, probe) -> bool:
         """Whether the trial could be made with other values of all parameters that count; it must
@@ -131,7 +132,7 @@ class Trial(NamedTuple):
         try:
             moved = Moved(self.modules)
             self._compare(probe, moved)
-            unmet = moved.unmet()
+            unmet = [p for p in moved.unmet() if p.requires_grad]
             return not unmet or self._are_unused(unmet, probe)
         except Exception as error:
             if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
@@ -139,20 +140,27 @@ class Trial(NamedTuple):
             return False
 
     def _are_unused(self, parameters: list[Tensor], probe) -> bool:
-        """Whether the outputs are known to depend on none of them: a head that is not called, the
-        noise of a likelihood."""
+        """Whether the outputs are seen to depend on none of them: a head that is not called, the
+        noise of a likelihood. Of zeros it is not known: one may be a gate of train() alone."""
+        if not all(p.any() for p in parameters):
+            return False
         with torch.enable_grad():
             output, _ = self.forward.run(probe, self._draws()[0])
-        return all(p.requires_grad for p in parameters) and are_unused(parameters, output)
+        return are_unused(parameters, output)
 
-    def _compare_outlier(self, probe, rows: dict[str, int], tolerance: float) -> None:
-        arguments = self._arguments(probe, CROWD)
-        check_outlier(
-            lambda draw: self.forward.run(probe, draw)[0],
-            lambda draw: self.forward.run(arguments, draw, rows)[0],
-            self._draws(CROWD),
-            tolerance,
-        )
+    def _compare_crowds(self, probe, rows: dict[str, int], ranges, tolerance: float) -> None:
+        twins = all(layer.needs_bank for layer in self.forward.layers.values())
+        for check, given in ((check_outlier, probe), (check_alike, copies_of_last(probe))):
+            one = self._runner(given, None, ranges)
+            crowd = self._runner(self._arguments(given, CROWD), rows, ranges)
+            check(one, crowd, self._draws(CROWD), tolerance, twins)
+
+    def _runner(self, arguments, rows: dict[str, int] | None, ranges) -> Callable[[Draw], Tensor]:
+        def run(draw: Draw) -> Tensor:
+            with ranges:
+                return self.forward.run(arguments, draw, rows)[0]
+
+        return run
 
     def _draws(self, num_samples: int = 2) -> list[Draw]:
         return probe_draws(self.forward.draw(self.first_replica, 1), num_samples)

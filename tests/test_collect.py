@@ -236,8 +236,8 @@ def test_every_batch_must_make_the_same_calls():
     model = bnuq.convert(Growing())
     data = [torch.randn(rows, 4) for rows in (6, 6, 7)]
     error = (
-        r"collect: batch 2 must make the 2 calls of the ones before, as with their number of rows "
-        r"it may \(drop_last=True\), got "
+        r"collect: batch 2 must make the 2 calls of the ones before \(their number may depend on "
+        r"that of the rows; drop_last=True\), got "
     )
     with pytest.raises(ValueError, match=error + "one more, of 'bn#2'$"):
         bnuq.collect(model, data, 3)

@@ -11,7 +11,7 @@ from test_folding import samples, way
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.reads import Reads
+from bnuq_ext.reads import Ranges, Reads
 
 
 class Limited(Norms):
@@ -37,11 +37,11 @@ class Spectral(Norms):
 
 
 class Switch(Norms):
-    """Experts that take so many rows and no more, the first ones first."""
+    """Experts that take so many rows and no more, the first ones first, or those of most weight."""
 
-    def __init__(self, least=8, experts=4):
+    def __init__(self, least=8, experts=4, by_weight=False):
         super().__init__()
-        self.gate, self.least = nn.Linear(D, experts), least
+        self.gate, self.least, self.by_weight = nn.Linear(D, experts), least, by_weight
         self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(experts))
 
     def forward(self, x):
@@ -49,15 +49,67 @@ class Switch(Norms):
         share, expert = self.gate(h).softmax(-1).max(-1)
         capacity = max(self.least, math.ceil(1.5 * len(h) / len(self.experts)))
         chosen = expert[:, None] == torch.arange(len(self.experts))
-        kept = (chosen & (chosen.long().cumsum(0) <= capacity)).to(h.dtype)
+        order = share.argsort(descending=True) if self.by_weight else torch.arange(len(h))
+        kept = chosen[order] & (chosen[order].long().cumsum(0) <= capacity)
+        kept = kept[order.argsort()].to(h.dtype)
         mixed = sum(kept[:, i : i + 1] * e(h) for i, e in enumerate(self.experts))
         return self.head(h + share[:, None] * mixed)
+
+
+class Unbiased(Switch):
+    """Its gate does not see how large values are."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.gate = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 4, bias=False))
+
+
+class LeavesEarly(Norms):
+    """By another head where all rows are confident."""
+
+    def __init__(self):
+        super().__init__()
+        self.early = nn.Linear(D, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        early = self.early(h)
+        sure = (early.softmax(1).amax(1) > 0.4).all()
+        return torch.where(sure, early, self.head(self.second(h)))
+
+
+class Quantised(Norms):
+    """To eight bits by the largest value of the batch, at most six."""
+
+    def forward(self, x):
+        h = self.second(self.first(x)).clamp(max=6.0)
+        scale = h.amax().clamp(min=5.0) / 127
+        return self.head((h / scale).round().to(torch.int8).to(h.dtype) * scale)
+
+
+class Distinct(Norms):
+    """Leaves out rows that point where an earlier one does."""
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        unit = h / h.norm(dim=1, keepdim=True).clamp(min=1e-6)
+        again = torch.tril(unit @ unit.T > 0.995, -1).any(1, keepdim=True)
+        return self.head(torch.where(again, 0.0, h))
+
+
+class Skips(Norms):
+    """Leaves out a layer for all rows, one time in twenty."""
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.head(h + torch.bernoulli(torch.tensor(0.95)) * self.second(h))
 
 
 def collected(net, *others):
     torch.manual_seed(1)
     model = bnuq.convert(net.eval())
-    batches = [(torch.randn(64, D), *(t[:1].expand(64, *t.shape[1:]) for t in others))] * 8
+    others = [t[:1].expand(64, *t.shape[1:]) for t in others]
+    batches = [(torch.randn(64, D), *others) for _ in range(8)]
     bnuq.collect(model, batches, input_fn=lambda b: b, progress=False)
     return model
 
@@ -90,41 +142,49 @@ def test_a_forward_that_takes_no_infinities_is_given_large_values():
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("least, experts", [(8, 4), (16, 2)])
-def test_a_queue_that_no_three_rows_fill(least, experts, seed):
+@pytest.mark.parametrize("by_weight", [False, True])
+def test_a_queue_that_no_three_rows_fill(least, experts, by_weight, seed):
     torch.manual_seed(seed)
     inputs = [ROWS[6 * i : 6 * i + 6] for i in range(3)]
-    assert_never_folds(collected(Switch(least, experts)), *inputs)
+    assert_never_folds(collected(Switch(least, experts, by_weight)), *inputs)
 
 
-def test_what_is_made_of_replicas_and_becomes_integers():
-    x, weight = torch.randn(3, 4), torch.randn(4, 4)
-    reads = Reads([], x, 3)
-    with reads:
-        x.long(), (x @ weight).round().int()
-        assert not reads.rounds
-        y = x @ weight
-        reads.mark(y.view(3, 2, 2))
-        (y.view(12) > 0).long(), y.bool(), y.to(torch.cfloat), x.long()
-        assert not reads.rounds
-        (y[1:] @ weight).relu().add_(1).view(-1).to(torch.int32)
-        assert reads.rounds
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("cls", [LeavesEarly, Quantised, Distinct, Unbiased])
+def test_what_all_rows_decide_together(cls, seed):
+    torch.manual_seed(seed)
+    inputs = [scale * ROWS[6 * i : 6 * i + 6] for i, scale in enumerate((1, 1, 3, 0.3))]
+    assert_never_folds(collected(cls()), *inputs)
 
 
-def test_what_lies_where_a_replica_lay_is_none():
+def test_a_layer_that_is_left_out_at_random_is_so_in_each_replica_by_itself():
+    model = collected(Skips())
+    samples(model, ROWS[:6])
+    assert way(model) == "loop"
+    with pytest.raises(ValueError, match="its forward draws random numbers, which replicas"):
+        samples(model, ROWS[:6], strategy="folded")
+
+
+def test_integers_stay_in_the_range_of_the_first_forward():
+    ranges, x = Ranges(), torch.tensor([1.2, 3.7, 2.0])
+    with ranges:
+        assert x.long().tolist() == [1, 3, 2] and (-x).to(torch.int8).tolist() == [-1, -3, -2]
+    with ranges:
+        y = torch.tensor([math.inf, -math.inf, math.nan])
+        assert y.long().tolist() == [3, 1, 1] and y.to(torch.int8).tolist() == [-1, -3, -3]
+        assert y.bool().all() and y.to(torch.cfloat).isnan().any()
+        with pytest.raises(IndexError):
+            y.long()
+    with torch.inference_mode(), ranges:
+        assert (9 * x).long().tolist() == [3, 3, 3]
+    assert (9 * x).long().tolist() == [10, 33, 18]
+
+
+def test_what_becomes_integers_is_noted():
     x = torch.randn(3, 4)
     reads = Reads([], x, 3)
     with reads:
-        for _ in range(50):
-            y = x + 1
-            reads.mark(y)
-            del y
-            (x + 2).long()
-        assert not reads.rounds
-        y = torch.zeros(3, 4)
-        y.copy_(x)
-        y.long()
-        assert not reads.rounds
-        reads.mark(x)
-        y.copy_(x)
-        y.long()
-        assert reads.rounds
+        torch.ones(3).long(), (x > 0).long(), x.bool(), x.to(torch.cfloat), x.half()
+        assert not reads.casts
+        x.relu().to(torch.uint16)
+    assert reads.casts

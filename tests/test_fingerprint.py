@@ -123,7 +123,7 @@ def network() -> nn.Sequential:
     model.options, model.scales = {"inner": {"on": False}}, [1.0, torch.ones(2)]
     model.scales.append(model.scales)
     model.long, model.names = list(range(199)), {"a"}
-    model.index = {str(i): i for i in range(99)}
+    model.index = {str(i): i for i in range(499)}
     model.large, model.one = np.zeros(8000), 1
     model.settings, model.trainer = Settings(), Trainer()
     model.config, model.args = Config(), SimpleNamespace(on=[False])
@@ -167,7 +167,7 @@ CHANGES = {
     "an item in place": lambda m: m.scales[1].add_(1),
     "a longer list": lambda m: m.long.append(0),
     "a late item of a list": lambda m: m.long.__setitem__(160, -1),
-    "a late item of a dict": lambda m: m.index.update({"80": -1}),
+    "a late item of a dict": lambda m: m.index.update({"400": -1}),
     "a late number of an array": lambda m: m.large.__setitem__(7000, 1.0),
     "a truth value for a number": lambda m: setattr(m, "one", True),
     "a share for a number": lambda m: setattr(m, "one", 1.0),

@@ -250,7 +250,7 @@ class Levels(Norms):
     """Looks up each value's level, if it has them, where an infinity would be an index out
     of range."""
 
-    met = []
+    met, indices = [], []
 
     def __init__(self, levels):
         super().__init__()
@@ -259,17 +259,23 @@ class Levels(Norms):
     def forward(self, x):
         h = self.second(self.first(x))
         self.met.append(h)
-        return self.head(torch.linspace(0, 1, 9)[h.clamp(0, 2).mul(4).long()] if self.levels else h)
+        if not self.levels:
+            return self.head(h)
+        self.indices.append(h.mul(4).long())
+        return self.head(torch.linspace(0, 1, 99)[self.indices[-1]])
 
 
 @pytest.mark.parametrize("levels", [True, False])
-def test_what_becomes_an_index_meets_no_infinities(levels):
+def test_what_becomes_an_index_is_one_though_infinities_are_met(levels):
     model = prepared(partial(Levels, levels), ROWS)
     model.met.clear()
+    model.indices.clear()
     expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
     torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
     assert way(model) == "folded"
-    assert levels == all(h.isfinite().all() for h in model.met)
+    assert not all(h.isfinite().all() for h in model.met)
+    assert len(model.indices) == levels * len(model.met)
+    assert all(0 <= i.min() and i.max() < 40 for i in model.indices)
 
 
 class Centred(nn.Module):

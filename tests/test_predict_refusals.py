@@ -154,7 +154,7 @@ def test_a_model_that_couples_rows_of_other_replicas_is_refused():
     for _ in range(2):
         with pytest.raises(
             ValueError,
-            match="that does not fold: where rows lie together and one far out, the output differs",
+            match="that does not fold: where a row lies far out, the output differs",
         ):
             bnuq.predict(model, batches[0], **options)
 

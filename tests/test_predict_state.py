@@ -284,13 +284,23 @@ def test_memory_that_ends_while_a_chunk_is_taken_in(model, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "loop"])
-def test_says_what_would_fit_when_one_replica_does_not(model, strategy):
+@pytest.mark.parametrize("keep", [False, True])
+def test_says_what_would_fit_when_one_replica_does_not(model, strategy, keep):
     Memory(model[4], 4, RuntimeError(CPU_MESSAGE))
     message = "predict: x must fit in memory with one replica at a time, got 9 rows; a loader with batches of 4"
     with pytest.raises(torch.OutOfMemoryError, match=message):
-        predict(model, strategy=strategy)
+        predict(model, strategy=strategy, keep_samples=keep)
     batches = list(X.split(4))
     equal(predict(model, batches), predict(model, batches, strategy="loop"))
+
+
+def test_says_what_would_fit_when_one_replica_cannot_be_taken_in(model, monkeypatch):
+    def accumulate(*args):
+        raise RuntimeError(CPU_MESSAGE)
+
+    monkeypatch.setattr(prediction, "predictive_accumulate_", accumulate)
+    with pytest.raises(torch.OutOfMemoryError, match="predict: x must fit in memory with one"):
+        predict(model, chunk=1)
 
 
 def test_says_that_a_single_row_does_not_fit_without_advice(model):

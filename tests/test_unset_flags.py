@@ -9,6 +9,7 @@ from test_folding import samples, way
 from torch import nn
 
 import bnuq_ext as bnuq
+from bnuq_ext import probe
 
 FLAGS = {
     "bool": torch.zeros(12, 1, dtype=torch.bool),
@@ -45,7 +46,9 @@ class Column(Centred):
 
 
 def collected(model, x):
-    bnuq.collect(model, [x] * 4, input_fn=lambda b: b, progress=False)
+    x, *others = x if isinstance(x, tuple) else (x,)
+    batches = [(x * (1 + 0.1 * i) + 0.1 * i, *others) for i in range(6)]
+    bnuq.collect(model, batches, input_fn=lambda b: b, progress=False)
     return model
 
 
@@ -74,6 +77,64 @@ def test_a_column_that_is_the_same_in_all_rows_of_the_first_batch():
     model = collected(bnuq.convert(Column().eval()), x)
     assert_goes_as_the_loop(model, x, some)
     assert way(model) == "loop"
+
+
+class Divided(Centred):
+    """Takes no zeros beside the flag."""
+
+    def forward(self, x, scale, flag):
+        return super().forward(x / scale, flag)
+
+
+class OfOneKind(Centred):
+    """Takes no ones beside the flag."""
+
+    def forward(self, x, kind, flag):
+        return super().forward(x + nn.functional.embedding(kind, torch.ones(1, D)), flag)
+
+
+BESIDE = {
+    "scale": (Divided, torch.full((12, 1), 2.0)),
+    "kind": (OfOneKind, torch.zeros(12, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("cls, other", BESIDE.values(), ids=BESIDE)
+def test_an_input_that_the_model_takes_in_one_form_alone_hides_no_flag(cls, other):
+    unset, some = torch.zeros(12, 1), torch.zeros(12, 1)
+    some[2:8] = 1
+    x = ROWS[:12]
+    model = collected(bnuq.convert(cls(0.0).eval()), (x, other, unset))
+    assert_goes_as_the_loop(model, (x, other, unset), (x, other, some))
+    assert way(model) == "loop"
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+def test_each_of_several_flags_is_set(column):
+    class Chosen(Centred):
+        def forward(self, x, flags):
+            return super().forward(x, flags[:, column])
+
+    unset = torch.tensor([0.0, 0.0, 1.0]).repeat(12, 1)
+    some = unset.clone()
+    some[2:8, column] = 1 - unset[0, column]
+    x = ROWS[:12]
+    model = collected(bnuq.convert(Chosen(unset[0, column].item()).eval()), (x, unset))
+    assert_goes_as_the_loop(model, (x, unset), (x, some))
+    assert way(model) == "loop"
+
+
+def test_what_may_become_indices_is_left_on_another_device_than_the_cpu(monkeypatch):
+    monkeypatch.setattr(probe, "_checks_indices", lambda t: False)
+    given = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
+    changed = {
+        casts: [
+            {i for i, (a, b) in enumerate(zip(given, made, strict=True)) if not torch.equal(a, b)}
+            for made in probe.varied_probes(given, casts)
+        ]
+        for casts in (False, True)
+    }
+    assert changed == {False: [{0, 2}, {0}, {2}], True: [{2}]}
 
 
 class Padded(Norms):
