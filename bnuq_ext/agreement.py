@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from itertools import combinations, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -134,36 +135,47 @@ def _waves(y: Tensor) -> Tensor:
     return angles.cos().to(y.dtype).view(y.shape[2:])
 
 
-def check_outlier(
+class Crowd(NamedTuple):
+    """What stochastic calls give in a trial of many replicas.
+
+    Attributes:
+        first, others: make them of those of the first replica and of the others, in place.
+        where: how a message says so.
+    """
+
+    first: Callable[[Tensor], None]
+    others: Callable[[Tensor], None]
+    where: str
+
+
+def check_crowd(
     alone: Callable[[Draw], Tensor],
     run: Callable[[Draw], Tensor],
     draws: list[Draw],
     tolerance: float,
     twins: bool,
+    crowd: Crowd,
 ) -> None:
-    """Raises DoesNotFold if a row that lies far out in its replica, or the small ones of the others,
-    are treated otherwise among several replicas.
-
-    A mask or a clip by the spread or the median of a batch does so: of n rows one lies at most
-    sqrt(n - 1) standard deviations from their mean.
+    """Raises DoesNotFold if the first replica, or the last ones, are treated otherwise among several.
 
     Args:
         alone: runs a draw of one replica; `run`: one of all of `draws[:-1]` together, `draws[-1]`.
         twins: whether every other replica is the same, as without weights that are drawn.
     """
     try:
-        expected = alone(draws[0]._replace(spoil=_outlie))
-        small = [alone(draw._replace(spoil=_shrink)) for draw in draws[-3:-1]]
-        outputs = run(draws[-1]._replace(spoil=_outlie)).chunk(len(draws) - 1)
+        first = alone(draws[0]._replace(spoil=crowd.first))
+        last = [alone(draw._replace(spoil=crowd.others)) for draw in draws[-3:-1]]
+        outputs = run(draws[-1]._replace(spoil=crowd.first)).chunk(len(draws) - 1)
     except Exception:  # a forward that takes no such values tells nothing
         return
-    if not expected.isfinite().all():
+    if not all(output.isfinite().all() for output in (first, *last)):
         return
     try:
-        check_equal(outputs[0], expected, tolerance)
-        _check_twins(outputs[1:], small, tolerance, twins)
+        check_equal(outputs[0], first, tolerance)
+        for t in range(1, len(outputs) if twins else 3):
+            check_equal(outputs[-t], last[-1 - (t - 1) % 2], tolerance)
     except DoesNotFold as error:
-        raise DoesNotFold(f"where a row lies far out, {error}") from error
+        raise DoesNotFold(f"{crowd.where}, {error}") from error
 
 
 def _outlie(y: Tensor) -> None:
@@ -179,48 +191,21 @@ def _shrink(y: Tensor) -> None:
     y *= 0.01
 
 
-def _check_twins(outputs, last: list[Tensor], tolerance: float, twins: bool) -> None:
-    """Compares the last two replicas with these that were run alone,
-    and their twins with them too."""
-    for t in range(1, 1 + len(outputs) if twins else 3):
-        check_equal(outputs[-t], last[-1 - (t - 1) % 2], tolerance)
-
-
-def check_alike(
-    alone: Callable[[Draw], Tensor],
-    run: Callable[[Draw], Tensor],
-    draws: list[Draw],
-    tolerance: float,
-    twins: bool,
-) -> None:
-    """Raises DoesNotFold if rows that are nearly alike are treated otherwise among several replicas,
-    as by an expert that takes so many rows and no more, or where one of two that are near is left
-    out.
-
-    Args:
-        alone: runs a draw of one replica; `run`: one of all of `draws[:-1]` together, `draws[-1]`;
-            both with rows that are copies.
-        twins: see `check_outlier`.
-    """
-    try:
-        last = [alone(draw._replace(spoil=_near)) for draw in draws[-3:-1]]
-        outputs = run(draws[-1]._replace(spoil=_near)).chunk(len(draws) - 1)
-    except Exception:  # a forward that takes no such values tells nothing
-        return
-    if not all(output.isfinite().all() for output in last):
-        return
-    try:
-        _check_twins(outputs, last, tolerance, twins)
-    except DoesNotFold as error:
-        raise DoesNotFold(f"where rows are nearly alike, {error}") from error
-
-
 def _near(y: Tensor) -> None:
     """Makes the rows of all replicas one row and a share of their own, another for each of three."""
     shares = torch.tensor([0.02, 0.005, 0.001], device=y.device, dtype=y.dtype)
     shares = shares.repeat(-(-y.shape[1] // 3))[: y.shape[1]]
     y *= shares.view(-1, *[1] * (y.dim() - 2))
     y += _waves(y)
+
+
+OUTLIER = Crowd(_outlie, _shrink, "where a row lies far out")
+"""A mask or a clip by the spread or the median of a batch shows by it: of n rows one lies at most
+sqrt(n - 1) standard deviations from their mean."""
+
+ALIKE = Crowd(_near, _near, "where rows are nearly alike")
+"""An expert that takes so many rows and no more, or leaves out one of two that are near, shows by
+it, where rows are copies."""
 
 
 def check_gradients(

@@ -60,9 +60,9 @@ def copies_of_last(probe):
 
 
 def varied_probes(probe, casts: bool) -> Iterator:
-    """Probes of three rows with other numbers where all of them have the same, a flag that none of
-    them sets: ones for zeros, and zeros for others. The first has them in all tensors, the others
-    in one each, for a model may not take those of another.
+    """Probes of three rows with flags set otherwise: columns that have but one or two values in all
+    of them have others. The first has them in all tensors, the others in one each, for a model may
+    not take those of another.
 
     Args:
         casts: whether the model makes indices of floating-point values.
@@ -79,13 +79,19 @@ def _is_movable(t: Tensor, casts: bool) -> bool:
 
 
 def _varied(t: Tensor) -> Tensor | None:
-    """Two rows with about half of the places each; None where the rows have nothing in common."""
-    rows = t.reshape(ROWS, -1).clone()
-    same = (rows == rows[0]).all(0).nonzero().flatten()
-    half = len(same) // 2
-    for row, places in ((0, same[: len(same) - half]), (2, same[half:])):
-        rows[row, places] = (rows[row, places] == 0).to(t.dtype)
-    return rows.view(t.shape) if len(same) else None
+    """The two values of a column change places; where there is one, two of the rows get a one for
+    zero and zero for others, in about half of these columns each. None where all columns have three
+    values."""
+    rows = t.reshape(ROWS, -1)
+    first, second, third = rows
+    other = torch.where(second == first, third, second)
+    two = (second == first) | (third == first) | (third == second)
+    same = other == first
+    other = torch.where(same, (first == 0).to(t.dtype), other)
+    half = same.cumsum(0) * 2 <= same.sum() + 1
+    changes = two & torch.stack([~same | half, ~same, ~same | ~half])
+    varied = torch.where(changes, torch.where(rows == first, other, first), rows)
+    return varied.view(t.shape) if two.any() else None
 
 
 def _spread(rows: int) -> list[int]:

@@ -64,7 +64,7 @@ def _skips_proof(known: Known, folding: StandingFolding) -> bool:
     place = folding.place
     if place in known.plans or folding.earlier_plan() is not None:
         return False
-    if _is_proven_at_once(known, folding):
+    if _claims_proof(known, folding):
         return False
     folding.see(folding.num_samples)
     if folding.seen() <= _COST:
@@ -73,9 +73,9 @@ def _skips_proof(known: Known, folding: StandingFolding) -> bool:
     return False
 
 
-def _is_proven_at_once(known: Known, folding: StandingFolding) -> bool:
-    """Whether a proof is made whatever it costs: the first ones of a model, and of each new shape
-    where steps have to be reproducible."""
+def _claims_proof(known: Known, folding: StandingFolding) -> bool:
+    """Takes one of the proofs that are made whatever they cost: the first of a model, and that of each
+    new shape where steps have to be reproducible. False where none is left."""
     if known.times_changed >= AT_ONCE:
         return False
     if known.proofs < AT_ONCE:

@@ -3,7 +3,7 @@ together and one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from .agreement import (
+    ALIKE,
+    OUTLIER,
     are_unused,
-    check_alike,
     check_apart,
+    check_crowd,
     check_equal,
     check_gradients,
     check_informative,
-    check_outlier,
     check_scaled,
     tolerance_of,
 )
@@ -73,7 +74,7 @@ class Trial(NamedTuple):
         reads = Reads(self.modules, probe, ROWS)
         rows, shared, folded = self._compare(probe, reads, Carried(self.modules, reads.constant))
         self._compare_harder(probe, rows, folded, reads.casts)
-        self._compare_varied(probe, reads.casts)
+        self._compare_varied(varied_probes(probe, reads.casts))
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
@@ -116,15 +117,21 @@ class Trial(NamedTuple):
                 tolerance = tolerance_of(loop, probe, self.modules)
                 check_gradients(parameters, run(both), loop, tolerance)
 
-    def _compare_varied(self, probe, casts: bool) -> None:
-        """The same where flags are set that none of the rows sets."""
-        for varied in varied_probes(probe, casts):
-            try:
-                self._compare(varied, nullcontext())
+    def _compare_varied(self, probes: Iterator) -> None:
+        """The same where flags are set otherwise: all at once, or one after another."""
+        for place, varied in enumerate(probes):
+            if self._takes(varied) and place == 0:
                 return
-            except Exception as error:  # a model need not take such numbers
-                if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
-                    raise
+
+    def _takes(self, probe) -> bool:
+        """Compares, unless the model does not take such numbers."""
+        try:
+            self._compare(probe, nullcontext())
+            return True
+        except Exception as error:
+            if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
+                raise
+            return False
 
     def _compare_moved(self, probe) -> bool:
         """Whether the trial could be made with other values of all parameters that count; it must
@@ -150,10 +157,10 @@ class Trial(NamedTuple):
 
     def _compare_crowds(self, probe, rows: dict[str, int], ranges, tolerance: float) -> None:
         twins = all(layer.needs_bank for layer in self.forward.layers.values())
-        for check, given in ((check_outlier, probe), (check_alike, copies_of_last(probe))):
-            one = self._runner(given, None, ranges)
-            crowd = self._runner(self._arguments(given, CROWD), rows, ranges)
-            check(one, crowd, self._draws(CROWD), tolerance, twins)
+        for crowd, given in ((OUTLIER, probe), (ALIKE, copies_of_last(probe))):
+            alone = self._runner(given, None, ranges)
+            together = self._runner(self._arguments(given, CROWD), rows, ranges)
+            check_crowd(alone, together, self._draws(CROWD), tolerance, twins, crowd)
 
     def _runner(self, arguments, rows: dict[str, int] | None, ranges) -> Callable[[Draw], Tensor]:
         def run(draw: Draw) -> Tensor:

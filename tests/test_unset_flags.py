@@ -1,4 +1,4 @@
-"""Rows that meet only where a flag is set that none of the rows of the trial sets."""
+"""Rows that meet only where flags are set otherwise than in the rows of the trial."""
 
 import copy
 
@@ -107,6 +107,56 @@ def test_an_input_that_the_model_takes_in_one_form_alone_hides_no_flag(cls, othe
     model = collected(bnuq.convert(cls(0.0).eval()), (x, other, unset))
     assert_goes_as_the_loop(model, (x, other, unset), (x, other, some))
     assert way(model) == "loop"
+
+
+def test_each_input_is_looked_at_though_the_model_takes_another():
+    class Second(Divided):
+        def forward(self, x, other, scale, flag):
+            return super().forward(x + other, scale, flag)
+
+    zeros, some, scale = torch.zeros(12, 1), torch.zeros(12, 1), torch.full((12, 1), 2.0)
+    some[2:8] = 1
+    x = ROWS[:12]
+    model = collected(bnuq.convert(Second(0.0).eval()), (x, zeros, scale, zeros.clone()))
+    assert_goes_as_the_loop(model, (x, zeros, scale, zeros.clone()), (x, zeros, scale, some))
+    assert way(model) == "loop"
+
+
+class Kept(Norms):
+    """A state goes from row to row, until one says that it begins anew."""
+
+    def forward(self, x, reset):
+        state, states = torch.zeros(D), []
+        for h, begins in zip(self.second(self.first(x)), reset, strict=True):
+            state = h + torch.where(begins > 0, torch.zeros(D), 0.5 * state)
+            states.append(state)
+        return self.head(torch.stack(states))
+
+
+def test_flags_that_the_rows_of_the_trial_set_otherwise():
+    reset = torch.zeros(12)
+    reset[[0, 4]] = 1
+    x = ROWS[:12]
+    model = collected(bnuq.convert(Kept().eval()), (x, reset))
+    assert_goes_as_the_loop(model, (x, reset), (x, 1 - reset))
+    assert way(model) == "loop"
+
+
+OTHERS = [torch.bool, torch.uint8, torch.int32, torch.uint16, torch.bfloat16, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_columns_of_two_values_change_them_and_of_one_get_another(dtype):
+    rows = torch.tensor([[0, 1, 0, 3, 2], [1, 0, 0, 3, 1], [0, 1, 0, 3, 0]]).to(dtype)
+    (made,) = probe.varied_probes(rows, False)
+    if dtype == torch.bool:
+        assert made.int().tolist() == [[1, 0, 1, 1, 0], [0, 1, 0, 1, 0], [1, 0, 0, 0, 1]]
+    else:
+        assert made.tolist() == [[1, 0, 1, 3, 2], [0, 1, 0, 3, 1], [1, 0, 0, 0, 0]]
+
+
+def test_columns_of_three_values_stay_as_they_are():
+    assert list(probe.varied_probes(torch.arange(9).view(3, 3), False)) == []
 
 
 @pytest.mark.parametrize("column", [0, 1, 2])
