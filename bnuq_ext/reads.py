@@ -107,7 +107,7 @@ class Reads:
         if not self.constant(args):
             self.found = READS
 
-    def look_at_operation(self, func, args: tuple, kwargs: dict, result) -> None:
+    def look_at_operation(self, func, args: tuple, kwargs: dict) -> None:
         """Notes what an operation on rows makes of their values."""
         if _makes_integers(func, args, kwargs):
             self.casts |= not self.constant(args)
@@ -226,7 +226,7 @@ class _Scalars(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:  # bool(t), t.item(), torch.equal
             self.reads.look(args)
         result = func(*args, **kwargs)
-        self.reads.look_at_operation(func, args, kwargs, result)
+        self.reads.look_at_operation(func, args, kwargs)
         self.reads.follow(func, args, kwargs, result)
         return result
 
