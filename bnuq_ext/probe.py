@@ -67,14 +67,14 @@ def varied_probes(probe, casts: bool) -> Iterator:
     Args:
         casts: whether the model makes indices of floating-point values.
     """
-    cut = [t for t in leading(probe, ROWS) if _is_movable(t, casts)]
+    cut = [t for t in leading(probe, ROWS) if _may_vary(t, casts)]
     made = {id(t): varied for t in cut if (varied := _varied(t)) is not None}
     for keys in [list(made), *([key] for key in made if len(made) > 1)]:
         if keys:
             yield map_tensors(probe, lambda t, keys=keys: made[id(t)] if id(t) in keys else t)
 
 
-def _is_movable(t: Tensor, casts: bool) -> bool:
+def _may_vary(t: Tensor, casts: bool) -> bool:
     return t.dtype == torch.bool or _checks_indices(t) or (t.is_floating_point() and not casts)
 
 
