@@ -10,10 +10,10 @@ from .canvas import (
     COLORS,
     GREY,
     ORANGE,
+    check_entries,
     share_axes,
     take_array,
     take_axes,
-    take_entries,
     take_options,
     take_values,
 )
@@ -37,7 +37,7 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
     """
     op, ax = "against_batch_size", take_axes(ax)
     levels, marks = take_options(op, "levels", levels), take_options(op, "marks", marks)
-    take_entries(op, "curves", curves)
+    check_entries(op, "curves", curves)
     batch_sizes = _take_sizes(op, batch_sizes)
     for m in marks:
         check_positive(op, "marks", m)

@@ -128,12 +128,11 @@ def take_std(op: str, name: str, value) -> float:
     return value.item()
 
 
-def take_entries(op: str, name: str, entries):
+def check_entries(op: str, name: str, entries) -> None:
     """A dict of label -> values, with an entry."""
     check_mapping(op, name, entries)
     if not entries:
         refuse(op, name, "have an entry", 0)
-    return entries
 
 
 def take_finite(op: str, name: str, values):

@@ -15,10 +15,10 @@ from .canvas import (
     GREY,
     LIGHT_GREY,
     ORANGE,
+    check_entries,
     share_axes,
     take_array,
     take_axes,
-    take_entries,
     take_numbers,
     take_options,
     take_probs,
@@ -40,7 +40,7 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
     """
     ax = take_axes(ax)
     op = "entropy_cdf"
-    take_entries(op, "entropies", entropies)
+    check_entries(op, "entropies", entropies)
     styles = take_options(op, "styles", styles, "arguments")
     for (label, values), color in zip(entropies.items(), cycle(CLASS_COLORS), strict=False):
         values = np.sort(take_values(op, label, values))

@@ -9,9 +9,9 @@ from .canvas import (
     BLUE,
     COLORS,
     GREY,
+    check_entries,
     share_axes,
     take_axes,
-    take_entries,
     take_finite,
     take_numbers,
     take_options,
@@ -41,7 +41,7 @@ def error_over_epochs(
     op = "error_over_epochs"
     levels, best = take_options(op, "levels", levels), take_options(op, "best", best, "epochs")
     colors = take_options(op, "colors", colors, "colours")
-    take_entries(op, "errors", errors)
+    check_entries(op, "errors", errors)
     for (label, values), color in zip(errors.items(), cycle(COLORS), strict=False):
         values = take_values(op, label, values)
         color = colors.get(label, color)
@@ -75,7 +75,7 @@ def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, colors=
     Returns:
         Axes of the last entry; above it in the figure are those labelled by the other entries.
     """
-    take_entries("weight_histograms", "weights", weights)
+    check_entries("weight_histograms", "weights", weights)
     check_positive("weight_histograms", "limit", limit)
     num_bins = check_integer("weight_histograms", "num_bins", num_bins, 1)
     colors = take_options("weight_histograms", "colors", colors, "colours")
