@@ -118,7 +118,7 @@ def take_probs(op: str, name: str, values):
     return values
 
 
-def take_std(op: str, name: str, value) -> float:
+def take_one_std(op: str, name: str, value) -> float:
     """One standard deviation."""
     value = take_numbers(op, name, value)
     if value.size != 1:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..ops.checks import check_integer, refuse
-from .canvas import BLUE, GREY, take_axes, take_numbers, take_std, take_values
+from .canvas import BLUE, GREY, take_axes, take_numbers, take_one_std, take_values
 
 # Half the width of the central interval of a Gaussian, in standard deviations.
 HALF_WIDTHS = {"95 %": 1.959964, "50 %": 0.674490}
@@ -70,7 +70,7 @@ def uncertainty_error(
     heights = [*error, HALF_WIDTHS["95 %"] * np.quantile(std, 0.99)]
     if constant_std is not None:
         label = "95 %, constant uncertainty"
-        heights.append(HALF_WIDTHS["95 %"] * take_std(op, "constant_std", constant_std))
+        heights.append(HALF_WIDTHS["95 %"] * take_one_std(op, "constant_std", constant_std))
         ax.axhline(heights[-1], color="black", ls="--", lw=1, label=label)
     top = 1.05 * max((height for height in heights if np.isfinite(height)), default=0)
     ax.set(xlabel="test points, sorted by estimated uncertainty", ylabel=ylabel)
@@ -110,7 +110,7 @@ def regression_band(
     mark = "o" if len(x) == 1 else ""
     ax.plot(x, mean, marker=mark, color=color, label="predictive mean")
     if constant_std is not None:
-        width = HALF_WIDTHS["95 %"] * take_std(op, "constant_std", constant_std)
+        width = HALF_WIDTHS["95 %"] * take_one_std(op, "constant_std", constant_std)
         style = {"color": "black", "linestyle": "--", "linewidth": 1}
         ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
         ax.plot(x, mean - width, **style)
