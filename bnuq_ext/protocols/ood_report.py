@@ -26,6 +26,7 @@ SCORES = {
     "entropy_unknown": ("entropy, unseen", 3, 0),
 }
 CORRUPTED = ("error", "nll", "ece")
+PRINTED = ("error", "nll")  # in the paper
 PAPER = {
     ("mnist", "lenet-5"): ("LeNet-5", "MNIST"),
     ("mnist-all", "lenet-5"): ("LeNet-5", "MNIST"),
@@ -134,11 +135,13 @@ def scores_table(cases: dict, paper: dict) -> Table:
         for method, name in product(METHODS, STATISTICS):
             values = outcomes.scores(method, name)
             printed = paper.get((*case, method, name), {})
-            beside = [Estimate(*p, SCORES[s][1]) if (p := printed.get(s)) else None for s in PAPERS]
+            beside = [
+                Estimate(*p, SCORES[s][1]) if (p := printed.get(s)) else None for s in PRINTED
+            ]
             rows.append([*case, method, name, len(values["nll"]), *_row(values, SCORES), *beside])
     columns = ["data", "network", "method", "statistics", "repetitions"]
     columns += [heading for heading, *_ in SCORES.values()]
-    columns += [f"paper: {SCORES[score][0]}" for score in PAPERS]
+    columns += [f"paper: {SCORES[score][0]}" for score in PRINTED]
     title = "Known classes, and the entropy of unseen ones (mean ± standard error over trainings)"
     return Table("ood", title, columns, rows)
 
@@ -192,16 +195,13 @@ def corrupted_table(cases: dict) -> Table:
     return Table("corrupted", "Corrupted images of the known classes", columns, rows)
 
 
-PAPERS = ("error", "nll")
-
-
 def _paper() -> dict:
     """(data, network, method, statistics) -> {score: (mean, error)} of the printed table."""
     printed = defaultdict(dict)
     for row, case in product(read_table("atanov_table1"), PAPER):
         if (row["network"], row["data"]) != PAPER[case]:
             continue
-        for score, name in product(PAPERS, ("running", "SBN")):
+        for score, name in product(PRINTED, ("running", "SBN")):
             column = f"{'error_pct' if score == 'error' else 'nll'}_{'sbn' if name == 'SBN' else 'no_sbn'}"
             if row[column]:
                 place = (*case, PAPER_METHODS[row["method"]], name)
