@@ -9,7 +9,7 @@ channel, sums[0] = sum g and sums[1] = sum g * (x - mean) * rstd. From them
 import torch
 
 from .batch_norm import fitted_noise
-from .batch_norm_checks import result_format
+from .batch_norm_checks import FAMILIES, result_format
 from .checks import acc_dtype
 from .modes import refuse_second_derivatives
 
@@ -138,7 +138,7 @@ def _params_grad(sums, params, seed, stream, family, num_samples, weight, eps):
     """Gradient with respect to params (4, C), through the noise drawn again."""
     z_mean, z_spread = fitted_noise(params, seed, stream, num_samples)
     drawn = params[2] + params[3] * z_spread
-    if family == 1:
+    if family == FAMILIES["lognormal"]:
         spread = drawn.exp()
         d_centre, d_std = spread, spread * z_spread
     else:
