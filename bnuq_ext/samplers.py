@@ -140,10 +140,10 @@ class JointSampler:
 
     def __init__(self, tables: Tables, rescaling: Rescaling, device: torch.device):
         self.num_snapshots, self.device = len(next(iter(tables.values()))[0]), device
+        scale = (rescaling.factor / (self.num_snapshots - 1)) ** 0.5
         self.parts = {}
         for key, (mean, var) in tables.items():
             fitted = fit(mean, var, rescaling)
-            scale = (rescaling.factor / (self.num_snapshots - 1)) ** 0.5
             self.parts[key] = (
                 torch.cat([fitted.mean, fitted.log_spread]),
                 torch.cat([fitted.mean_deviations, fitted.log_deviations], 1) * scale,
