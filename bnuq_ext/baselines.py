@@ -255,10 +255,6 @@ class _Task:
         check_likelihood(self.op, self.likelihood, self.noise_var)
         check_callable(self.op, "output_fn", self.output_fn)
 
-    @property
-    def single(self) -> bool:
-        return is_one_input(self.x)
-
     def replicas(self, first_replica, num_samples, seed) -> tuple[int, int]:
         """First replica and number of replicas, checked, with the seed."""
         check_key(self.op, seed)
@@ -272,7 +268,7 @@ class _Task:
         model = unwrapped(model)
         modules = modules_of(model)
         device = device_of(modules)
-        check_x(op, self.x, device, self.single)
+        check_x(op, self.x, device)
         if sampler is not None:
             take_model(op, model)
             check_bank_sampler(op, sampler, batch_size)
@@ -294,7 +290,7 @@ class _Task:
         with torch.no_grad(), ExitStack() as flags:
             for model in models:
                 flags.enter_context(evaluating(modules_of(model)))
-            result = predictor.run(self.x) if self.single else predictor.run_all(self.x)
+            result = predictor.run(self.x) if is_one_input(self.x) else predictor.run_all(self.x)
         check_noise_shape(self.op, self.noise_var, result["mean"])
         count = predictor.request.count
         return Prediction(self.likelihood, count, noise_var=self.noise_var, **result)

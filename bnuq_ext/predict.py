@@ -121,8 +121,7 @@ def predict(
     check_chunk("predict", chunk)
     _check_query(query, sampler, strategy)
     device = device_of(modules)
-    single = is_one_input(x)
-    check_x("predict", x, device, single)
+    check_x("predict", x, device)
 
     with unmoved_by_errors(seed):
         if sampler == "batch":
@@ -137,7 +136,7 @@ def predict(
         request = Request(first_replica, num_samples, strategy, chunk, keep_samples, progress)
         with torch.set_grad_enabled(False), evaluating(modules):
             predictor = Predictor(forward, modules, request, likelihood, device)
-            result = predictor.run(x) if single else predictor.run_all(x)
+            result = predictor.run(x) if is_one_input(x) else predictor.run_all(x)
         check_noise_shape("predict", noise_var, result["mean"])
         drawn = forward.sampler, forward.key
         result["snapshots"] = snapshots_of(*drawn, first_replica, num_samples)
@@ -223,8 +222,9 @@ def _check_query(query, sampler: str, strategy: str) -> None:
         refuse("predict", "strategy", 'be "auto" or "loop" with query "in"', '"folded"')
 
 
-def check_x(op: str, x, device: torch.device, single: bool) -> None:
+def check_x(op: str, x, device: torch.device) -> None:
     """Checks an input, or else that it is an iterable of batches."""
+    single = is_one_input(x)
     if isinstance(x, np.ndarray) or not (single or isinstance(x, Iterable)):
         requirement = "be a tensor, a tuple, a dict or an iterable of batches"
         refuse(op, "x", requirement, type(x).__name__, TypeError)
