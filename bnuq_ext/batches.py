@@ -125,9 +125,9 @@ def _dataset_source(op: str, dataset, batch_size: int) -> Source:
     if not has_rows(dataset):
         got = type(dataset).__name__
         refuse(op, "data", "be a map-style data set when batch_size is given", got, TypeError)
-    if batch_size > len(dataset):
-        refuse(op, "batch_size", f"be at most the data set's size {len(dataset)}", batch_size)
     size = len(dataset)
+    if batch_size > size:
+        refuse(op, "batch_size", f"be at most the data set's size {size}", batch_size)
     return Source(
         lambda: _draws(dataset, batch_size), apart=False, dataset_size=size, batch_size=batch_size
     )
