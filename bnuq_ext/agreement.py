@@ -111,15 +111,41 @@ def check_scaled(
         folded: what `run` gives with nothing scaled.
     """
     expected = folded.chunk(2)
-    for replica in (0, 1):
+    for replica, all_up in ((0, True), (1, False)):
+        both = draws[-1]._replace(spoil=partial(_scale, replica, all_up))
+        one = draws[replica]._replace(spoil=partial(_scale, 0, all_up))
         try:
-            outputs = run(draws[-1]._replace(spoil=partial(_scale, replica, replica == 0))).chunk(2)
-            own = alone(draws[replica]._replace(spoil=partial(_scale, 0, replica == 0)))
+            outputs, own = run(both).chunk(2), alone(one)
         except Exception:  # a forward that takes no such values tells nothing
             continue
-        check_equal(outputs[1 - replica], expected[1 - replica], tolerance)
-        if own.isfinite().all():
-            check_equal(outputs[replica], own, tolerance)
+        try:
+            check_equal(outputs[1 - replica], expected[1 - replica], tolerance)
+            if own.isfinite().all():
+                check_equal(outputs[replica], own, tolerance)
+        except DoesNotFold as error:
+            if not _magnifies_rounding(alone, one, own, tolerance):
+                raise DoesNotFold(f"where a replica is scaled, {error}") from error
+
+
+def _magnifies_rounding(
+    alone: Callable[[Draw], Tensor], draw: Draw, own: Tensor, tolerance: float
+) -> bool:
+    """Whether an output shows changes that are as small as rounding: a softmax of large numbers,
+    the sine of one."""
+    share = tolerance / (
+        10 if tolerance > 1e-3 else 100
+    )  # what coarse dtypes may differ by is less
+    nudged = alone(draw._replace(spoil=partial(_nudge, draw.spoil, share)))
+    try:
+        check_equal(nudged, own, tolerance / 4)
+    except DoesNotFold:
+        return True
+    return False
+
+
+def _nudge(spoil: Callable[[Tensor], None], share: float, y: Tensor) -> None:
+    spoil(y)
+    y *= 1 + share * _waves(y)
 
 
 def _scale(replica: int, all_up: bool, y: Tensor) -> None:

@@ -189,7 +189,8 @@ class Folding:
                 output, record, reads = self._record()
                 plan = Plan("", record.rows, record.largest, tuple(output.shape), {}, set())
                 if not self.may_draw and drawn_since(before):
-                    plan = plan._replace(way="loop", reason=DRAWS)
+                    # Or another thread has, meanwhile: the next time it may not.
+                    plan = plan._replace(way="loop", reason=DRAWS, lasting=reads.draws)
                 elif self._unchanged():
                     plan = self._first(plan, reads, wanted)
             finally:

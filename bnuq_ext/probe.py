@@ -15,6 +15,7 @@ from .samplers import Draw, Fitted, Statistics
 ROWS = 3
 CROWD = 9  # replicas of three rows, among which one may lie 5.1 standard deviations from the mean of all
 _LOOKED_AT = 16  # rows of the input
+_BY_THEMSELVES = 8  # tensors of it that are varied so
 
 
 def leading(inputs, rows: int) -> list[Tensor]:
@@ -59,23 +60,27 @@ def copies_of_last(probe):
     )
 
 
-def varied_probes(probe, casts: bool) -> Iterator:
+def varied_probes(probe, counts: bool) -> Iterator:
     """Probes of three rows with flags set otherwise: columns that have but one or two values in all
-    of them have others. The first has them in all tensors, the others in one each, for a model may
-    not take those of another.
+    of them have others. The first has them in all tensors, the others in one each of the first
+    ones, for a model may not take those of another.
 
     Args:
-        casts: whether the model makes indices of floating-point values.
+        counts: whether the model makes integers, which may be indices, of other values.
     """
-    cut = [t for t in leading(probe, ROWS) if _may_vary(t, casts)]
+    cut = [t for t in leading(probe, ROWS) if _may_vary(t, counts)]
     made = {id(t): varied for t in cut if (varied := _varied(t)) is not None}
-    for keys in [list(made), *([key] for key in made if len(made) > 1)]:
-        if keys:
-            yield map_tensors(probe, lambda t, keys=keys: made[id(t)] if id(t) in keys else t)
+    chosen = [list(made)] if made else []
+    if len(made) > 1:
+        chosen += [[key] for key in list(made)[:_BY_THEMSELVES]]
+    for keys in chosen:
+        yield map_tensors(probe, lambda t, keys=keys: made[id(t)] if id(t) in keys else t)
 
 
-def _may_vary(t: Tensor, casts: bool) -> bool:
-    return t.dtype == torch.bool or _checks_indices(t) or (t.is_floating_point() and not casts)
+def _may_vary(t: Tensor, counts: bool) -> bool:
+    if _checks_indices(t):
+        return True
+    return not counts and (t.dtype == torch.bool or t.is_floating_point())
 
 
 def _varied(t: Tensor) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,8 @@ class Reads:
     Attributes:
         found: what of values is read, in words; empty where nothing is.
         casts: whether floating-point values of rows became integers, which may be indices.
+        counts: whether truth values of rows did, as where a mask gives positions.
+        draws: whether random numbers were drawn by operations of torch.
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
@@ -93,7 +95,8 @@ class Reads:
         self.constants = (own | shared) - of_rows - {None}
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
-        self.found, self.casts = "", False
+        self.found = ""
+        self.casts = self.counts = self.draws = False
         self.selections = 0  # how often values of rows have chosen rows
 
     def __enter__(self) -> None:
@@ -107,10 +110,14 @@ class Reads:
         if not self.constant(args):
             self.found = READS
 
-    def look_at_operation(self, func, args: tuple, kwargs: dict) -> None:
+    def look_at_operation(self, func, args: tuple, kwargs: dict, result) -> None:
         """Notes what an operation on rows makes of their values."""
         if _makes_integers(func, args, kwargs):
             self.casts |= not self.constant(args)
+        if not self.counts and any(map(_is_integer, tensors(result))):
+            truths = [t for t in tensors((args, kwargs)) if t.dtype == torch.bool]
+            self.counts = not self.constant(truths)
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if torch.Tag.dynamic_output_shape in func.tags:
             given = (args, kwargs)
             if func is _aten.index.Tensor:  # integers that index have as many rows as before
@@ -157,11 +164,11 @@ class Ranges:
 
     def __init__(self):
         self.found: list[tuple[Tensor, Tensor]] = []
-        self.recorded, self.place = False, 0
+        self.recorded, self.place, self.over = False, 0, False
 
     def __enter__(self) -> None:
         self.place = 0
-        self._watching = _watched(_Integers(self))
+        self._watching = _watched(nullcontext(), _Integers(self))
         self._watching.__enter__()
 
     def __exit__(self, *error) -> None:
@@ -179,22 +186,40 @@ class Ranges:
 
 
 @contextmanager
-def _watched(*modes):
+def held_ranges(casts: bool):
+    """`Ranges` for the forwards in the body, if the model casts."""
+    ranges = Ranges()
+    try:
+        yield ranges if casts else nullcontext()
+    finally:
+        ranges.over = True  # an interrupt may have left its mode behind
+
+
+@contextmanager
+def _watched(functions, operations):
     gradients = torch.is_grad_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(uncompiled())
-        # Inside it, operations show only as a whole.
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(gradients))
-        for mode in modes:
-            stack.enter_context(mode)
+    with (
+        uncompiled(),
+        torch.inference_mode(False),  # inside it, operations show only as a whole
+        torch.set_grad_enabled(gradients),
+        functions,
+        operations,
+    ):
         yield
 
 
 def _makes_integers(func, args: tuple, kwargs: dict) -> bool:
-    dtype = kwargs.get("dtype")
-    if func is not _aten._to_copy.default or dtype is None or not args[0].is_floating_point():
+    if func is not _aten._to_copy.default or not isinstance(args[0], Tensor):  # a number, in vmap
         return False
+    dtype = kwargs.get("dtype")
+    return dtype is not None and args[0].is_floating_point() and _is_integer_dtype(dtype)
+
+
+def _is_integer(t: Tensor) -> bool:
+    return _is_integer_dtype(t.dtype)
+
+
+def _is_integer_dtype(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
@@ -226,7 +251,7 @@ class _Scalars(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:  # bool(t), t.item(), torch.equal
             self.reads.look(args)
         result = func(*args, **kwargs)
-        self.reads.look_at_operation(func, args, kwargs)
+        self.reads.look_at_operation(func, args, kwargs, result)
         self.reads.follow(func, args, kwargs, result)
         return result
 
@@ -242,7 +267,7 @@ class _Integers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if _makes_integers(func, args, kwargs) and args[0].numel():
+        if not self.ranges.over and _makes_integers(func, args, kwargs) and args[0].numel():
             args = (self.ranges.within(args[0]), *args[1:])
         return func(*args, **kwargs)
 

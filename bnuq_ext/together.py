@@ -16,7 +16,7 @@ from .standing import DrawsNumbers, StandingFolding
 from .state import State
 from .untraced import untraced
 
-_COST = 20  # of a proof, in forwards
+_COST = 20  # of a proof, some 33 forwards of a few rows, in forwards of a step
 
 
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
@@ -74,16 +74,14 @@ def _skips_proof(known: Known, folding: StandingFolding) -> bool:
 
 
 def _claims_proof(known: Known, folding: StandingFolding) -> bool:
-    """Takes one of the proofs that are made whatever they cost: the first of a model, and that of each
-    new shape where steps have to be reproducible. False where none is left."""
-    if known.times_changed >= AT_ONCE:
-        return False
-    if known.proofs < AT_ONCE:
-        known.proofs += 1
+    """Takes one of the proofs that are made whatever they cost: the first of a model, and where steps
+    have to be reproducible that of each shape, and of each change. False where none is left."""
+    if _must_be_reproducible() and not folding.seen():
+        folding.see(1)
         return True
-    if folding.seen() or not _must_be_reproducible():
+    if known.times_changed >= AT_ONCE or known.proofs >= AT_ONCE:
         return False
-    folding.see(1)
+    known.proofs += 1
     return True
 
 

@@ -28,7 +28,7 @@ from .inputs import expand
 from .moved import Moved
 from .passes import DoesNotFold, Undecided
 from .probe import CROWD, ROWS, copies_of_last, probe_draws, probe_inputs, varied_probes
-from .reads import Ranges, Reads
+from .reads import Ranges, Reads, held_ranges
 from .samplers import Draw
 
 
@@ -73,8 +73,9 @@ class Trial(NamedTuple):
             raise DoesNotFold("a backward hook of a module would see all replicas at once")
         reads = Reads(self.modules, probe, ROWS)
         rows, shared, folded = self._compare(probe, reads, Carried(self.modules, reads.constant))
-        self._compare_harder(probe, rows, folded, reads.casts)
-        self._compare_varied(varied_probes(probe, reads.casts))
+        with held_ranges(reads.casts) as ranges:
+            self._compare_harder(probe, rows, folded, ranges)
+        self._compare_varied(varied_probes(probe, reads.casts or reads.counts))
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
@@ -95,13 +96,12 @@ class Trial(NamedTuple):
         check_equal(folded, loop, tolerance)
         return rows, seen.shared, folded
 
-    def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor, casts: bool) -> None:
+    def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor, ranges) -> None:
         """The same with infinities, and with rows far out and nearly alike, none of which become
         indices that they would not be; and with gradients if they will be taken."""
         *alone, both = self._draws()
-        ranges = Ranges() if casts else nullcontext()
         run = self._runner(self._arguments(probe), rows, ranges)
-        if casts:
+        if isinstance(ranges, Ranges):
             run(both)
         tolerance = tolerance_of(folded, probe, self.modules)
         check_apart(run, both, folded, tolerance)
@@ -148,8 +148,11 @@ class Trial(NamedTuple):
 
     def _are_unused(self, parameters: list[Tensor], probe) -> bool:
         """Whether the outputs are seen to depend on none of them: a head that is not called, the
-        noise of a likelihood. Of zeros it is not known: one may be a gate of train() alone."""
-        if not all(p.any() for p in parameters):
+        noise of a likelihood. Of a module with zeros alone it is not known: one may be a gate of
+        train()."""
+        given = {id(p) for p in parameters}
+        owned = [[p for p in m._parameters.values() if id(p) in given] for m in self.modules]
+        if not all(any(p.any() for p in own) for own in owned if own):
             return False
         with torch.enable_grad():
             output, _ = self.forward.run(probe, self._draws()[0])

@@ -177,9 +177,10 @@ def elbo_loss(
     another. A plain `nn.Sequential` of layers that treat rows one by one needs no proof. In any
     other model two samples go one after another, for a proof costs what it saves. With more of them
     the model is tried when its modules, hooks, flags or shapes are new (after two such trials not
-    before 20 forwards have gone one after another, for a trial takes as many; at once if
+    before 20 forwards have gone one after another, for a trial costs as much; at once if
     `torch.use_deterministic_algorithms` is set, for one after another dropout draws other masks,
-    and steps with batches of many sizes would not repeat from a checkpoint), with its parameters
+    and steps with batches of many sizes, or of a model that counts them, would not repeat from a
+    checkpoint), with its parameters
     moved too, for a gate at zero hides what it will let through. After steps of an optimiser one
     sample is run alone, 1/T of a forward, and has to agree with the others; a model with dropout
     repeats the T samples with nothing dropped for that. What couples rows, changes itself in

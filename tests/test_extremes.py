@@ -3,6 +3,8 @@ reaches every model that it can."""
 
 import copy
 import math
+import random
+import threading
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from test_folding import samples, way
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.reads import Ranges, Reads
+from bnuq_ext.reads import Ranges, Reads, held_ranges
 
 
 class Limited(Norms):
@@ -105,6 +107,42 @@ class Skips(Norms):
         return self.head(h + torch.bernoulli(torch.tensor(0.95)) * self.second(h))
 
 
+class Waves(Norms):
+    """Cosines of large numbers, which show how sums were rounded: of three rows otherwise than of
+    six."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("waves", 19 * torch.randn(D, 1))
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        angles = (h @ self.waves) * (1 + 2e-7 * (len(h) > 3))
+        return self.head(torch.cos(angles + torch.arange(float(D))))
+
+
+class Scaled(Norms):
+    """Each row by a number of its own, within `torch.vmap`, which makes tensors of numbers."""
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        return self.head(h) + torch.vmap(lambda row: row.mean() * 5)(h)[:, None]
+
+
+MEANWHILE = []
+
+
+class Waits(Norms):
+    """For what another thread does meanwhile."""
+
+    def forward(self, x):
+        for work in MEANWHILE:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        return self.head(self.second(self.first(x)))
+
+
 def collected(net, *others):
     torch.manual_seed(1)
     model = bnuq.convert(net.eval())
@@ -165,6 +203,46 @@ def test_a_layer_that_is_left_out_at_random_is_so_in_each_replica_by_itself():
         samples(model, ROWS[:6], strategy="folded")
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("cls", [Waves, Scaled])
+def test_rows_that_are_kept_apart_fold(cls, seed):
+    torch.manual_seed(seed)
+    model = collected(cls())
+    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
+    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-4, atol=1e-5)
+    assert way(model) == "folded"
+
+
+def test_random_numbers_of_another_thread_decide_for_one_prediction_alone():
+    model = collected(Waits())
+    MEANWHILE.append(random.random)
+    try:
+        expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
+        torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=0, atol=0)
+    finally:
+        MEANWHILE.clear()
+    torch.testing.assert_close(samples(model, ROWS[:6]), expected)
+    assert way(model) == "folded"
+
+
+def test_an_interrupt_leaves_casts_as_they_are(monkeypatch):
+    def interrupted(self, *error):
+        raise KeyboardInterrupt
+
+    x = torch.tensor([2.0, 3.0])
+    with held_ranges(True) as ranges:
+        with ranges:
+            x.long()
+        monkeypatch.setattr(Ranges, "__exit__", interrupted)
+        with pytest.raises(KeyboardInterrupt), ranges:
+            assert (9 * x).long().tolist() == [3, 3]
+        mode = ranges._watching
+    try:
+        assert (9 * x).long().tolist() == [18, 27]
+    finally:
+        mode.__exit__(None, None, None)
+
+
 def test_integers_stay_in_the_range_of_the_first_forward():
     ranges, x = Ranges(), torch.tensor([1.2, 3.7, 2.0])
     with ranges:
@@ -184,7 +262,12 @@ def test_what_becomes_integers_is_noted():
     x = torch.randn(3, 4)
     reads = Reads([], x, 3)
     with reads:
-        torch.ones(3).long(), (x > 0).long(), x.bool(), x.to(torch.cfloat), x.half()
-        assert not reads.casts
+        torch.ones(3).long(), x.bool(), x.to(torch.cfloat), x.half(), torch.ones(3).bool().sum()
+        torch.where(x > 0, x, 0.0), (x > 0) | (x < -1), (x > 0).float(), x.argmax(1)
+        assert not reads.casts and not reads.counts and not reads.draws
+        (x > 0).cumsum(1)
+        assert not reads.casts and reads.counts
         x.relu().to(torch.uint16)
-    assert reads.casts
+        assert reads.casts and not reads.draws
+        nn.functional.dropout(x)
+    assert reads.draws

@@ -178,13 +178,44 @@ def test_what_may_become_indices_is_left_on_another_device_than_the_cpu(monkeypa
     monkeypatch.setattr(probe, "_checks_indices", lambda t: False)
     given = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
     changed = {
-        casts: [
+        counts: [
             {i for i, (a, b) in enumerate(zip(given, made, strict=True)) if not torch.equal(a, b)}
-            for made in probe.varied_probes(given, casts)
+            for made in probe.varied_probes(given, counts)
         ]
-        for casts in (False, True)
+        for counts in (False, True)
     }
-    assert changed == {False: [{0, 2}, {0}, {2}], True: [{2}]}
+    assert changed == {False: [{0, 2}, {0}, {2}], True: []}
+
+
+def test_a_mask_that_gives_positions_is_left_on_another_device_than_the_cpu(monkeypatch):
+    class Positions(Padded):
+        def forward(self, x, padding):
+            places.append((~padding).cumsum(1) - 1)
+            return super().forward(x, padding)
+
+    places, x, none = [], ROWS[:12], torch.zeros(12, 5, dtype=torch.bool)
+    model = collected(bnuq.convert(Positions().eval()), (x, none))
+    for checks, least in ((True, -1), (False, 0)):
+        monkeypatch.setattr(probe, "_checks_indices", lambda t, checks=checks: checks)
+        places.clear()
+        samples(copy.deepcopy(model), (x, none))
+        assert min(place.min().item() for place in places) == least
+
+
+def test_of_many_inputs_that_a_model_does_not_take_otherwise_some_are_looked_at():
+    class Many(Norms):
+        def forward(self, x, *scales):
+            forwards.append(len(x))
+            for scale in scales:
+                x = x / scale
+            return self.head(self.second(self.first(x)))
+
+    forwards, x = [], ROWS[:12]
+    inputs = (x, *(torch.full((12, 1), 1.0 + i / 10) for i in range(20)))
+    model = collected(bnuq.convert(Many().eval()), inputs)
+    forwards.clear()
+    assert_goes_as_the_loop(model, inputs)
+    assert way(model) == "folded" and len(forwards) < 60
 
 
 class Padded(Norms):
