@@ -10,7 +10,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .contents import SCALARS, Contents, version_of
+from .contents import SCALARS, Contents, identity, version_of
 from .state import OF_EVERY_MODULE
 from .uncounted import STEPS, steps_of, watch_optimizers
 
@@ -58,6 +58,8 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
                 add(name)
                 if type(value) in SCALARS:  # nearly all are
                     seen += (type(value), value)  # 1 == 1.0 == True
+                elif name in getattr(type(module), "not_by_forwards", ()):
+                    seen += identity(value)
                 else:
                     contents.append(value)
     return Fingerprint(seen, versions)
