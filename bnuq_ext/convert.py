@@ -76,6 +76,9 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         model: a model with stochastic layers.
         inplace: change the given model instead of a copy.
 
+    Returns:
+        the copy, or the given model; where that is itself a stochastic layer, what stands for it.
+
     Raises:
         TypeError: model is no module, or one that copy.deepcopy refuses.
         ValueError: it has no stochastic layer, or one with a parametrisation.

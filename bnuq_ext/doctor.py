@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .batch_norm_like import EXCLUDED, describe, listed, survey
@@ -16,7 +15,7 @@ from .guards import DropoutTrace, warnings_of
 from .inputs import call, check_one_input, copied
 from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .passes import Pass, running
-from .reads import ONE_MODE, storage_of
+from .reads import ONE_MODE, Watch, storage_of
 from .restore import evaluating, preserved_rng, without_gradients
 from .state import modules_of
 
@@ -121,7 +120,7 @@ def count_uncovered(model: nn.Module):
         yield counter
 
 
-class BatchNormCounter(TorchDispatchMode):
+class BatchNormCounter(Watch):
     """Counts operators that normalise a batch, torch's own and quantised ones.
 
     Attributes:
@@ -131,10 +130,6 @@ class BatchNormCounter(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first call imports torch._dynamo, which takes a second
 
     def __init__(self, model: nn.Module):
         super().__init__()

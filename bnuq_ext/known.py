@@ -167,6 +167,6 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
 
 
 @untraced
-def run_once() -> Known:
-    """For a forward of one replica, which needs no proof: knows nothing and is forgotten."""
+def nothing_known() -> Known:
+    """For a forward of one replica, which needs no proof; forgotten after it."""
     return Known(Fingerprint([], []), [])

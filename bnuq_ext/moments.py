@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_LEAST = 1 / 8  # of the mean spread: what a spread counts as at least under the logarithm
+from .ops.batch_norm_checks import LEAST_SPREAD
 
 
 class Rescaling(NamedTuple):
@@ -86,20 +86,20 @@ def fit(mean: Tensor, var: Tensor, rescaling: Rescaling) -> Moments:
     spread = var.sqrt()
     centre = spread.mean(0)
     # Without a floor one snapshot of a nearly dead channel makes the logarithm's variance huge.
-    floor = (centre * _LEAST).clamp(min=1e-20)
+    floor = (centre * LEAST_SPREAD).clamp(min=1e-20)
     log_spread = torch.maximum(spread, floor).log()
     mean_centre, log_centre = mean.mean(0), log_spread.mean(0)
     mean_var, spread_var = mean.var(0), spread.var(0)
 
     log_var, added = log_spread.var(0), rescaling.factor - rescaling.bank_factor
     expected, relative = var.mean(0), spread_var / centre.square().clamp(min=1e-40)
-    shifted = torch.maximum(expected - mean_var * added, expected * _LEAST**2)
+    shifted = torch.maximum(expected - mean_var * added, expected * LEAST_SPREAD**2)
     then = _expected_spread(expected, relative * rescaling.bank_factor)
     now = _expected_spread(shifted, relative * rescaling.factor)
     scale = rescaling.factor**0.5
     return Moments(
         mean=mean_centre,
-        spread=torch.maximum(centre + (now - then), centre * _LEAST),
+        spread=torch.maximum(centre + (now - then), centre * LEAST_SPREAD),
         log_spread=log_centre + (now / then).log() - added * log_var / 2,
         mean_deviations=mean - mean_centre,
         log_deviations=log_spread - log_centre,

@@ -47,6 +47,9 @@ def to_bayesian(
             0.0067; (low, high) draws each from a uniform distribution.
         prior: see `BayesLinear`.
 
+    Returns:
+        the copy; a `BayesLinear` where the model is itself a linear layer.
+
     Raises:
         ValueError, TypeError: copy.deepcopy refuses the model, it is wrapped in
             DistributedDataParallel, no linear layer is left to turn, or one has parameters of 16

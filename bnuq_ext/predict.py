@@ -62,8 +62,9 @@ def predict(
     A replica is the model in eval with the statistics of one draw in its stochastic layers, and one
     sample of the weights in its `BayesLinear` layers, the same for all rows. Draws are a function
     of (seed, replica) alone (and of the bank, or of the batches that a loader yields, whose order
-    is its own): bit-identical for any chunk, strategy and device; outputs agree to rounding. Memory
-    beyond the result does not grow with T. Training flags are restored, gradients are off. Other
+    is its own): bit-identical for any chunk and strategy. On another device they are the same: the
+    same snapshots, and normals to rounding. Outputs agree to rounding. Memory beyond the result
+    does not grow with T. Training flags are restored, gradients are off. Other
     threads may use the model meanwhile, but not change it (its weights or hooks): a trial
     takes what changes for the forward's doing, and puts it back.
 

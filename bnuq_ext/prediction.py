@@ -78,6 +78,9 @@ class Prediction:
             likelihood: "categorical" or "gaussian".
             noise_var: see `predict`.
 
+        Returns:
+            a Prediction with the samples, whose mean and variance are over dim 0.
+
         Raises:
             ValueError, TypeError: an argument has the wrong shape, value or dtype.
         """

@@ -237,11 +237,15 @@ def storage_of(tensor: Tensor) -> int | None:
         return None
 
 
-class _Scalars(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """A mode whose first call does not import torch._dynamo, which takes a second."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first call imports torch._dynamo, which takes a second
+        return False
 
+
+class _Scalars(Watch):
     def __init__(self, reads: Reads):
         super().__init__()
         self.reads = reads
@@ -256,11 +260,7 @@ class _Scalars(TorchDispatchMode):
         return result
 
 
-class _Integers(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # see _Scalars
-
+class _Integers(Watch):
     def __init__(self, ranges: Ranges):
         super().__init__()
         self.ranges = ranges

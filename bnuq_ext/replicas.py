@@ -59,6 +59,9 @@ def replicas(
         num_samples: T, at least 1.
         seed, sampler, first_replica, batch_size: see `predict`; any sampler but "batch".
 
+    Yields:
+        nothing; the model itself is called in the body.
+
     Raises:
         ValueError: an argument is refused; inside, a model that does not fold, or batch norm in
             train() that is not stochastic and would take the replicas together.

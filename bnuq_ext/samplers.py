@@ -1,7 +1,8 @@
 """How the statistics of a replica are drawn: `bank`, `joint`, `lognormal`, `normal`, `batch`.
 
 A sampler turns (key, first replica, T) into a `Draw`. It is a function of these three alone, so a
-replica's statistics depend neither on the chunk that it is drawn in nor on the device.
+replica's statistics do not depend on the chunk that it is drawn in, nor, but for the rounding of
+normals, on the device.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def statistics_kl(
     is then still the exact one.
 
     As a regulariser of a training loss that is a mean over rows: add KL / (N tau), N the rows of
-    the training data, tau the precision of gaussian noise or 1 for classes.
+    the training data, tau the precision of gaussian noise (1 / noise_var) or 1 for classes.
 
     Args:
         q: of one layer, or of several by name; variances that are not negative.
@@ -160,8 +160,8 @@ def implied_prior(l2: float, dataset_size: int, tau: float = 1.0) -> StatisticsG
         l2: factor of ||W||^2 in the loss, which is a mean over the rows of a batch: half the
             `weight_decay` of torch's SGD (of Adam too, not of AdamW); positive.
         dataset_size: N, rows of the training data; at least 1.
-        tau: precision of the gaussian noise, where the loss is half the squared error without it;
-            1 for classes; positive.
+        tau: precision of the gaussian noise, 1 / noise_var, where the loss is half the squared
+            error without it; 1 for classes; positive.
 
     Returns:
         StatisticsGaussian of () float64 tensors, for every layer.
@@ -237,14 +237,14 @@ def finite_population_correction(op: str, batch_size: int, dataset_size: int | N
 
 
 def gaussian_of_moments(
-    mean: Tensor, var: Tensor, var_a: Tensor, var_c: Tensor, scale: float
+    mean: Tensor, var: Tensor, var_a: Tensor, var_c: Tensor, factor: float
 ) -> StatisticsGaussian:
-    """`analytic_statistics` of a layer's moments (C,); scale is f / M."""
+    """`analytic_statistics` of a layer's moments (C,); factor is f / M."""
     # A square root's slope at 0 and the quotient would make NaN of a constant channel's gradient.
     alive = torch.where(var > 0, var, 1.0)
     std = torch.where(var > 0, alive.sqrt(), 0.0)
     std_var = torch.where(var > 0, var_c / (4 * alive), 0.0)
-    return StatisticsGaussian(mean, var_a * scale, std, std_var * scale)
+    return StatisticsGaussian(mean, var_a * factor, std, std_var * factor)
 
 
 def observed_statistics(bank: Bank) -> dict[str, StatisticsGaussian]:

@@ -16,7 +16,7 @@ from .chain import drops_first, is_chain, is_plain
 from .chunks import keep_freed_pages
 from .forward import Forward
 from .inputs import check_one_input, device_of, expand, num_rows, tensors
-from .known import know, run_once
+from .known import know, nothing_known
 from .ops import new_seed
 from .ops.checks import (
     acc_dtype,
@@ -241,7 +241,7 @@ def elbo_loss(
     with unmoved_by_errors(seed):
         # Not read back: a step on a GPU waits for nothing, and goes into a CUDA graph.
         key = new_key(device) if seed is None else seed
-        known = know(model, modules) if num_samples > 1 else run_once()
+        known = know(model, modules) if num_samples > 1 else nothing_known()
         sampler, shortcuts = WeightSampler(device), _shortcuts(modules, x)
         forward = Forward(model, layers, sampler, key, output_fn, known, op, **shortcuts)
         draw = forward.draw(0, num_samples)

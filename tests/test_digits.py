@@ -116,10 +116,10 @@ def test_report(finished, tmp_path):
     assert len(results["figures"]) == 3
 
 
-def test_mean_and_error_by_hand():
-    found = digits_report.mean_and_error([1.0, 2.0, 6.0])
+def test_estimate_by_hand():
+    found = digits_report.estimate([1.0, 2.0, 6.0])
     assert found == {"mean": pytest.approx(3.0), "error": pytest.approx(math.sqrt(7 / 3))}
-    assert digits_report.mean_and_error([1.0]) == {"mean": 1.0, "error": None}
+    assert digits_report.estimate([1.0]) == {"mean": 1.0, "error": None}
 
 
 def test_compare():

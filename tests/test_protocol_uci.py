@@ -112,12 +112,12 @@ def test_folds_share_no_row_with_their_validation():
     held_out = torch.cat([fold.test_y for fold in folds])
     assert len(held_out) == len(set(held_out.tolist())) == 45
     for fold in folds:
-        trained = (fold.y.double() * fold.spread + fold.center).round()
+        trained = (fold.y.double() * fold.y_std + fold.y_mean).round()
         assert len(trained) == 38
         assert set(trained.tolist()) == set(range(47)) - set(fold.test_y.tolist())
         torch.testing.assert_close(fold.x.mean(), torch.tensor(0.0), rtol=0, atol=1e-6)
         torch.testing.assert_close(fold.x.std(correction=0), torch.tensor(1.0))
-        back = fold.test_x.squeeze(1).double() * fold.spread + fold.center
+        back = fold.test_x.squeeze(1).double() * fold.y_std + fold.y_mean
         torch.testing.assert_close(back, fold.test_y, rtol=1e-6, atol=1e-5)
 
 
@@ -248,7 +248,7 @@ def test_a_unit_is_its_search_its_noise_and_its_networks(method, split, monkeypa
         net = stack.network(0, scaled.x)
         samples = uci_search.replicas(net, scaled, choice, 6, seed)
         expected = uci.run_scores(samples, test.y, noise, constant)
-        plain = net(scaled.test_x).squeeze(1).detach().double() * scaled.spread + scaled.center
+        plain = net(scaled.test_x).squeeze(1).detach().double() * scaled.y_std + scaled.y_mean
         expected["plain_rmse"] = (plain - test.y).square().mean().sqrt().item()
         assert run == pytest.approx(expected, rel=1e-3, abs=1e-3)
         if seed == 1500:
@@ -273,7 +273,7 @@ def test_replicas_take_the_statistics_of_training_batches():
                 h, query = ((v - mean) / std * module.weight + module.bias for v in (h, query))
             else:
                 h, query = module(h), module(query)
-        expected.append(query.squeeze(1).detach() * scaled.spread + scaled.center)
+        expected.append(query.squeeze(1).detach() * scaled.y_std + scaled.y_mean)
     # A replica's place is the bank's; the sets are equal.
     expected = torch.stack(expected)
     order = [(expected - row).abs().sum(1).argmin().item() for row in actual]
@@ -291,7 +291,7 @@ def test_dropout_replicas_have_the_moments_of_train_mode():
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         passes = copy.deepcopy(net).train()(scaled.test_x.repeat(20_000, 1)).view(20_000, 9)
-    passes = passes.double() * scaled.spread + scaled.center
+    passes = passes.double() * scaled.y_std + scaled.y_mean
     off = (samples.mean(0) - passes.mean(0)).abs() / (
         passes.std(0) * (1 / 1000 + 1 / 20_000) ** 0.5
     )

@@ -73,6 +73,9 @@ def read_idx(path) -> Tensor:
     Args:
         path: of the file.
 
+    Returns:
+        uint8, in the shape of the header: (N, 28, 28) of MNIST's images, (N,) of its labels.
+
     Raises:
         ValueError: the file is missing or damaged, or holds something else.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import plots
 from ..environment import environment
-from ..metrics import significance
+from ..metrics.significance import SIGNS, compare, mean_and_error
 from .digits import PLUG_IN, ROWS, SAMPLERS, TEMPERATURE, Settings
 from .store import write_json
 
@@ -22,29 +22,13 @@ UNSEEN = {
     "auroc_information": "AUROC MI",
 }
 TITLES = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE"}
-SIGNS = {"better": "+", "worse": "-", "level": "="}
 
 
-def mean_and_error(values: list[float]) -> dict[str, float | None]:
+def estimate(values: list[float]) -> dict[str, float | None]:
     """Mean over seeds and its standard error, the 1/(n-1) deviation over sqrt(n);
     None for one seed."""
-    mean, error = significance.mean_and_error(values)
+    mean, error = mean_and_error(values)
     return {"mean": mean, "error": None if math.isnan(error) else error}
-
-
-def compare(ours: list[float], theirs: list[float], more_is_better: bool) -> str | None:
-    """Whether ours are "better", "worse" or "level":
-    a mean paired difference within two standard errors.
-
-    None for one seed, which has no standard error.
-    """
-    sign = 1 if more_is_better else -1
-    differences = [sign * (a - b) for a, b in zip(ours, theirs, strict=True)]
-    mean, error = significance.mean_and_error(differences)
-    same = significance.agrees(mean, error)
-    if same is None:
-        return None
-    return "level" if same else "better" if mean > 0 else "worse"
 
 
 def summarise(units: dict, settings: Settings) -> dict:
@@ -57,7 +41,7 @@ def summarise(units: dict, settings: Settings) -> dict:
     """
     seeds = range(settings.num_seeds)
     noisy, unseen = ([units[f"{name}-{s}"] for s in seeds] for name in ("noisy", "unseen"))
-    temperature = mean_and_error([unit["temperature"] for unit in noisy])
+    temperature = estimate([unit["temperature"] for unit in noisy])
     stds = [str(std) for std in settings.noise_stds]
     return {"temperature": temperature} | _of_noise(noisy, stds) | _of_unseen_classes(unseen)
 
@@ -68,7 +52,7 @@ def _of_noise(units: list[dict], stds: list[str]) -> dict:
 
     return {
         "noisy": {
-            std: {row: {k: mean_and_error(column(std, row, k)) for k in SCORES} for row in ROWS}
+            std: {row: {k: estimate(column(std, row, k)) for k in SCORES} for row in ROWS}
             for std in stds
         },
         "compared": {
@@ -89,7 +73,7 @@ def _of_unseen_classes(units: list[dict]) -> dict:
         return [unit[row][score] for unit in units]
 
     return {
-        "unseen": {row: {k: mean_and_error(column(row, k)) for k in UNSEEN} for row in ROWS},
+        "unseen": {row: {k: estimate(column(row, k)) for k in UNSEEN} for row in ROWS},
         # Mutual information has no plug-in to be compared with.
         "unseen_compared": {
             row: {

@@ -58,7 +58,7 @@ def fit_noise_variance(samples: Tensor, y: Tensor, score: str = "crps") -> float
     check_one_of(op, "score", score, ("crps", "pll"))
     check_fittable(op, "samples", samples)
     check_fittable(op, "y", y)
-    spread, mean = torch.var_mean(samples, 0, correction=0)
+    var, mean = torch.var_mean(samples, 0, correction=0)
     error = (y - (mean if score == "crps" else samples)).square()
     if not error.any():
         return 0.0
@@ -66,7 +66,7 @@ def fit_noise_variance(samples: Tensor, y: Tensor, score: str = "crps") -> float
     def loss(log_var: float) -> float:
         if score == "pll":
             return -gaussian_pll(samples, y, math.exp(log_var)).item()
-        return gaussian_crps(mean, (spread + math.exp(log_var)).sqrt(), y).item()
+        return gaussian_crps(mean, (var + math.exp(log_var)).sqrt(), y).item()
 
     # Above the largest squared error of any replica both scores only fall.
     largest = error.max() / math.log(2) if score == "crps" else error.max()

@@ -7,6 +7,8 @@ from torch import Tensor
 from ..ops.checks import refuse
 from .arguments import take_numbers
 
+SIGNS = {"better": "+", "worse": "-", "level": "="}  # of `compare`, in a table
+
 
 def t_test(values: Tensor | list[float]) -> tuple[float, float]:
     """Student's t-test of one sample against a mean of 0, two-sided.
@@ -26,8 +28,8 @@ def t_test(values: Tensor | list[float]) -> tuple[float, float]:
     if values.dim() != 1 or len(values) < 2:
         refuse("t_test", "values", "have shape (R,) with R of at least 2", list(values.shape))
     # Equal values may have a standard deviation of rounding's size.
-    spread = values.std() if (values != values[0]).any() else values.new_zeros(())
-    t = (values.mean() / (spread / len(values) ** 0.5)).item()
+    std = values.std() if (values != values[0]).any() else values.new_zeros(())
+    t = (values.mean() / (std / len(values) ** 0.5)).item()
     freedom = len(values) - 1
     if not math.isfinite(t):
         return t, math.nan if math.isnan(t) else 0.0
@@ -51,6 +53,18 @@ def agrees(mean: float, error: float, other: float = 0.0, other_error: float = 0
     if math.isnan(error) or math.isnan(other_error):
         return None
     return abs(mean - other) <= 2 * math.hypot(error, other_error)
+
+
+def compare(ours: list[float], theirs: list[float], more_is_better: bool) -> str | None:
+    """Whether ours are "better", "worse" or "level", a mean paired difference within two standard
+    errors; None for one pair, which has no standard error."""
+    sign = 1 if more_is_better else -1
+    differences = [sign * (a - b) for a, b in zip(ours, theirs, strict=True)]
+    mean, error = mean_and_error(differences)
+    same = agrees(mean, error)
+    if same is None:
+        return None
+    return "level" if same else "better" if mean > 0 else "worse"
 
 
 def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:

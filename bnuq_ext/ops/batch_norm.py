@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .batch_norm_checks import (
     FAMILIES,
+    LEAST_SPREAD,
     check_activations,
     check_bank,
     check_channels,
@@ -57,12 +58,13 @@ def batch_norm_bank(
             transforms the call, another value yields NaN.
         num_samples: T; at least 1. Needed with `seed`; with `snapshot` it is its length.
         weight, bias: (C,), or None for 1 and 0.
-        eps: added to the variance.
+        eps: added to the variance; finite, not negative.
         residual: like x, added before the activation; shared where x is.
         activation: "none", "relu" or "leaky_relu".
         slope: of leaky_relu below zero; positive.
         shared: one x for all replicas.
-        out: like the result; receives it. No gradients then.
+        out: like the result; receives it: x or the residual itself, where that has its shape, or in
+            memory that overlaps neither. No gradients then.
 
     Returns:
         (T*N, C, *) in the dtype and memory format of x (channels_last stays that). Statistics and
@@ -175,9 +177,18 @@ def fitted_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance (T, C) of the replicas of `batch_norm_fitted`."""
     z_mean, z_spread = fitted_noise(params, seed, stream, num_samples)
-    spread = params[2] + params[3] * z_spread
-    spread = spread.exp() if family == "lognormal" else torch.maximum(spread, params[2] / 8)
+    spread, _ = fitted_spread(params, z_spread, FAMILIES[family])
     return params[0] + params[1] * z_mean, spread.square()
+
+
+def fitted_spread(params: Tensor, z_spread: Tensor, family: int) -> tuple[Tensor, Tensor]:
+    """The spread (T, C) of `batch_norm_fitted`, and where it is not held at its least."""
+    drawn = params[2] + params[3] * z_spread
+    if family == FAMILIES["lognormal"]:
+        return drawn.exp(), torch.ones_like(drawn, dtype=torch.bool)
+    least = params[2] * LEAST_SPREAD
+    free = ~(drawn <= least)
+    return torch.where(free, drawn, least), free
 
 
 def fitted_noise(

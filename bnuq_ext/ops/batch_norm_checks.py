@@ -24,6 +24,7 @@ from .modes import has_values
 
 ACTIVATIONS = ("none", "relu", "leaky_relu")
 FAMILIES = {"normal": 0, "lognormal": 1}
+LEAST_SPREAD = 1 / 8  # of its mean: what a normal spread is held above
 
 
 def prepare(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -8,8 +8,8 @@ channel, sums[0] = sum g and sums[1] = sum g * (x - mean) * rstd. From them
 
 import torch
 
-from .batch_norm import fitted_noise
-from .batch_norm_checks import FAMILIES, result_format
+from .batch_norm import fitted_noise, fitted_spread
+from .batch_norm_checks import FAMILIES, LEAST_SPREAD, result_format
 from .checks import acc_dtype
 from .modes import refuse_second_derivatives
 
@@ -137,14 +137,11 @@ def _backward_fitted(ctx, grad_y):
 def _params_grad(sums, params, seed, stream, family, num_samples, weight, eps):
     """Gradient with respect to params (4, C), through the noise drawn again."""
     z_mean, z_spread = fitted_noise(params, seed, stream, num_samples)
-    drawn = params[2] + params[3] * z_spread
+    spread, free = fitted_spread(params, z_spread, family)
     if family == FAMILIES["lognormal"]:
-        spread = drawn.exp()
         d_centre, d_std = spread, spread * z_spread
     else:
-        free = ~(drawn <= params[2] / 8)
-        spread = torch.where(free, drawn, params[2] / 8)
-        d_centre, d_std = torch.where(free, 1.0, 0.125), torch.where(free, z_spread, 0.0)
+        d_centre, d_std = torch.where(free, 1.0, LEAST_SPREAD), torch.where(free, z_spread, 0.0)
     grad_mean, grad_var = _moment_grads(sums, weight, spread.square(), eps)
     grad_spread = 2 * spread * grad_var
     rows = (grad_mean, grad_mean * z_mean, grad_spread * d_centre, grad_spread * d_std)

@@ -86,7 +86,7 @@ def _backward(
         return parts.pack_grads(x, rho, *grads, bias_grads)
     grad_x = grad_mu = grad_rho = bias_grads = None
     if need_x or need_weight:
-        grad_x, grad_mu, grad_rho = _half_backward(
+        grad_x, grad_mu, grad_rho = _fused_backward(
             grad_y, xs, mu, rho, noise, x.dtype == torch.bfloat16, need_x, need_weight
         )
     if need_bias:
@@ -94,7 +94,7 @@ def _backward(
     return parts.pack_grads(x, rho, grad_x, grad_mu, grad_rho, bias_grads)
 
 
-def _half_backward(grad_y, xs, mu, rho, noise, bfloat16, need_x, need_weight):
+def _fused_backward(grad_y, xs, mu, rho, noise, bfloat16, need_x, need_weight):
     grad_x = grad_mu = grad_rho = None
     rho = rho.contiguous()
     # For the products with mu, whose x may be that of all replicas.

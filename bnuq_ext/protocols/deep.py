@@ -139,8 +139,7 @@ def keep_variance(linear: nn.Linear, activation: str) -> None:
 def train(
     network: nn.Sequential, part: data.Part, rate: float, settings: Settings
 ) -> tuple[list[float], float]:
-    """Adam; the loss of every step, and how the gradient of the first layer stands
-    to the last before it."""
+    """Adam; the loss of every step, and the `gradient_ratio` before the first."""
     network.train()
     optimizer = torch.optim.Adam(network.parameters(), rate, fused=True)
     losses = []
@@ -179,7 +178,7 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
         for norm in NORMS
     }
     columns = ["activation", "initialisation", "batch norm", "training loss", "test accuracy"]
-    columns += ["gradient, first to last layer", "learning rate"]
+    columns += ["gradient, second to last hidden layer", "learning rate"]
     rows = [row(key, runs) for key, runs in found.items()]
     title = f"The last tenth of {settings.steps} steps: mean ± standard error over {settings.num_runs} runs"
     draw(found, settings).savefig(folder / "deep.png", dpi=120)

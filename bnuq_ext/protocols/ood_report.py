@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import metrics, plots
-from ..metrics.significance import agrees, mean_and_error
+from ..metrics.significance import SIGNS, agrees, compare, mean_and_error
 from ..plots.canvas import COLORS, GREY, legend_outside, new_figure
 from .results import Estimate, Report, Table, read_table
 
@@ -175,12 +175,9 @@ def differences_table(cases: dict) -> Table:
 def _difference(drawn: list[float], running: list[float], score: str) -> str:
     mean, error = mean_and_error([a - b for a, b in zip(drawn, running, strict=True)])
     _, digits, better = SCORES[score]
-    digits += 1
-    same = agrees(mean, error)
-    if same is None:
-        return f"{Estimate(mean, error, digits)}"
-    mark = "=" if same else ("+" if mean * better > 0 else "-")
-    return f"{mark} {Estimate(mean, error, digits)}"
+    found = compare(drawn, running, better > 0)
+    mark = "" if found is None else f"{SIGNS[found]} "
+    return f"{mark}{Estimate(mean, error, digits + 1)}"
 
 
 def corrupted_table(cases: dict) -> Table:

@@ -85,19 +85,19 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
         on_grid = sample(grid)
     noise_var = metrics.fit_noise_variance(validation, parts[1][1])
     constant_var = metrics.fit_constant_variance(validation.mean(0), parts[1][1])
-    spread, mean = torch.var_mean(on_grid, 0, correction=0)
+    var, mean = torch.var_mean(on_grid, 0, correction=0)
     inside = grid.abs() <= EDGE
     return {
         "x": parts[0][0].tolist(),
         "y": parts[0][1].tolist(),
         "grid": grid.tolist(),
         "mean": mean.tolist(),
-        "std": (spread + noise_var).sqrt().tolist(),
+        "std": (var + noise_var).sqrt().tolist(),
         "constant_std": constant_var**0.5,
         "noise_std": noise_var**0.5,
         **run_scores(test, parts[2][1], noise_var, constant_var),
-        "std_inside": spread[inside].mean().sqrt().item(),
-        "std_outside": spread[~inside].mean().sqrt().item(),
+        "std_inside": var[inside].mean().sqrt().item(),
+        "std_outside": var[~inside].mean().sqrt().item(),
     }
 
 

@@ -134,7 +134,7 @@ def scores(
             standard deviations and targets are wanted.
     """
     num_samples = settings.num_samples
-    noise = fit_noise(found, num_samples, settings.least_noise * scaled.spread**2)
+    noise = fit_noise(found, num_samples, settings.least_noise * scaled.y_std**2)
     runs = []
     result = noise._asdict() | {"runs": runs}
     for seed, net in networks.items():

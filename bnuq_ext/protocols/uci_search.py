@@ -79,25 +79,25 @@ class Scaled(NamedTuple):
         x, y: (n, Q), (n,) float32.
         test_x: (m, Q) float32.
         test_y: (m,) float64 in the unit of the data.
-        center, spread: of y: f spread + center is in the unit of the data.
+        y_mean, y_std: f y_std + y_mean is in the unit of the data.
     """
 
     x: Tensor
     y: Tensor
     test_x: Tensor
     test_y: Tensor
-    center: float
-    spread: float
+    y_mean: float
+    y_std: float
 
 
 def scale(train: Part, test: Part) -> Scaled:
     std, mean = torch.std_mean(train.x, 0, correction=0)
     std = torch.where(std > 0, std, 1.0)
-    spread, center = (v.item() for v in torch.std_mean(train.y, correction=0))
-    if not spread > 0:
-        refuse("uci", "y", "take more than one value", center)
+    y_std, y_mean = (v.item() for v in torch.std_mean(train.y, correction=0))
+    if not y_std > 0:
+        refuse("uci", "y", "take more than one value", y_mean)
     x, test_x = (((part.x - mean) / std).float() for part in (train, test))
-    return Scaled(x, ((train.y - center) / spread).float(), test_x, test.y, center, spread)
+    return Scaled(x, ((train.y - y_mean) / y_std).float(), test_x, test.y, y_mean, y_std)
 
 
 def split_of(part: Part, split: int) -> tuple[Part, Part]:
@@ -222,7 +222,7 @@ def _rmse(outputs: Tensor, folds: list[Scaled]) -> Tensor:
     """(C,) mean over the folds of the root mean squared error, from (C, F, m)
     normalised outputs."""
     errors = [
-        (outputs[:, f].double() * fold.spread + fold.center - fold.test_y).square().mean(1).sqrt()
+        (outputs[:, f].double() * fold.y_std + fold.y_mean - fold.test_y).square().mean(1).sqrt()
         for f, fold in enumerate(folds)
     ]
     return torch.stack(errors).mean(0)
@@ -269,10 +269,10 @@ def replicas(
         ]
         collect(model, batches, num_samples, progress=False)
         pred = predict(model, [*data.test_x.split(ROWS)], keep_samples=True, **options)
-    return pred.samples.squeeze(2).double() * data.spread + data.center
+    return pred.samples.squeeze(2).double() * data.y_std + data.y_mean
 
 
 def plain_mean(net: nn.Sequential, data: Scaled) -> Tensor:
     """(m,) outputs of the network without noise, float64 in the data's unit."""
     with torch.no_grad():
-        return net(data.test_x).squeeze(1).double() * data.spread + data.center
+        return net(data.test_x).squeeze(1).double() * data.y_std + data.y_mean

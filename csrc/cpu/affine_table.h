@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include "../arithmetic.h"
 #include "../statistics.h"
-#include "ceil_div.h"
 #include "convert.h"
 #include "pages.h"
 

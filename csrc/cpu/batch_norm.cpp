@@ -56,7 +56,7 @@ void forward_into(
   if (d.numel() == 0) return;
   dispatch<Half, BFloat16>(in.x.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
-    using acc_t = typename AccType<scalar_t>::type;
+    using acc_t = acc_type<scalar_t>;
     forward<scalar_t, acc_t>(
         static_cast<scalar_t*>(y.mutable_data_ptr()), pointer<scalar_t>(in.x),
         pointer<scalar_t>(in.residual),

@@ -243,7 +243,7 @@ Gradients backward(
 
   dispatch<Half, BFloat16>(grad_y.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
-    using acc_t = typename AccType<scalar_t>::type;
+    using acc_t = acc_type<scalar_t>;
     const scalar_t* grad = pointer<scalar_t>(grad_y);
     const Inputs<scalar_t> in = {
         grad, given.y ? pointer<scalar_t>(given.y) : grad, pointer<scalar_t>(given.x)};

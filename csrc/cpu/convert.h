@@ -12,15 +12,6 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-template <typename scalar_t>
-struct AccType {
-  using type = float;
-};
-template <>
-struct AccType<double> {
-  using type = double;
-};
-
 BNUQ_HD float load(float v) {
   return v;
 }

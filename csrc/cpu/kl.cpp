@@ -8,9 +8,9 @@
 #include <numeric>
 #include <tuple>
 
+#include "../arithmetic.h"
 #include "../dispatch.h"
 #include "../seed.h"
-#include "ceil_div.h"
 #include "gaussian_kl.h"
 #include "noise.h"
 #include "weight_noise.h"

@@ -9,8 +9,8 @@
 #include <optional>
 #include <utility>
 
+#include "../arithmetic.h"
 #include "../layout.h"
-#include "ceil_div.h"
 #include "simd.h"
 
 #if defined(BNUQ_AVX512)

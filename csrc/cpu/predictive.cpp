@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
+#include "../arithmetic.h"
 #include "../real.h"
-#include "ceil_div.h"
 #include "convert.h"
 #include "simd.h"
 
@@ -177,7 +177,7 @@ void accumulate_into(
   const Tensor logits = st::contiguous(logits_);
   dispatch<Half, BFloat16>(logits.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
-    using acc_t = typename AccType<scalar_t>::type;
+    using acc_t = acc_type<scalar_t>;
     accumulate<kFresh, scalar_t, acc_t>(
         mean.mutable_data_ptr<acc_t>(), m2.mutable_data_ptr<acc_t>(),
         expected_entropy.mutable_data_ptr<acc_t>(), pointer<scalar_t>(logits), d, count);
@@ -258,7 +258,7 @@ Tensor predictive_statistics_backward_cpu(
   if (logits.numel() == 0) return grad_logits;
   dispatch<Half, BFloat16>(logits.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
-    using acc_t = typename AccType<scalar_t>::type;
+    using acc_t = acc_type<scalar_t>;
     const Upstream<acc_t> up = {
         pointer<acc_t>(grads.mean), pointer<acc_t>(grads.variance), pointer<acc_t>(grads.entropy),
         pointer<acc_t>(grads.expected_entropy)};

@@ -4,13 +4,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "ceil_div.h"
+#include "../arithmetic.h"
 #include "philox_words.h"
 
 namespace bnuq {
 
 inline int64_t tiles_of(int64_t n) {
-  return ceil_div(n, kEdge);
+  return ceil_div<int64_t>(n, kEdge);
 }
 
 // Rows o and o + 8 of the band, o = 0..7, for the tiles [tile, stop): 16 * (stop - tile) floats

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../arithmetic.h"
+
 #ifdef BNUQ_HOSTRUN
 #include "hostrun.h"
 #else
@@ -34,11 +36,6 @@ constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <typename I>
-constexpr I ceil_div(I a, I b) {
-  return (a + b - 1) / b;
-}
-
-template <typename I>
 constexpr I smaller(I a, I b) {
   return a < b ? a : b;
 }
@@ -53,17 +50,6 @@ inline bool aligned(const void* p) {
 }
 
 // ---- numbers -----------------------------------------------------------------------------------
-
-template <typename scalar_t>
-struct Acc {
-  using type = float;
-};
-template <>
-struct Acc<double> {
-  using type = double;
-};
-template <typename scalar_t>
-using acc_type = typename Acc<scalar_t>::type;
 
 BNUQ_DEVICE float to_acc(float v) {
   return v;
