@@ -164,8 +164,9 @@ class Bank:
     def stamp(self) -> tuple:
         """Another one after a change of the bank, of a tensor in place too;
         as a rule there is none."""
-        groups, sizes = self._groups(), (self.batch_size, self.dataset_size, self.disjoint)
-        return sizes, *[(id(tensor), tensor._version) for g in groups for tensor in g.values()]
+        sizes = self.batch_size, self.dataset_size, self.disjoint
+        tensors = [tensor for group in self._groups() for tensor in group.values()]
+        return sizes, [*map(id, tensors)], [tensor._version for tensor in tensors]
 
     def of_last_batches(self) -> Tensor:
         """(B,) bool, the snapshots of a loader's last batches: N mod M rows, once a pass."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,14 @@ from torch.nn import functional
 
 from .nn import check_model
 from .ops import bayes_linear, new_seed, philox_normal
-from .ops.checks import acc_dtype, check_floating, check_integer, check_one_of, refuse
+from .ops.checks import (
+    acc_dtype,
+    check_floating,
+    check_integer,
+    check_number,
+    check_one_of,
+    refuse,
+)
 from .ops.linear import bayes_linear_kl
 from .ops.modes import autocasted, is_eager, past_autocast
 from .passes import Replicated
@@ -306,20 +312,17 @@ def check_initial(op: str, name: str, value, dtype: torch.dtype = torch.float64)
     that parameters of `dtype` can hold."""
     pair = isinstance(value, (tuple, list))
     ends = tuple(value) if pair else (value, value)
-    if len(ends) != 2 or not all(map(_is_finite, ends)):
-        refuse(op, name, "be a finite number or (low, high)", value, TypeError)
+    if len(ends) != 2:
+        refuse(op, name, "be a number or (low, high)", value)
+    for end in ends:
+        check_number(op, name, end)
+    if not all(map(math.isfinite, ends)):
+        refuse(op, name, "be finite", value)
     largest = torch.finfo(dtype).max / (2 if pair else 1)  # high - low has to be finite too
     if any(abs(float(end)) > largest for end in ends):
         refuse(op, name, f"be at most {largest:.5g} in size for {dtype}", value)
     if ends[0] > ends[1]:
         refuse(op, name, "have low at most high", value)
-
-
-def _is_finite(value) -> bool:
-    try:
-        return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # of an integer beyond every float
-        return False
 
 
 def _fill(parameters: tuple[Tensor | None, ...], initial: float | tuple[float, float]) -> None:

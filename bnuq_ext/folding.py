@@ -25,7 +25,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from .agreement import check_equal, tolerance_of
@@ -33,6 +32,7 @@ from .chunks import is_out_of_memory
 from .fingerprint import fingerprint
 from .forward import Forward
 from .inputs import expand, num_rows, tensors
+from .ops.modes import autocast_dtypes
 from .passes import DoesNotFold, ReplicaPass, Undecided
 from .probe import ROWS
 from .reads import READS, Reads, uncompiled
@@ -169,10 +169,7 @@ class Folding:
             key_of(self.forward.output_fn, self.modules),
             tuple(self.forward.layers),
             self.flags,
-            *(
-                torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-                for kind in ("cpu", "cuda")
-            ),
+            autocast_dtypes(),
         )
 
     def remember(self, memory: dict, place, value, lasting: bool = True) -> None:

@@ -115,7 +115,7 @@ class BankSamplers:
         if self._stamp != stamp:
             self._made, self._stamp = {}, stamp
         # Another thread may begin anew; and what a mode makes of tensors is not for later.
-        made = self._made if type(torch.empty(0)) is torch.Tensor else {}
+        made = {} if torch._C._len_torch_dispatch_stack() else self._made
         place = (name, batch_size, device, _stream(device))
         if place not in made:
             with without_gradients():

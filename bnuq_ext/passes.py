@@ -217,6 +217,7 @@ class ReplicaPass(Pass):
         self.rows = {} if rows is None else rows
         self.shared = {} if shared is None else shared
         self.largest = 0  # bytes of the largest x
+        self.body: Pass | None = None  # of `replicas`, whose call of the model it is
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         draw = self.draw

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from .batch_norm_like import averages_rows
 from .chain import drops_first, is_chain, is_plain
@@ -46,10 +48,11 @@ def replicas(
     eval, by T replicas and one alone, when parameters have changed. Such a trial does not see what
     rare values alone set off, nor a flag outside of the model that changes later: there,
     `predict(..., strategy="loop")`. Dropout in train() draws for each of the T*N rows. What a
-    backward computes again (`torch.utils.checkpoint`) is the same as in the forward. A compiled
-    function breaks its graph at a call of the model, which fullgraph=True does not allow. The state
-    is this thread's (or task's): other threads may use the model with other replicas, or none, at
-    the same time. Bodies for several models may lie in each other; for one model the innermost
+    backward computes again (`torch.utils.checkpoint`) is the same as in the forward; a
+    checkpoint around the model itself needs use_reentrant=False, and a call of it in the body. A
+    compiled function breaks its graph at a call of the model, which fullgraph=True does not allow.
+    The state is this thread's (or task's): other threads may use the model with other replicas, or
+    none, at the same time. Bodies for several models may lie in each other; for one model the innermost
     counts.
 
     Args:
@@ -123,12 +126,15 @@ class _Session(Pass):
         """Prepares a call of the model; its inputs, expanded if need be."""
         self.active = None
         inputs = self._prepared(inputs)
+        self.active.body = self
         self.start = next_node()
         return inputs
 
     def _prepared(self, inputs: dict) -> dict:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             refuse("replicas", "model", "be exported outside the body", "a call that is traced")
+        if not torch.is_grad_enabled() and _is_checkpointed_reentrantly():
+            refuse("replicas", "a checkpoint around the model", "have use_reentrant=False", True)
         if num_rows("replicas", inputs) == 0 or self.num_samples == 1:
             draw = self.forward.draw(self.first, 1)
             self.active = ReplicaPass(self.forward.layers, draw, op="replicas")
@@ -191,9 +197,26 @@ def _sessions():
         session = session.outer
 
 
+def _is_checkpointed_reentrantly() -> bool:
+    """Whether the call is one of `torch.utils.checkpoint` whose backward makes another call that
+    nothing tells from a new one."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _replays_another(session: _Session) -> bool:
+    """Whether a backward computes a call of the session's model again that was made elsewhere."""
+    replay = replayed_pass()
+    if replay is None or replay.done.body is session:
+        return False
+    return not session.names.keys().isdisjoint(replay.names)
+
+
 class _Hook:
     """A hook of the model: does nothing outside the session's own thread and body, inside a further
-    body for the model, and in a copy of the model."""
+    body for the model, for what a backward computes again of another, and in a copy of the model."""
 
     def __init__(self, session: _Session | None = None):
         self.session = session
@@ -204,7 +227,7 @@ class _Hook:
 
     def applies(self, model: nn.Module) -> bool:
         found = next((s for s in _sessions() if s.forward.model is model), None)
-        return found is not None and found is self.session
+        return found is not None and found is self.session and not _replays_another(found)
 
 
 class _Before(_Hook):

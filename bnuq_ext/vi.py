@@ -369,8 +369,10 @@ def _check_factor(name: str, value) -> None:
     if isinstance(value, Tensor) and value.numel() == 1 and value.dtype != torch.bool:
         if value.is_complex():
             refuse("elbo_loss", name, "be real", value.dtype, TypeError)
-        return
-    check_number("elbo_loss", name, value)
+    elif isinstance(value, Tensor):
+        refuse("elbo_loss", name, "be a number or a tensor with one", value, TypeError)
+    else:
+        check_number("elbo_loss", name, value)
 
 
 def _check_targets(y, likelihood: str) -> None:

@@ -41,6 +41,16 @@ def autocasted(x: Tensor) -> Tensor:
     return x
 
 
+def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
+    """What autocast rounds to on each kind of device; empty where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    )
+
+
 def past_autocast(device: torch.device):
     """Around float32 products that autocast would round to 16 bits; it reaches into an op too."""
     return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()

@@ -1,0 +1,60 @@
+"""Activation checkpointing around the model itself, called in a body of `replicas`."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bnuq_ext as bnuq
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    layers = bnuq.BayesLinear(5, 6, rho_init=-1.0), nn.Tanh(), bnuq.BayesLinear(6, 3, rho_init=-1.0)
+    return nn.Sequential(*layers)
+
+
+X = torch.randn(9, 5, generator=torch.Generator().manual_seed(1))
+
+
+def loss(model, num_samples, seed, again):
+    with bnuq.replicas(model, num_samples, seed=seed):
+        y = checkpoint(model, X, use_reentrant=False) if again else model(X)
+        return y.square().sum()
+
+
+def gradients(model, value):
+    return torch.autograd.grad(value, list(model.parameters()))
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_a_backward_behind_the_body(model, num_samples):
+    kept, again = (gradients(model, loss(model, num_samples, 1, way)) for way in (False, True))
+    torch.testing.assert_close(again, kept)
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_a_backward_in_another_body_has_the_weights_of_its_forward(model, num_samples):
+    kept = gradients(model, loss(model, num_samples, 1, False) + loss(model, 3, 2, False))
+    first = loss(model, num_samples, 1, True)
+    with bnuq.replicas(model, 3, seed=2):
+        second = checkpoint(model, X, use_reentrant=False).square().sum()
+        again = gradients(model, first + second)
+        torch.testing.assert_close(again, kept)
+        # The body goes on as before.
+        ordinary = model(X).square().sum()
+    torch.testing.assert_close(ordinary, second)
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_a_reentrant_checkpoint_is_refused(model, num_samples):
+    message = "replicas: a checkpoint around the model must have use_reentrant=False, got True"
+    x = X.clone().requires_grad_()
+    with bnuq.replicas(model, num_samples, seed=1):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            checkpoint(model, x, use_reentrant=True)
+        with torch.no_grad():  # which is no checkpoint
+            assert model(x).shape == (9 * num_samples, 3)
