@@ -13,6 +13,7 @@ from .chunks import check_chunk
 from .dropout import Dropping
 from .forward import Forward
 from .inputs import copied, device_of, is_one_input
+from .interrupts import leaving_nothing_behind
 from .known import know
 from .nn import check_model
 from .ops import new_seed, snapshot_indices
@@ -31,6 +32,7 @@ _SEEDS = 2**31 - 1
 
 
 @untraced
+@leaving_nothing_behind
 def plug_in(
     model: nn.Module,
     x,
@@ -62,6 +64,7 @@ def plug_in(
 
 
 @untraced
+@leaving_nothing_behind
 def mc_dropout(
     model: nn.Module,
     x,
@@ -110,6 +113,7 @@ def mc_dropout(
 
 
 @untraced
+@leaving_nothing_behind
 def ensemble(
     models: Sequence[nn.Module],
     x,

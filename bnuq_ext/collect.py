@@ -13,8 +13,9 @@ from ._version import __version__
 from .bank import Bank, attach
 from .batches import Source, find_source
 from .inputs import call, copied, device_of, model_input, move, num_rows, tensors
+from .interrupts import leaving_nothing_behind
 from .nn import require_stochastic_layers
-from .ops.checks import check_callable, check_integer, check_one_of, refuse
+from .ops.checks import check_callable, check_dtype, check_integer, check_one_of, refuse
 from .passes import Pass, running
 from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
@@ -24,6 +25,7 @@ from .warn import warn
 
 
 @untraced
+@leaving_nothing_behind
 def collect(
     model: nn.Module,
     data,
@@ -145,6 +147,7 @@ class CollectPass(Pass):
         if torch._C._are_functorch_transforms_active():  # whose tensors do not outlive them
             requirement = "call its stochastic layers outside of torch.func's transforms"
             refuse(self.op, "model", requirement, "a call inside one")
+        check_dtype(self.op, f"the input of {key!r}", x)
         if x.numel() < 2 * max(x.shape[1], 1):
             self.too_small = True
             raise _TooSmall

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from .batch_norm_like import EXCLUDED, describe, listed, survey
 from .guards import DropoutTrace, warnings_of
 from .inputs import call, check_one_input, copied
+from .interrupts import leaving_nothing_behind
 from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .passes import Pass, running
 from .reads import ONE_MODE, Watch, storage_of
@@ -59,6 +60,7 @@ class Report:
         return "\n".join(lines)
 
 
+@leaving_nothing_behind
 def doctor(model: nn.Module, x) -> Report:
     """Run one forward, in eval, without gradients; tell which batch norm is not covered
     and what else is wrong.

@@ -16,6 +16,7 @@ from .bank import Bank
 from .batches import as_dataset, fetcher, find_source
 from .collect import gather
 from .inputs import call, device_of, move, split_batch
+from .interrupts import leaving_nothing_behind
 from .nn import require_stochastic_layers
 from .ops.checks import acc_dtype, check_floating, check_integer, refuse
 from .passes import Pass, running
@@ -98,6 +99,7 @@ class StatisticsNormality:
         return "\n".join(lines)
 
 
+@leaving_nothing_behind
 def statistics_normality(
     model: nn.Module,
     data,

@@ -73,6 +73,16 @@ class running:  # a context manager; written out, for a generator costs more tha
             inner.outer = outer
 
 
+def leave_passes(outer: Pass | None) -> None:
+    """Ends what this thread has begun since `outer` was its pass."""
+    active = _CURRENT.get()
+    while active is not None and active is not outer:
+        if active in _RUNNING:
+            _RUNNING.remove(active)
+        active = active.outer
+    _CURRENT.set(outer)
+
+
 class Replicated:
     """Mixin of a layer that a pass can run as T replicas; goes before the class it extends.
 

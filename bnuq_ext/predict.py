@@ -14,6 +14,7 @@ from .chunks import check_chunk
 from .collect import gather
 from .forward import Forward
 from .inputs import device_of, is_one_input, num_rows, split_batch, tensors
+from .interrupts import leaving_nothing_behind
 from .known import know
 from .nn import Stochastic, check_model, named_stochastic_layers, require_stochastic_layers
 from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
@@ -37,6 +38,7 @@ from .warn import warn
 
 
 @untraced
+@leaving_nothing_behind
 def predict(
     model: nn.Module,
     x,

@@ -92,6 +92,8 @@ class Prediction:
             refuse(op, "samples", f"have shape {form}", list(samples.shape))
         if samples.shape[0] < 1:
             refuse(op, "samples", "have at least 1 replica", list(samples.shape))
+        if likelihood == "categorical" and samples.shape[2] == 1:
+            refuse(op, "samples", "have at least 2 classes", list(samples.shape))
         with torch.no_grad():
             summary = summarise(op, likelihood, samples)
         check_noise_shape(op, noise_var, summary["mean"])

@@ -85,11 +85,10 @@ def replicas(
     _check_outer_bodies(model)
     forward = forward_by_bank(op, model, modules, sampler, batch_size, seed, _flat)
     session = _Session(forward._replace(call=_call), first_replica, num_samples)
-    handles = [
-        model.register_forward_pre_hook(_Before(session), prepend=True, with_kwargs=True),
-        model.register_forward_hook(_After(session), always_call=True),
-    ]
+    before, after, handles = _Before(session), _After(session), []
     try:
+        handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(model.register_forward_hook(after, always_call=True))
         with running(session):
             yield
     finally:

@@ -16,6 +16,7 @@ from .chain import drops_first, is_chain, is_plain
 from .chunks import keep_freed_pages
 from .forward import Forward
 from .inputs import check_one_input, device_of, expand, num_rows, tensors
+from .interrupts import leaving_nothing_behind
 from .known import know, nothing_known
 from .ops import new_seed
 from .ops.checks import (
@@ -153,6 +154,7 @@ class Elbo(NamedTuple):
     kl: Tensor
 
 
+@leaving_nothing_behind
 def elbo_loss(
     model: nn.Module,
     x,

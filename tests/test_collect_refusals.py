@@ -186,6 +186,13 @@ def test_nothing_that_could_be_used():
 # ---- refusals ----------------------------------------------------------------------------------
 
 
+def test_integers_that_reach_a_layer_are_refused():
+    model = bnuq.convert(nn.Sequential(nn.Identity(), nn.BatchNorm1d(WIDTH, affine=False)))
+    message = "collect: the input of '1' must be float32, .*, got torch.int64"
+    with pytest.raises(TypeError, match=message):
+        bnuq.collect(model, [torch.ones(9, WIDTH, dtype=torch.long)], 1)
+
+
 def test_refuses_models():
     # Its constructor asks for a process group.
     distributed = nn.Module()

@@ -116,7 +116,7 @@ def test_is_equal_to_itself_alone():
             torch.zeros(4, 3, 1),
             "categorical",
             ValueError,
-            r"the output must have at least 2 classes .* got \[3, 1\]",
+            r"samples must have at least 2 classes, got \[4, 3, 1\]",
         ),
         (
             torch.zeros(4, 3),

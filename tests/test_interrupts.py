@@ -1,0 +1,108 @@
+"""An interrupt between two lines of a context manager leaves the thread in no pass."""
+
+import linecache
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import bnuq_ext as bnuq
+from bnuq_ext import passes, restore
+from bnuq_ext.passes import current_pass
+
+X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+BATCHES = list(torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(1)))
+# Functions of context managers that are interrupted, by file.
+CUT = {
+    passes.__file__: ("__enter__", "__exit__"),
+    restore.__file__: ("without_gradients",),
+}
+
+
+class Bare(nn.Module):
+    """Not a plain chain of layers, so that it is tried."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(x).relu())
+
+
+def trace(run, at=None):
+    """Runs with a KeyboardInterrupt at the given (file, line, n-th time);
+    returns the places passed."""
+    passed, places = {}, []
+
+    def local(frame, event, _):
+        if event == "line":
+            line = frame.f_code.co_filename, frame.f_lineno
+            passed[line] = passed.get(line, 0) + 1
+            places.append((*line, passed[line]))
+            if places[-1] == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return local
+
+    def enter(frame, *_):
+        return local if frame.f_code.co_name in CUT.get(frame.f_code.co_filename, ()) else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return places
+
+
+RUNS = {
+    "collect": lambda model: bnuq.collect(model, BATCHES, progress=False),
+    "first predict": lambda model: bnuq.predict(model, X, likelihood="gaussian", seed=0),
+    "loop": lambda model: bnuq.predict(model, X, likelihood="gaussian", seed=0, strategy="loop"),
+    "doctor": lambda model: bnuq.doctor(model, X),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_interrupted_at_every_line(name):
+    def made():
+        model = bnuq.convert(Bare()).eval()
+        bnuq.collect(model, BATCHES, progress=False)
+        return model
+
+    model = made()
+    expected, run = model(X), RUNS[name]
+    last = {}
+    for file, line, time in trace(lambda: run(model)):
+        last[file, line] = time
+    assert len(last) > 8
+    for (file, line), times in last.items():
+        for time in sorted({1, (times + 1) // 2, times}):
+            model = made()
+            where = (
+                f"{Path(file).name}:{line} {linecache.getline(file, line).strip()!r}, time {time}"
+            )
+            try:
+                trace(lambda model=model: run(model), (file, line, time))
+            except KeyboardInterrupt:
+                pass
+            assert current_pass() is None and not passes._RUNNING, where
+            assert torch.is_grad_enabled(), where
+            assert torch.equal(model(X), expected), where
+
+
+def test_an_error_inside_a_body_leaves_the_body():
+    model, inner = bnuq.convert(Bare()).eval(), bnuq.convert(Bare()).eval()
+    bnuq.collect(model, BATCHES, progress=False)
+    with bnuq.replicas(model, 2, seed=0):
+        session = current_pass()
+        with pytest.raises(ValueError, match="bank"):
+            bnuq.predict(inner, X, likelihood="gaussian")
+        assert current_pass() is session
+        assert model(X).shape == (10, 3)
+    assert current_pass() is None
