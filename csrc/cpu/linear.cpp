@@ -121,35 +121,57 @@ Tensor forward(const LinearCall& call, const std::optional<Tensor>& bias) {
   return call.N > kFewRows ? many_rows(call, bias) : few_rows(call, bias);
 }
 
+// (T, N, O) in the type of x.
+Tensor forward(const LinearArguments& given, const std::optional<Tensor>& bias) {
+  const int64_t N = given.x.size(-2), O = given.mu.size(0);
+  Tensor y;
+  given.for_groups([&](const Replicas& some) {
+    const LinearCall call(given, some);
+    std::optional<Tensor> biases = bias;
+    if (bias) biases = view_of(*bias, some.first * O, {some.count, O}, {O, 1});
+    const Tensor part = forward(call, biases);
+    if (some.count == given.T) {
+      y = contiguous_as(given.x.scalar_type(), part);
+      return;
+    }
+    if (some.first == 0) y = empty_on(given.x, {given.T, N, O}, given.x.scalar_type());
+    Tensor into = view_of(y, some.first * N * O, {some.count, N, O}, {N * O, O, 1});
+    torch::stable::copy_(into, part);
+  });
+  return y;
+}
+
 Tensor bayes_linear_cpu(
     Tensor x, Tensor mu, Tensor rho, std::optional<Tensor> bias_mu, std::optional<Tensor> bias_rho,
     Tensor seed, int64_t stream, int64_t num_samples) {
-  const LinearCall call(x, mu, rho, seed, stream, num_samples);
+  const LinearArguments given = {x, mu, rho, seed, stream, num_samples};
   STD_TORCH_CHECK(
       bias_mu.has_value() == bias_rho.has_value(), "bayes_linear: a bias must have both halves");
-  check_bias(call, bias_mu);
-  check_bias(call, bias_rho);
+  check_bias(given, bias_mu);
+  check_bias(given, bias_rho);
   std::optional<Tensor> bias;
   if (bias_mu) bias = sample_bias(*bias_mu, *bias_rho, seed, stream, num_samples);
-  return contiguous_as(x.scalar_type(), forward(call, bias));
+  return forward(given, bias);
 }
 
 std::tuple<Tensor, Tensor> bayes_linear_kl_cpu(
     Tensor x, std::vector<Tensor> mu, std::vector<Tensor> rho, Tensor seed, int64_t stream,
     int64_t num_samples, double prior_std) {
   check_posterior(mu, rho);
-  const LinearCall call(x, mu[0], rho[0], seed, stream, num_samples);
+  const LinearArguments given = {x, mu[0], rho[0], seed, stream, num_samples};
   std::optional<Tensor> bias;
   double kl = 0;
   if (mu.size() > 1) {
     bias = sample_bias(mu[1], rho[1], seed, stream, num_samples);
     kl = gaussian_kl_of(mu[1], rho[1], prior_std);
   }
-  if (call.T > 1 || call.N <= kFewRows) {
-    kl += gaussian_kl_of(call.mu, call.rho, prior_std);
-    const Tensor y = contiguous_as(x.scalar_type(), forward(call, bias));
-    return {view_of(y, 0, {call.T * call.N, call.O}, {call.O, 1}), scalar_like(call.mu, kl)};
+  const int64_t N = x.size(-2), O = mu[0].size(0);
+  if (num_samples > 1 || N <= kFewRows) {
+    kl += gaussian_kl_of(mu[0], rho[0], prior_std);
+    const Tensor y = forward(given, bias);
+    return {view_of(y, 0, {num_samples * N, O}, {O, 1}), scalar_like(mu[0], kl)};
   }
+  const LinearCall call(given, {0, 1});
   const auto [weight, weight_kl] = sample_with_kl(call, prior_std);
   const Tensor y = contiguous_as(x.scalar_type(), with_weight(call, weight, bias));
   return {y, scalar_like(call.mu, kl + weight_kl)};

@@ -228,26 +228,61 @@ void bias_grads(
   });
 }
 
-// bias_mu for the prior alone.
+// Gradients from grad_y (T, N, O), but for the prior's where it is not the only replica's.
 Grads backward(
     const LinearCall& call, const Tensor& grad_y, const Asked& asked,
-    const std::optional<Tensor>& bias_mu, const std::optional<Tensor>& bias_rho,
-    const Noise& bias_noise) {
+    const std::optional<Tensor>& bias_rho, const Noise& bias_noise) {
   const Tensor grad = contiguous_as(call.mu.scalar_type(), grad_y);
-  STD_TORCH_CHECK(
-      grad.numel() == call.T * call.N * call.O, "bayes_linear: grad_y must have shape (T, N, O)");
   Grads grads;
-  const auto& prior = asked.prior;
-  const bool one = call.N > kFewRows && call.T == 1;
   if (asked.x || asked.weight) {
-    const auto run = one ? one_replica : call.N <= kFewRows ? few_rows : many_replicas;
+    const auto run = call.N <= kFewRows ? few_rows : call.T == 1 ? one_replica : many_replicas;
     run(call, grad, asked, grads);
   }
-  if (asked.weight && prior && !one)
-    add_gaussian_grads(*grads.mu, *grads.rho, prior->grad, call.mu, call.rho, prior->prior_std);
-  if (!asked.bias) return grads;
-  bias_grads(call, grad, *bias_rho, bias_noise, grads);
-  if (prior)
+  if (asked.bias) bias_grads(call, grad, *bias_rho, bias_noise, grads);
+  return grads;
+}
+
+// Adds what a group of replicas gives; its gradient by an x of its own goes where it belongs.
+void add_group(
+    Grads& sum, const Grads& more, const LinearArguments& given, const Replicas& replicas) {
+  const auto add = [](std::optional<Tensor>& to, const std::optional<Tensor>& from) {
+    if (to && from)
+      add_into(*to, *from);
+    else
+      to = from;
+  };
+  add(sum.mu, more.mu), add(sum.rho, more.rho);
+  add(sum.bias_mu, more.bias_mu), add(sum.bias_rho, more.bias_rho);
+  if (given.x.dim() == 2) return add(sum.x, more.x);
+  if (!more.x) return;
+  if (!sum.x) sum.x = empty_rows(given.x, given.T, MemoryFormat::Contiguous);
+  Tensor into = replicas.of(*sum.x);
+  torch::stable::copy_(into, *more.x);
+}
+
+// bias_mu for the prior alone.
+Grads backward(
+    const LinearArguments& given, const Tensor& grad_y, const Asked& asked,
+    const std::optional<Tensor>& bias_mu, const std::optional<Tensor>& bias_rho) {
+  const int64_t T = given.T, N = given.x.size(-2), O = given.mu.size(0);
+  STD_TORCH_CHECK(grad_y.numel() == T * N * O, "bayes_linear: grad_y must have shape (T, N, O)");
+  const Tensor grad = contiguous_as(grad_y.scalar_type(), grad_y);
+  Grads grads;
+  given.for_groups([&](const Replicas& some) {
+    const LinearCall call(given, some);
+    const Tensor part = view_of(grad, some.first * N * O, {some.count, N, O}, {N * O, O, 1});
+    const Grads more = backward(call, part, asked, bias_rho, given.noise(some, kTagBias));
+    if (some.count == T)
+      grads = more;
+    else
+      add_group(grads, more, given, some);
+  });
+  const auto& prior = asked.prior;
+  if (!prior) return grads;
+  const bool has_prior = T == 1 && N > kFewRows;  // see one_replica
+  if (asked.weight && !has_prior)
+    add_gaussian_grads(*grads.mu, *grads.rho, prior->grad, given.mu, given.rho, prior->prior_std);
+  if (asked.bias)
     add_gaussian_grads(
         *grads.bias_mu, *grads.bias_rho, prior->grad, *bias_mu, *bias_rho, prior->prior_std);
   return grads;
@@ -256,25 +291,23 @@ Grads backward(
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // As an op returns them: each in its own memory, what was not asked for empty.
-Five results_of(const LinearCall& call, const Grads& grads, ScalarType x_type) {
+Five results_of(const LinearArguments& given, const Grads& grads) {
   const auto made = [&](const std::optional<Tensor>& grad) {
-    return grad ? *grad : call.empty({0});
+    return grad ? *grad : empty_on(given.mu, {0}, given.mu.scalar_type());
   };
   return {
-      contiguous_as(x_type, made(grads.x)), made(grads.mu), made(grads.rho), made(grads.bias_mu),
-      made(grads.bias_rho)};
+      contiguous_as(given.x.scalar_type(), made(grads.x)), made(grads.mu), made(grads.rho),
+      made(grads.bias_mu), made(grads.bias_rho)};
 }
 
 Five bayes_linear_backward_cpu(
     Tensor grad_y, Tensor x, Tensor mu, Tensor rho, std::optional<Tensor> bias_rho, Tensor seed,
     int64_t stream, int64_t num_samples, bool need_x, bool need_weight, bool need_bias) {
-  const LinearCall call(x, mu, rho, seed, stream, num_samples);
+  const LinearArguments given = {x, mu, rho, seed, stream, num_samples};
   STD_TORCH_CHECK(bias_rho || !need_bias, "bayes_linear: bias_rho is needed for its gradient");
-  check_bias(call, bias_rho);
+  check_bias(given, bias_rho);
   const Asked asked{need_x, need_weight, need_bias, {}};
-  const Noise bias_noise = noise_of(seed, stream, kTagBias);
-  const Grads grads = backward(call, grad_y, asked, {}, bias_rho, bias_noise);
-  return results_of(call, grads, x.scalar_type());
+  return results_of(given, backward(given, grad_y, asked, {}, bias_rho));
 }
 
 Five bayes_linear_kl_backward_cpu(
@@ -285,13 +318,11 @@ Five bayes_linear_kl_backward_cpu(
   STD_TORCH_CHECK(
       grad_kl.numel() == 1 && (mu.size() > 1 || !need_bias),
       "bayes_linear_kl: grad_kl must be a scalar, and a bias be there if its gradients are needed");
-  const LinearCall call(x, mu[0], rho[0], seed, stream, num_samples);
+  const LinearArguments given = {x, mu[0], rho[0], seed, stream, num_samples};
   const Asked asked{need_x, need_weight, need_bias, PriorGrad{value_of(grad_kl), prior_std}};
   std::optional<Tensor> bias_mu, bias_rho;
   if (mu.size() > 1) bias_mu = mu[1], bias_rho = rho[1];
-  const Noise bias_noise = noise_of(seed, stream, kTagBias);
-  const Grads grads = backward(call, grad_y, asked, bias_mu, bias_rho, bias_noise);
-  return results_of(call, grads, x.scalar_type());
+  return results_of(given, backward(given, grad_y, asked, bias_mu, bias_rho));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {

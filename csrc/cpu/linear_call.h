@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "../dispatch.h"
@@ -27,6 +28,37 @@ inline Noise noise_of(const Tensor& seed, int64_t stream, uint32_t tag = kTagWei
   return {subkey(s[0], uint32_t(stream), tag), uint64_t(s[1])};
 }
 
+// Some of an op's replicas.
+struct Replicas {
+  int64_t first, count;
+
+  Tensor of(Tensor x) const { return x.dim() == 2 ? x : torch::stable::narrow(x, 0, first, count); }
+};
+
+// What an op is given; seed, stream and T as in `ops.bayes_linear`.
+struct LinearArguments {
+  Tensor x, mu, rho, seed;
+  int64_t stream, T;
+
+  Noise noise(const Replicas& replicas, uint32_t tag = kTagWeight) const {
+    Noise found = noise_of(seed, stream, tag);
+    found.first += uint64_t(replicas.first);
+    return found;
+  }
+
+  // The replicas by groups: all at once, but of 16-bit activations, whose float32 copies must not
+  // grow with T.
+  template <typename Group>
+  void for_groups(const Group& group) const {
+    STD_TORCH_CHECK(T > 0, "bayes_linear: num_samples must be at least 1");
+    constexpr int64_t kNumbers = int64_t(1) << 20;
+    const int64_t widest = x.size(-2) * std::max(x.size(-1), mu.size(0));
+    const bool copied = x.scalar_type() != mu.scalar_type();
+    const int64_t most = copied ? std::max<int64_t>(kNumbers / std::max<int64_t>(widest, 1), 1) : T;
+    for (int64_t t = 0; t < T; t += most) group(Replicas{t, std::min(most, T - t)});
+  }
+};
+
 // The tensors are contiguous, in the accumulation type.
 struct LinearCall {
   Tensor x, mu, rho;  // (N, I) or (T, N, I); (O, I)
@@ -34,20 +66,18 @@ struct LinearCall {
   int64_t T, N, O, I;
   bool shared;
 
-  LinearCall(
-      const Tensor& given_x, const Tensor& given_mu, const Tensor& given_rho, const Tensor& seed,
-      int64_t stream, int64_t num_samples)
-      : x(contiguous_as(given_mu.scalar_type(), given_x)),
-        mu(contiguous_as(given_mu.scalar_type(), given_mu)),
-        rho(contiguous_as(given_mu.scalar_type(), given_rho)),
-        noise(noise_of(seed, stream)),
-        T(num_samples),
+  LinearCall(const LinearArguments& given, const Replicas& replicas)
+      : x(contiguous_as(given.mu.scalar_type(), replicas.of(given.x))),
+        mu(contiguous_as(given.mu.scalar_type(), given.mu)),
+        rho(contiguous_as(given.mu.scalar_type(), given.rho)),
+        noise(given.noise(replicas)),
+        T(replicas.count),
         N(x.size(-2)),
         O(mu.size(0)),
         I(mu.size(1)),
         shared(x.dim() == 2) {
     STD_TORCH_CHECK(
-        x.size(-1) == I && rho.numel() == O * I && (shared || x.size(0) == T),
+        x.size(-1) == I && rho.numel() == O * I && (shared || given.x.size(0) == given.T),
         "bayes_linear: x, mu and rho must match in size");
   }
 
@@ -59,9 +89,10 @@ struct LinearCall {
 };
 
 // Half of a bias (O,), or none.
-inline void check_bias(const LinearCall& call, const std::optional<Tensor>& half) {
+inline void check_bias(const LinearArguments& given, const std::optional<Tensor>& half) {
   STD_TORCH_CHECK(
-      !half || half->numel() == call.O, "bayes_linear: a bias must have an entry for each output");
+      !half || half->numel() == given.mu.size(0),
+      "bayes_linear: a bias must have an entry for each output");
 }
 
 // Of the weights (O, I), then of a bias (O,) if there is one.

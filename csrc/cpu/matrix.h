@@ -132,16 +132,20 @@ inline Tensor product(const Matrix& a, const Matrix& b, const std::optional<Tens
   return out;
 }
 
+// sum += more, both contiguous float32.
+inline void add_into(const Tensor& sum, const Tensor& more) {
+  float* to = static_cast<float*>(sum.mutable_data_ptr());
+  const float* from = static_cast<const float*>(more.const_data_ptr());
+  torch::stable::parallel_for(0, more.numel(), 16384, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) to[i] += from[i];
+  });
+}
+
 // out += a b.
 inline void add_product(const Matrix& out, const Matrix& a, const Matrix& b) {
   const Tensor y = out.view();
   if (prefers_onednn(a, b)) {
-    const Tensor more = onednn_product(a, b, {});
-    float* to = static_cast<float*>(y.mutable_data_ptr());
-    const float* from = static_cast<const float*>(more.const_data_ptr());
-    torch::stable::parallel_for(0, more.numel(), 16384, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) to[i] += from[i];
-    });
+    add_into(y, onednn_product(a, b, {}));
   } else {
     TORCH_ERROR_CODE_CHECK(
         aoti_torch_cpu_addmm_out(y.get(), y.get(), a.view().get(), b.view().get(), 1, 1));
