@@ -145,17 +145,17 @@ def entropies(mean: Tensor, expected_entropy: Tensor, count: int) -> dict[str, T
 def _information(entropy: Tensor, expected_entropy: Tensor, count: int, classes: int) -> Tensor:
     # Both terms, of at most ln K, come from T steps of a recursion, which round.
     noise = torch.finfo(entropy.dtype).eps * (4 + count**0.5) * (1 + log(classes or 1))
-    return torch.threshold(entropy - expected_entropy, noise, 0.0)
+    return torch.threshold_(entropy - expected_entropy, noise, 0.0)
 
 
-def check_logits(op: str, logits: Tensor) -> None:
-    """Checks that a replica's output can be the logits of classes."""
-    if logits.dim() < 2:
+def check_logits(op: str, shape: torch.Size) -> None:
+    """Checks that a replica's output of a shape can be the logits of classes."""
+    if len(shape) < 2:
         requirement = "be logits (N, K, *) for a categorical likelihood"
-        refuse(op, "the output", requirement, list(logits.shape))
-    if logits.shape[1] == 1:  # whose softmax is 1, whatever the network says
+        refuse(op, "the output", requirement, list(shape))
+    if shape[1] == 1:  # whose softmax is 1, whatever the network says
         requirement = "have at least 2 classes (of one logit z, output_fn can make [0, z])"
-        refuse(op, "the output", requirement, list(logits.shape))
+        refuse(op, "the output", requirement, list(shape))
 
 
 class CategoricalMoments:
@@ -167,7 +167,7 @@ class CategoricalMoments:
 
     def add(self, logits: Tensor) -> None:
         """Takes in (T, N, K, *)."""
-        check_logits(self.op, logits[0])
+        check_logits(self.op, logits.shape[1:])
         if self.mean is None:
             shape, dtype = logits.shape[1:], acc_dtype(logits.dtype)
             self.expected_entropy = logits.new_zeros(shape[:1] + shape[2:], dtype=dtype)
@@ -225,7 +225,7 @@ def summarise(op: str, likelihood: str, outputs: Tensor) -> dict[str, Tensor]:
         moments = GaussianMoments(op)
         moments.add(outputs)
         return moments.summary()
-    check_logits(op, outputs[0])
+    check_logits(op, outputs.shape[1:])
     mean, variance, entropy, expected_entropy = predictive_statistics(outputs)
     information = _information(entropy, expected_entropy, outputs.shape[0], mean.shape[1])
     return {

@@ -308,7 +308,7 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
     outputs = outputs.to(acc_dtype(outputs.dtype))  # a sum over rows soon is infinite in float16
     rows, categorical = len(outputs) // num_samples, likelihood == "categorical"
     if categorical:
-        check_logits("elbo_loss", outputs[:rows])
+        check_logits("elbo_loss", outputs[:rows].shape)
     expected = (rows, *outputs.shape[2 if categorical else 1 :])
     if tuple(y.shape) != expected:
         refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))

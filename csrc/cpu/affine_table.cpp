@@ -20,6 +20,12 @@ BNUQ_CLONES void affine_row(
   }
 }
 
+// body(begin, end) over the replicas, as a rule in the thread that will use them.
+template <typename Body>
+void for_replicas(int64_t T, int64_t C, const Body& body) {
+  torch::stable::parallel_for(0, T, 1 + 2048 / (C + 1), body);
+}
+
 // Calls row(t, means, vars) with the C means and variances of each replica.
 template <typename acc_t, typename Row>
 void for_each_row(const Bank& bank, int64_t T, int64_t C, const Row& row) {
@@ -30,29 +36,35 @@ void for_each_row(const Bank& bank, int64_t T, int64_t C, const Row& row) {
     source.snapshot = rows.data();
   }
   const std::vector<acc_t> outside(C, acc_t(NAN));
-  for (int64_t t = 0; t < T; ++t) {
-    const int64_t s = source.row(t);
-    row(t, s < 0 ? outside.data() : source.mean + s * C,
-        s < 0 ? outside.data() : source.var + s * C);
-  }
+  for_replicas(T, C, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t s = source.row(t);
+      row(t, s < 0 ? outside.data() : source.mean + s * C,
+          s < 0 ? outside.data() : source.var + s * C);
+    }
+  });
 }
 
 template <typename acc_t, typename Row>
 void for_each_row(const Fitted& fitted, int64_t T, int64_t C, const Row& row) {
   const FittedSource<acc_t> source = fitted.source<acc_t>(C);
-  std::vector<float> z_mean(C), z_spread(C);
-  std::vector<acc_t> means(C), vars(C);
-  for (int64_t t = 0; t < T; ++t) {
-    const uint64_t replica = uint64_t(source.row(t));
-    vector_normals(z_mean.data(), subkey(source.seed[0], source.stream, kTagMean), replica, C);
-    vector_normals(z_spread.data(), subkey(source.seed[0], source.stream, kTagSpread), replica, C);
-    for (int64_t c = 0; c < C; ++c) {
-      const Moments<acc_t> m = source.draw(c, acc_t(z_mean[c]), acc_t(z_spread[c]));
-      means[c] = m.mean;
-      vars[c] = m.var;
+  const Key mean_key = subkey(source.seed[0], source.stream, kTagMean);
+  const Key spread_key = subkey(source.seed[0], source.stream, kTagSpread);
+  for_replicas(T, C, [&](int64_t begin, int64_t end) {
+    std::vector<float> z_mean(C), z_spread(C);
+    std::vector<acc_t> means(C), vars(C);
+    for (int64_t t = begin; t < end; ++t) {
+      const uint64_t replica = uint64_t(source.row(t));
+      vector_normals(z_mean.data(), mean_key, replica, C);
+      vector_normals(z_spread.data(), spread_key, replica, C);
+      for (int64_t c = 0; c < C; ++c) {
+        const Moments<acc_t> m = source.draw(c, acc_t(z_mean[c]), acc_t(z_spread[c]));
+        means[c] = m.mean;
+        vars[c] = m.var;
+      }
+      row(t, means.data(), vars.data());
     }
-    row(t, means.data(), vars.data());
-  }
+  });
 }
 
 // Continues the first C entries of a row periodically.
