@@ -21,11 +21,6 @@ from .modes import mark_written, past_autograd, refuse_other_derivatives
 from .philox import philox_normal
 
 
-def _call(op, *args) -> Tensor:
-    with past_autograd():
-        return op(*args)
-
-
 def batch_norm_bank(
     x: Tensor,
     mean: Tensor,
@@ -88,7 +83,8 @@ def batch_norm_bank(
     args = (x, mean, var, seed, snapshot, num_samples, weight, bias, residual)
     args += (eps, negative_slope, shared)
     if out is None:
-        return _call(torch.ops.bnuq.batch_norm_bank.default, *args)
+        with past_autograd():
+            return torch.ops.bnuq.batch_norm_bank.default(*args)
     needs_grad = wants_grad(x, mean, var, weight, bias, residual)
     check_out(op, out, x, num_samples, residual, shared, needs_grad)
     torch.ops.bnuq.batch_norm_bank_out.default(out, *args)
@@ -111,7 +107,8 @@ def batch_norm_snapshots(
     refuse_other_derivatives("batch_norm_bank", x, weight, bias)
     T, weight, bias = snapshot.shape[0], prepare(weight, acc), prepare(bias, acc)
     args = (x, mean, var, None, snapshot, T, weight, bias, None, eps, 1.0, shared)
-    return _call(torch.ops.bnuq.batch_norm_bank.default, *args)
+    with past_autograd():
+        return torch.ops.bnuq.batch_norm_bank.default(*args)
 
 
 def batch_norm_fitted(
@@ -164,7 +161,8 @@ def batch_norm_fitted(
     args = (x, params, seed.contiguous(), stream, FAMILIES[family], num_samples)
     args += (weight, bias, residual, eps, negative_slope, shared)
     if out is None:
-        return _call(torch.ops.bnuq.batch_norm_fitted.default, *args)
+        with past_autograd():
+            return torch.ops.bnuq.batch_norm_fitted.default(*args)
     needs_grad = wants_grad(x, params, weight, bias, residual)
     check_out(op, out, x, num_samples, residual, shared, needs_grad)
     torch.ops.bnuq.batch_norm_fitted_out.default(out, *args)

@@ -66,6 +66,8 @@ def _autocasts(device: torch.device) -> bool:
 def refuse_other_derivatives(op: str, *tensors: Tensor | None) -> None:
     """Raises inside torch.func.grad and the like, which a registered op has no rule for, and for a
     tensor with a tangent: it would return one of 0."""
+    if forward_ad._current_level < 0 and not torch.is_grad_enabled():
+        return
     if _differentiates_functions():
         message = "derivatives by torch.func are not available; torch.autograd.grad is"
         raise NotImplementedError(f"{op}: {message}")
