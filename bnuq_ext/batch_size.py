@@ -18,6 +18,7 @@ from .bank import Bank, attach
 from .batches import as_dataset, fetcher, find_source, has_rows
 from .collect import gather
 from .inputs import device_of, move, split_batch
+from .interrupts import leaving_nothing_behind
 from .metrics import mutual_information
 from .metrics.arguments import as_rows_of, take_labels
 from .nn import require_stochastic_layers
@@ -81,6 +82,7 @@ class BatchSizeFit:
         return None if self.nll is None else int(self.batch_sizes[self.nll.argmin()])
 
 
+@leaving_nothing_behind
 def fit_batch_size(
     model: nn.Module,
     data,

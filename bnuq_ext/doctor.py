@@ -16,7 +16,7 @@ from .inputs import call, check_one_input, copied
 from .interrupts import leaving_nothing_behind
 from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .passes import Pass, running
-from .reads import ONE_MODE, Watch, storage_of
+from .reads import ONE_MODE, DispatchMode, storage_of
 from .restore import evaluating, preserved_rng, without_gradients
 from .state import modules_of
 
@@ -122,7 +122,7 @@ def count_uncovered(model: nn.Module):
         yield counter
 
 
-class BatchNormCounter(Watch):
+class BatchNormCounter(DispatchMode):
     """Counts operators that normalise a batch, torch's own and quantised ones.
 
     Attributes:

@@ -6,9 +6,8 @@ from functools import wraps
 
 import torch
 
-from .passes import current_pass, leave_passes
-
-_OURS = {__package__, "contextlib", "torch"}
+from .passes import begun_pass, leave_passes
+from .warn import PASSED_OVER
 
 
 def _end_frames(error: BaseException) -> None:
@@ -16,7 +15,7 @@ def _end_frames(error: BaseException) -> None:
     would put back what was true inside."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in PASSED_OVER:
             with suppress(RuntimeError):  # of a frame that runs: the decorated function's caller
                 trace.tb_frame.clear()
         trace = trace.tb_next
@@ -30,7 +29,7 @@ def leaving_nothing_behind(function: Callable) -> Callable:
     def call(*args, **options):
         if torch.compiler.is_compiling():
             return function(*args, **options)
-        outer, gradients = current_pass(), torch.is_grad_enabled()
+        outer, gradients = begun_pass(), torch.is_grad_enabled()
         try:
             return function(*args, **options)
         except BaseException as error:

@@ -61,25 +61,33 @@ class running:  # a context manager; written out, for a generator costs more tha
         return self.active
 
     def __exit__(self, *exception) -> None:
-        _RUNNING.remove(self.active)
-        outer, self.active.outer = self.active.outer, None
-        inner = _CURRENT.get()
-        if inner is self.active:
-            _CURRENT.set(outer)
-            return
-        while inner is not None and inner.outer is not self.active:
+        leave_pass(self.active)
+
+
+def begun_pass() -> Pass | None:
+    """The pass that this thread (or task) has begun last and not ended."""
+    return _CURRENT.get()
+
+
+def leave_pass(active: Pass) -> None:
+    """Ends a pass of this thread, also one that is left half."""
+    if active in _RUNNING:
+        _RUNNING.remove(active)
+    outer, inner = active.outer, _CURRENT.get()
+    if inner is active:
+        _CURRENT.set(outer)
+    else:
+        while inner is not None and inner.outer is not active:
             inner = inner.outer
         if inner is not None:
             inner.outer = outer
+    active.outer = None
 
 
 def leave_passes(outer: Pass | None) -> None:
     """Ends what this thread has begun since `outer` was its pass."""
-    active = _CURRENT.get()
-    while active is not None and active is not outer:
-        if active in _RUNNING:
-            _RUNNING.remove(active)
-        active = active.outer
+    while (active := _CURRENT.get()) is not None and active is not outer:
+        leave_pass(active)
     _CURRENT.set(outer)
 
 
@@ -227,7 +235,7 @@ class ReplicaPass(Pass):
         self.rows = {} if rows is None else rows
         self.shared = {} if shared is None else shared
         self.largest = 0  # bytes of the largest x
-        self.body: Pass | None = None  # of `replicas`, whose call of the model it is
+        self.body: object | None = None  # stands for the body of `replicas` that it belongs to
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         draw = self.draw

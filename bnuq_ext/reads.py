@@ -237,7 +237,7 @@ def storage_of(tensor: Tensor) -> int | None:
         return None
 
 
-class Watch(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
     """A mode whose first call does not import torch._dynamo, which takes a second."""
 
     @classmethod
@@ -245,7 +245,7 @@ class Watch(TorchDispatchMode):
         return False
 
 
-class _Scalars(Watch):
+class _Scalars(DispatchMode):
     def __init__(self, reads: Reads):
         super().__init__()
         self.reads = reads
@@ -260,7 +260,7 @@ class _Scalars(Watch):
         return result
 
 
-class _Integers(Watch):
+class _Integers(DispatchMode):
     def __init__(self, ranges: Ranges):
         super().__init__()
         self.ranges = ranges

@@ -16,10 +16,19 @@ from .folding import Plan
 from .forward import Forward
 from .history import made_since, next_node
 from .inputs import expand, num_rows, tensors
+from .interrupts import leaving_nothing_behind
 from .known import know
 from .nn import Stochastic
 from .ops.checks import check_first_replica, check_integer, refuse
-from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, replayed_pass, running
+from .passes import (
+    DoesNotFold,
+    Pass,
+    ReplicaPass,
+    current_pass,
+    leave_pass,
+    replayed_pass,
+    running,
+)
 from .predict import check_bank_sampler, forward_by_bank, take_model
 from .samplers import check_key
 from .standing import StandingFolding
@@ -49,8 +58,9 @@ def replicas(
     rare values alone set off, nor a flag outside of the model that changes later: there,
     `predict(..., strategy="loop")`. Dropout in train() draws for each of the T*N rows. What a
     backward computes again (`torch.utils.checkpoint`) is the same as in the forward; a
-    checkpoint around the model itself needs use_reentrant=False, and a call of it in the body. A
-    compiled function breaks its graph at a call of the model, which fullgraph=True does not allow.
+    checkpoint around the model itself needs use_reentrant=False and a call of it in the body, and
+    ends in an error where the model lets its input past the first stochastic layer or drops before
+    it. A compiled function breaks its graph at a call of the model, which fullgraph=True does not allow.
     The state is this thread's (or task's): other threads may use the model with other replicas, or
     none, at the same time. Bodies for several models may lie in each other; for one model the innermost
     counts.
@@ -94,6 +104,7 @@ def replicas(
     finally:
         for handle in handles:
             handle.remove()
+        leave_pass(session)  # where an interrupt came before its end
 
 
 class _Session(Pass):
@@ -105,6 +116,10 @@ class _Session(Pass):
         self.forward, self.first, self.num_samples = forward, first_replica, num_samples
         self.draw = forward.draw(first_replica, num_samples)
         self.active: ReplicaPass | None = None
+        self.token = (
+            object()
+        )  # a pass outlives its body in the graph, which must not hold the model
+        self.checkpoints = _reentrant_checkpoints()
         self.start = 0  # of the call: number of a node of autograd
 
     def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -121,18 +136,19 @@ class _Session(Pass):
         active = self.active or replayed_pass()
         return own if active is None else _or_refuse(active.statistic, layer, kind, own)
 
+    @leaving_nothing_behind
     def begin(self, inputs: dict) -> dict:
         """Prepares a call of the model; its inputs, expanded if need be."""
         self.active = None
         inputs = self._prepared(inputs)
-        self.active.body = self
+        self.active.body = self.token
         self.start = next_node()
         return inputs
 
     def _prepared(self, inputs: dict) -> dict:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             refuse("replicas", "model", "be exported outside the body", "a call that is traced")
-        if not torch.is_grad_enabled() and _is_checkpointed_reentrantly():
+        if not torch.is_grad_enabled() and _reentrant_checkpoints() > self.checkpoints:
             refuse("replicas", "a checkpoint around the model", "have use_reentrant=False", True)
         if num_rows("replicas", inputs) == 0 or self.num_samples == 1:
             draw = self.forward.draw(self.first, 1)
@@ -196,19 +212,21 @@ def _sessions():
         session = session.outer
 
 
-def _is_checkpointed_reentrantly() -> bool:
-    """Whether the call is one of `torch.utils.checkpoint` whose backward makes another call that
-    nothing tells from a new one."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+def _reentrant_checkpoints() -> int:
+    """How many of `torch.utils.checkpoint` this thread is in whose backward makes calls that nothing
+    tells from new ones."""
+    found, frame = 0, sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            found += any(frame.f_locals["ctx"].needs_input_grad)
         frame = frame.f_back
-    return frame is not None
+    return found
 
 
 def _replays_another(session: _Session) -> bool:
     """Whether a backward computes a call of the session's model again that was made elsewhere."""
     replay = replayed_pass()
-    if replay is None or replay.done.body is session:
+    if replay is None or replay.done.body is session.token:
         return False
     return not session.names.keys().isdisjoint(replay.names)
 

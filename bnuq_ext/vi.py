@@ -368,8 +368,8 @@ def _is_known(factor) -> bool:
 
 def _check_factor(name: str, value) -> None:
     """A number, or a tensor of one element, through which a gradient may flow."""
-    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype != torch.bool:
-        if value.is_complex():
+    if isinstance(value, Tensor) and value.numel() == 1:
+        if value.is_complex() or value.dtype == torch.bool:
             refuse("elbo_loss", name, "be real", value.dtype, TypeError)
     elif isinstance(value, Tensor):
         refuse("elbo_loss", name, "be a number or a tensor with one", value, TypeError)

@@ -1,6 +1,8 @@
 """Activation checkpointing around the model itself, called in a body of `replicas`."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -58,3 +60,43 @@ def test_a_reentrant_checkpoint_is_refused(model, num_samples):
             checkpoint(model, x, use_reentrant=True)
         with torch.no_grad():  # which is no checkpoint
             assert model(x).shape == (9 * num_samples, 3)
+
+
+def test_a_body_inside_a_reentrant_checkpoint(model):
+    def inside(x):
+        with bnuq.replicas(model, 3, seed=1):
+            return model(x)
+
+    gradients_of = []
+    for call in (inside, lambda x: checkpoint(inside, x, use_reentrant=True)):
+        x = X.clone().requires_grad_()
+        model.zero_grad()
+        call(x).square().sum().backward()
+        gradients_of.append([x.grad, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*gradients_of)
+
+
+def test_a_reentrant_checkpoint_without_gradients(model):
+    with bnuq.replicas(model, 2, seed=1), torch.no_grad():
+        with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+            y = checkpoint(model, X, use_reentrant=True)
+        assert torch.equal(y, model(X))
+
+
+def test_a_graph_that_the_model_keeps_does_not_keep_the_model():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = bnuq.BayesLinear(5, 3)
+
+        def forward(self, x):
+            self.kept = self.layer(x)
+            return self.kept
+
+    model = Keeping()
+    with bnuq.replicas(model, 1, seed=1):
+        model(X)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import bnuq_ext as bnuq
 from bnuq_ext import passes, restore
@@ -16,7 +17,7 @@ X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 BATCHES = list(torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(1)))
 # Functions of context managers that are interrupted, by file.
 CUT = {
-    passes.__file__: ("__enter__", "__exit__"),
+    passes.__file__: ("__enter__", "__exit__", "leave_pass"),
     restore.__file__: ("without_gradients",),
 }
 
@@ -60,7 +61,20 @@ def trace(run, at=None):
     return places
 
 
+def in_a_body(model):
+    with bnuq.replicas(model, 2, seed=0):
+        model(X)
+
+
+def fit(model):
+    data = TensorDataset(torch.cat(BATCHES), torch.zeros(36, 3))
+    options = dict(likelihood="gaussian", noise_var=1.0, num_samples=8, progress=False)
+    bnuq.fit_batch_size(model, data, [4, 6], **options)
+
+
 RUNS = {
+    "replicas": in_a_body,
+    "fit_batch_size": fit,
     "collect": lambda model: bnuq.collect(model, BATCHES, progress=False),
     "first predict": lambda model: bnuq.predict(model, X, likelihood="gaussian", seed=0),
     "loop": lambda model: bnuq.predict(model, X, likelihood="gaussian", seed=0, strategy="loop"),
@@ -87,13 +101,27 @@ def test_interrupted_at_every_line(name):
             where = (
                 f"{Path(file).name}:{line} {linecache.getline(file, line).strip()!r}, time {time}"
             )
-            try:
+            with pytest.raises(KeyboardInterrupt):
                 trace(lambda model=model: run(model), (file, line, time))
-            except KeyboardInterrupt:
-                pass
             assert current_pass() is None and not passes._RUNNING, where
             assert torch.is_grad_enabled(), where
             assert torch.equal(model(X), expected), where
+
+
+def test_an_error_in_a_backward_does_not_leave_the_thread_in_a_forward_that_is_over():
+    model = bnuq.convert(Bare()).eval()
+    bnuq.collect(model, BATCHES, progress=False)
+    expected = model(X)
+    with bnuq.replicas(model, 2, seed=0):
+        y = model(X)
+
+    def hook(grad):
+        with pytest.raises(ValueError, match="likelihood"):
+            bnuq.predict(model, X, likelihood="none")
+
+    y.register_hook(hook)
+    y.sum().backward()
+    assert current_pass() is None and torch.equal(model(X), expected)
 
 
 def test_an_error_inside_a_body_leaves_the_body():

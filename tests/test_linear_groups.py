@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bnuq_ext import ops
+from bnuq_ext.ops import linear
 
 SEED = torch.tensor([7, 3])
 # Rows, features in and out, replicas: three groups, the last one smaller.
@@ -45,14 +46,39 @@ def test_groups_are_the_replicas_together(name, dtype, shared):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max())
 
 
+def with_kl(inputs, replicas):
+    options = dict(seed=SEED, stream=1, num_samples=replicas, prior_std=0.5)
+    return linear.bayes_linear_kl(*inputs, **options)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+# The last group of the first has one replica, each of the second, and all of the third go together.
+@pytest.mark.parametrize("sizes", [(64, 300, 8, 109), (8, 70000, 16, 3), (8, 30, 16, 3)], ids=str)
+def test_the_divergence_is_one_for_all_groups(sizes, shared, biased):
+    *sizes, replicas = sizes
+    inputs = make(*sizes, replicas, shared, torch.bfloat16)[: 5 if biased else 3]
+    whole = [t.detach().float().requires_grad_() for t in inputs]
+    (y, kl), (expected, right_kl) = with_kl(inputs, replicas), with_kl(whole, replicas)
+    assert torch.equal(y, expected.to(torch.bfloat16))
+    torch.testing.assert_close(kl, right_kl)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = torch.autograd.grad((y, kl), inputs, (grad, torch.tensor(3.0)))
+    right = torch.autograd.grad((expected, right_kl), whole, (grad.float(), torch.tensor(3.0)))
+    for actual, wanted in zip(found[1:], right[1:], strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max())
+    scale = right[0].abs().max()
+    assert (found[0].float() - right[0]).abs().max() <= 2**-8 * scale
+
+
 def held(inputs, replicas):
     """Bytes that a forward and backward hold at most, beyond x, the outputs and the gradients."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(acc_events=True, activities=activities, profile_memory=True) as p:
-        y = run([*inputs[:3], None, None], replicas)
+        y = run(inputs, replicas)
         y.backward(torch.ones_like(y))
     found = [e.nbytes() for e in p.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(itertools.accumulate(found)) - 2 * y.nbytes - sum(t.nbytes for t in inputs[:3])
+    return max(itertools.accumulate(found)) - 2 * y.nbytes - sum(t.nbytes for t in inputs)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -20,7 +20,7 @@ BNUQ_CLONES void affine_row(
   }
 }
 
-// body(begin, end) over the replicas, as a rule in the thread that will use them.
+// body(begin, end) over the replicas; of a folded x as a rule in the thread that will use them.
 template <typename Body>
 void for_replicas(int64_t T, int64_t C, const Body& body) {
   torch::stable::parallel_for(0, T, 1 + 2048 / (C + 1), body);
@@ -82,9 +82,10 @@ AffineTable<acc_t> affine_table(
   AffineTable<acc_t> table = {
       width, std::unique_ptr<acc_t[]>(new acc_t[T * width]),
       std::unique_ptr<acc_t[]>(new acc_t[T * width]), std::vector<acc_t>(width)};
+  const acc_t* weights = pointer<acc_t>(weight);  // throws, as nothing may in the threads
   for_each_row<acc_t>(statistics, T, C, [&](int64_t t, const acc_t* means, const acc_t* vars) {
     acc_t *mean = &table.mean[t * width], *scale = &table.scale[t * width];
-    affine_row<acc_t>(mean, scale, means, vars, pointer<acc_t>(weight), acc_t(eps), C);
+    affine_row<acc_t>(mean, scale, means, vars, weights, acc_t(eps), C);
     repeat(mean, C, width);
     repeat(scale, C, width);
   });

@@ -11,13 +11,11 @@
 namespace bnuq {
 namespace {
 
-// Biases (T, O).
-Tensor sample_bias(
-    const Tensor& mu, const Tensor& rho, const Tensor& seed, int64_t stream, int64_t num_samples) {
+// Biases (T, O) of T replicas, from the first that the noise is of.
+Tensor sample_bias(const Tensor& mu, const Tensor& rho, const Noise& noise, int64_t num_samples) {
   const int64_t O = mu.numel();
   const Tensor means = contiguous_as(mu.scalar_type(), mu);
   const Tensor rhos = contiguous_as(mu.scalar_type(), rho);
-  const Noise noise = noise_of(seed, stream, kTagBias);
   const Tensor bias = empty_on(mu, {num_samples, O}, mu.scalar_type());
   dispatch_acc(mu, [&](auto zero) {
     using acc_t = decltype(zero);
@@ -122,14 +120,16 @@ Tensor forward(const LinearCall& call, const std::optional<Tensor>& bias) {
 }
 
 // (T, N, O) in the type of x.
-Tensor forward(const LinearArguments& given, const std::optional<Tensor>& bias) {
+Tensor forward(
+    const LinearArguments& given, const std::optional<Tensor>& bias_mu,
+    const std::optional<Tensor>& bias_rho) {
   const int64_t N = given.x.size(-2), O = given.mu.size(0);
   Tensor y;
   given.for_groups([&](const Replicas& some) {
     const LinearCall call(given, some);
-    std::optional<Tensor> biases = bias;
-    if (bias) biases = view_of(*bias, some.first * O, {some.count, O}, {O, 1});
-    const Tensor part = forward(call, biases);
+    std::optional<Tensor> bias;
+    if (bias_mu) bias = sample_bias(*bias_mu, *bias_rho, given.noise(some, kTagBias), some.count);
+    const Tensor part = forward(call, bias);
     if (some.count == given.T) {
       y = contiguous_as(given.x.scalar_type(), part);
       return;
@@ -149,9 +149,7 @@ Tensor bayes_linear_cpu(
       bias_mu.has_value() == bias_rho.has_value(), "bayes_linear: a bias must have both halves");
   check_bias(given, bias_mu);
   check_bias(given, bias_rho);
-  std::optional<Tensor> bias;
-  if (bias_mu) bias = sample_bias(*bias_mu, *bias_rho, seed, stream, num_samples);
-  return forward(given, bias);
+  return forward(given, bias_mu, bias_rho);
 }
 
 std::tuple<Tensor, Tensor> bayes_linear_kl_cpu(
@@ -159,19 +157,17 @@ std::tuple<Tensor, Tensor> bayes_linear_kl_cpu(
     int64_t num_samples, double prior_std) {
   check_posterior(mu, rho);
   const LinearArguments given = {x, mu[0], rho[0], seed, stream, num_samples};
-  std::optional<Tensor> bias;
-  double kl = 0;
-  if (mu.size() > 1) {
-    bias = sample_bias(mu[1], rho[1], seed, stream, num_samples);
-    kl = gaussian_kl_of(mu[1], rho[1], prior_std);
-  }
+  std::optional<Tensor> bias_mu, bias_rho, bias;
+  if (mu.size() > 1) bias_mu = mu[1], bias_rho = rho[1];
+  double kl = bias_mu ? gaussian_kl_of(*bias_mu, *bias_rho, prior_std) : 0;
   const int64_t N = x.size(-2), O = mu[0].size(0);
   if (num_samples > 1 || N <= kFewRows) {
     kl += gaussian_kl_of(mu[0], rho[0], prior_std);
-    const Tensor y = forward(given, bias);
+    const Tensor y = forward(given, bias_mu, bias_rho);
     return {view_of(y, 0, {num_samples * N, O}, {O, 1}), scalar_like(mu[0], kl)};
   }
   const LinearCall call(given, {0, 1});
+  if (bias_mu) bias = sample_bias(*bias_mu, *bias_rho, given.noise({0, 1}, kTagBias), 1);
   const auto [weight, weight_kl] = sample_with_kl(call, prior_std);
   const Tensor y = contiguous_as(x.scalar_type(), with_weight(call, weight, bias));
   return {y, scalar_like(call.mu, kl + weight_kl)};

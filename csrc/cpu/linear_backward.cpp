@@ -228,7 +228,7 @@ void bias_grads(
   });
 }
 
-// Gradients from grad_y (T, N, O), but for the prior's where it is not the only replica's.
+// Gradients from grad_y (T, N, O); the prior's are added only by one_replica.
 Grads backward(
     const LinearCall& call, const Tensor& grad_y, const Asked& asked,
     const std::optional<Tensor>& bias_rho, const Noise& bias_noise) {
@@ -267,11 +267,13 @@ Grads backward(
   const int64_t T = given.T, N = given.x.size(-2), O = given.mu.size(0);
   STD_TORCH_CHECK(grad_y.numel() == T * N * O, "bayes_linear: grad_y must have shape (T, N, O)");
   const Tensor grad = contiguous_as(grad_y.scalar_type(), grad_y);
+  Asked own = asked;
+  if (T > 1) own.prior.reset();  // it is one for all groups
   Grads grads;
   given.for_groups([&](const Replicas& some) {
     const LinearCall call(given, some);
     const Tensor part = view_of(grad, some.first * N * O, {some.count, N, O}, {N * O, O, 1});
-    const Grads more = backward(call, part, asked, bias_rho, given.noise(some, kTagBias));
+    const Grads more = backward(call, part, own, bias_rho, given.noise(some, kTagBias));
     if (some.count == T)
       grads = more;
     else

@@ -53,7 +53,8 @@ struct LinearArguments {
     STD_TORCH_CHECK(T > 0, "bayes_linear: num_samples must be at least 1");
     constexpr int64_t kNumbers = int64_t(1) << 20;
     const int64_t widest = x.size(-2) * std::max(x.size(-1), mu.size(0));
-    const bool copied = x.scalar_type() != mu.scalar_type();
+    const bool copied =
+        mu.scalar_type() == ScalarType::Float && x.scalar_type() != ScalarType::Float;
     const int64_t most = copied ? std::max<int64_t>(kNumbers / std::max<int64_t>(widest, 1), 1) : T;
     for (int64_t t = 0; t < T; t += most) group(Replicas{t, std::min(most, T - t)});
   }
