@@ -7,7 +7,7 @@ from functools import wraps
 import torch
 
 from .passes import begun_pass, leave_passes
-from .warn import PASSED_OVER
+from .warn import is_users
 
 
 def _end_frames(error: BaseException) -> None:
@@ -15,7 +15,7 @@ def _end_frames(error: BaseException) -> None:
     would put back what was true inside."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in PASSED_OVER:
+        if not is_users(trace.tb_frame):
             with suppress(RuntimeError):  # of a frame that runs: the decorated function's caller
                 trace.tb_frame.clear()
         trace = trace.tb_next

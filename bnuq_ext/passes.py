@@ -165,7 +165,7 @@ class Pass:
             return layer.plain_forward(x)
         call = self.calls.get(name, 0)
         self.calls[name] = call + 1
-        key = name if call == 0 else call_key(name, call)
+        key = call_key(name, call)
         stream = self.streams[name] + (0 if layer.one_draw else call)
         return self.normalise(layer, x, key, stream)
 

@@ -57,13 +57,13 @@ def replicas(
     eval, by T replicas and one alone, when parameters have changed. Such a trial does not see what
     rare values alone set off, nor a flag outside of the model that changes later: there,
     `predict(..., strategy="loop")`. Dropout in train() draws for each of the T*N rows. What a
-    backward computes again (`torch.utils.checkpoint`) is the same as in the forward; a
-    checkpoint around the model itself needs use_reentrant=False and a call of it in the body, and
-    ends in an error where the model lets its input past the first stochastic layer or drops before
-    it. A compiled function breaks its graph at a call of the model, which fullgraph=True does not allow.
+    backward computes again (`torch.utils.checkpoint`) is the same as in the forward; a checkpoint
+    around the model itself needs use_reentrant=False and a call of it in the body, and ends in an
+    error where the model lets its input past the first stochastic layer or drops before it. A
+    compiled function breaks its graph at a call of the model, which fullgraph=True does not allow.
     The state is this thread's (or task's): other threads may use the model with other replicas, or
-    none, at the same time. Bodies for several models may lie in each other; for one model the innermost
-    counts.
+    none, at the same time. Bodies for several models may lie in each other; for one model the
+    innermost counts.
 
     Args:
         model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not
@@ -116,9 +116,7 @@ class _Session(Pass):
         self.forward, self.first, self.num_samples = forward, first_replica, num_samples
         self.draw = forward.draw(first_replica, num_samples)
         self.active: ReplicaPass | None = None
-        self.token = (
-            object()
-        )  # a pass outlives its body in the graph, which must not hold the model
+        self.token = object()  # for passes, which graphs keep, and with the body the model
         self.checkpoints = _reentrant_checkpoints()
         self.start = 0  # of the call: number of a node of autograd
 

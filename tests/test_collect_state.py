@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from interrupting import trace_lines
 from torch import nn
 from torch.utils import data as torch_data
 
@@ -238,28 +239,8 @@ def leaves(file, line):
     return sys.version_info < (3, 11) and linecache.getline(file, line).lstrip().startswith("with ")
 
 
-def trace_lines(run, at=None):
-    """Runs with a KeyboardInterrupt at the given (file, line, n-th time);
-    returns the lines passed."""
-    passed, lines = {}, []
-
-    def local(frame, event, _):
-        if event == "line":
-            place = (frame.f_code.co_filename, frame.f_lineno)
-            passed[place] = passed.get(place, 0) + 1
-            lines.append((*place, passed[place]))
-            if lines[-1] == at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return local
-
-    before = sys.gettrace()
-    sys.settrace(lambda frame, *_: local if frame.f_code.co_filename in CUT else None)
-    try:
-        run()
-    finally:
-        sys.settrace(before)
-    return lines
+def is_cut(code):
+    return code.co_filename in CUT
 
 
 def test_interrupted_at_every_line():
@@ -271,7 +252,7 @@ def test_interrupted_at_every_line():
     def run():
         bnuq.collect(model, data, 3)
 
-    for file, line, time in trace_lines(run):
+    for file, line, time in trace_lines(run, is_cut):
         if time == 1 or not leaves(file, line):
             last[file, line] = time
     bnuq.attach(model, old)
@@ -281,7 +262,7 @@ def test_interrupted_at_every_line():
             text = linecache.getline(file, line).strip()
             where = f"{Path(file).name}:{line} {text!r}, time {time}"
             with pytest.raises(KeyboardInterrupt):
-                trace_lines(run, (file, line, time))
+                trace_lines(run, is_cut, (file, line, time))
             cases += 1
             assert state(model) == before and current_pass() is None, where
             held = banks(model)

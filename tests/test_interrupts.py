@@ -1,11 +1,11 @@
 """An interrupt between two lines of a context manager leaves the thread in no pass."""
 
 import linecache
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interrupting import trace_lines
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -34,31 +34,8 @@ class Bare(nn.Module):
         return self.last(self.norm(x).relu())
 
 
-def trace(run, at=None):
-    """Runs with a KeyboardInterrupt at the given (file, line, n-th time);
-    returns the places passed."""
-    passed, places = {}, []
-
-    def local(frame, event, _):
-        if event == "line":
-            line = frame.f_code.co_filename, frame.f_lineno
-            passed[line] = passed.get(line, 0) + 1
-            places.append((*line, passed[line]))
-            if places[-1] == at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return local
-
-    def enter(frame, *_):
-        return local if frame.f_code.co_name in CUT.get(frame.f_code.co_filename, ()) else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        run()
-    finally:
-        sys.settrace(before)
-    return places
+def is_cut(code):
+    return code.co_name in CUT.get(code.co_filename, ())
 
 
 def in_a_body(model):
@@ -92,7 +69,7 @@ def test_interrupted_at_every_line(name):
     model = made()
     expected, run = model(X), RUNS[name]
     last = {}
-    for file, line, time in trace(lambda: run(model)):
+    for file, line, time in trace_lines(lambda: run(model), is_cut):
         last[file, line] = time
     assert len(last) > 8
     for (file, line), times in last.items():
@@ -102,7 +79,7 @@ def test_interrupted_at_every_line(name):
                 f"{Path(file).name}:{line} {linecache.getline(file, line).strip()!r}, time {time}"
             )
             with pytest.raises(KeyboardInterrupt):
-                trace(lambda model=model: run(model), (file, line, time))
+                trace_lines(lambda model=model: run(model), is_cut, (file, line, time))
             assert current_pass() is None and not passes._RUNNING, where
             assert torch.is_grad_enabled(), where
             assert torch.equal(model(X), expected), where

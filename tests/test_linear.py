@@ -1,9 +1,8 @@
 """bayes_linear against plain PyTorch fed with its noise."""
 
-import itertools
-
 import pytest
 import torch
+from allocated import most_allocated
 from torch.utils.checkpoint import checkpoint
 
 from bnuq_ext import ops, reference
@@ -352,13 +351,14 @@ def held(N, shared, T):
     """Bytes that a forward and backward hold at most, beyond x, the outputs and the gradients."""
     inputs = [t.detach() for t in make(N, 300, 20, T, shared, torch.float32, bias=False)[:3]]
     inputs = [t.requires_grad_() for t in inputs]
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(acc_events=True, activities=activities, profile_memory=True) as p:
+    outputs = []
+
+    def step():
         y = run([*inputs, None, None], ops.new_seed(0), T)
         y.backward(torch.ones_like(y))
-    found = [e.nbytes() for e in p.profiler.kineto_results.events() if e.name() == "[memory]"]
-    most = max(itertools.accumulate(found))
-    return most - 2 * y.nbytes - sum(t.nbytes for t in inputs)
+        outputs.append(y)
+
+    return most_allocated(step) - 2 * outputs[0].nbytes - sum(t.nbytes for t in inputs)
 
 
 @pytest.mark.parametrize("shared", [True, False])

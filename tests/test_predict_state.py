@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from allocated import most_allocated
 from predicting import DATA, SAMPLERS, X, equal, make_model, predict
 from torch._subclasses import FakeTensorMode
 
@@ -145,20 +146,6 @@ def test_threads_share_a_model(model):
     assert fresh.training and fresh[3].training
 
 
-def allocations(function):
-    """Largest sum of live CPU bytes that the function allocated."""
-    with torch.profiler.profile(
-        acc_events=True, profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as p:
-        function()
-    live = most = 0
-    for event in p.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
-    return most
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
 def test_peak_memory_does_not_grow_with_the_number_of_replicas(model, sampler, likelihood):
@@ -168,10 +155,10 @@ def test_peak_memory_does_not_grow_with_the_number_of_replicas(model, sampler, l
         )
 
     run(16)
-    few, many = allocations(lambda: run(32)), allocations(lambda: run(320))
+    few, many = most_allocated(lambda: run(32)), most_allocated(lambda: run(320))
     # What grows are the snapshots' numbers, eight bytes a replica, and their making.
     assert many < few + 320 * 8 * 4
-    assert allocations(lambda: predict(model, num_samples=320, chunk=160)) > 2 * few
+    assert most_allocated(lambda: predict(model, num_samples=320, chunk=160)) > 2 * few
 
 
 def test_two_hundred_predictions_leave_nothing(model):

@@ -175,18 +175,16 @@ def fitted_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance (T, C) of the replicas of `batch_norm_fitted`."""
     z_mean, z_spread = fitted_noise(params, seed, stream, num_samples)
-    spread, _ = fitted_spread(params, z_spread, FAMILIES[family])
+    spread = fitted_spread(params, z_spread, FAMILIES[family])
     return params[0] + params[1] * z_mean, spread.square()
 
 
-def fitted_spread(params: Tensor, z_spread: Tensor, family: int) -> tuple[Tensor, Tensor]:
-    """The spread (T, C) of `batch_norm_fitted`, and where it is not held at its least."""
+def fitted_spread(params: Tensor, z_spread: Tensor, family: int) -> Tensor:
+    """The spread (T, C) of `batch_norm_fitted`."""
     drawn = params[2] + params[3] * z_spread
     if family == FAMILIES["lognormal"]:
-        return drawn.exp(), torch.ones_like(drawn, dtype=torch.bool)
-    least = params[2] * LEAST_SPREAD
-    free = ~(drawn <= least)
-    return torch.where(free, drawn, least), free
+        return drawn.exp()
+    return torch.maximum(drawn, params[2] * LEAST_SPREAD)
 
 
 def fitted_noise(

@@ -137,10 +137,11 @@ def _backward_fitted(ctx, grad_y):
 def _params_grad(sums, params, seed, stream, family, num_samples, weight, eps):
     """Gradient with respect to params (4, C), through the noise drawn again."""
     z_mean, z_spread = fitted_noise(params, seed, stream, num_samples)
-    spread, free = fitted_spread(params, z_spread, family)
+    spread = fitted_spread(params, z_spread, family)
     if family == FAMILIES["lognormal"]:
         d_centre, d_std = spread, spread * z_spread
     else:
+        free = spread != params[2] * LEAST_SPREAD
         d_centre, d_std = torch.where(free, 1.0, LEAST_SPREAD), torch.where(free, z_spread, 0.0)
     grad_mean, grad_var = _moment_grads(sums, weight, spread.square(), eps)
     grad_spread = 2 * spread * grad_var
