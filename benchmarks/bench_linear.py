@@ -309,6 +309,46 @@ def test_training_step_in_a_cuda_graph(benchmark):
     benchmark.pedantic(cases["ours"], rounds=3)
 
 
+class Residual(nn.Module):
+    """784-400-400-10 with a way past the second layer: no `nn.Sequential`, whose samples go together
+    without a trial."""
+
+    def __init__(self):
+        super().__init__()
+        pairs = zip(SIZES, SIZES[1:], strict=False)
+        self.first, self.second, self.head = (BayesLinear(*pair) for pair in pairs)
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        return self.head(h + self.second(h).relu())
+
+
+@pytest.mark.skipif(not FULL, reason="not in the short form")
+@pytest.mark.parametrize("rows,T", [(16, 10), (128, 4), (128, 10)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_samples_together(benchmark, device, rows, T):
+    """A step with T samples as one batch, a sample alone held to them in each step."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, SIZES[0], device=device)
+    y = torch.randint(0, SIZES[-1], (rows,), device=device)
+    model = Residual().to(device)
+
+    def one_after_another(model):
+        nll = sum(F.cross_entropy(model(x), y) for _ in range(T)) / T
+        return nll + 0.01 * kl_divergence(model) / rows
+
+    cases = {
+        "ours": training_step(
+            model, lambda m: elbo_loss(m, x, y, num_samples=T, batch_weight=0.01).loss
+        ),
+        "one after another": training_step(model, one_after_another),
+    }
+    times = compare(cases, rounds=51, sample_ms=20, seconds=10, device=device)
+    label = f"step of a residual {'-'.join(map(str, SIZES))}, {rows} rows, T={T}"
+    record(benchmark, label, times, target={"one after another": 1.0})
+    benchmark.pedantic(cases["ours"], rounds=3)
+
+
 # ---- exact or local -----------------------------------------------------------------------------
 
 
