@@ -18,12 +18,12 @@ from .chunks import (
     no_memory_to_keep,
     out_of_memory,
 )
-from .folding import AT_ONCE, LOOP, Folding, Plan
 from .forward import Forward
 from .inputs import copied, move, num_rows, split_batch
 from .ops.checks import refuse
 from .prediction import make_moments, summarise
 from .progress import progress_bar
+from .proof.folding import AT_ONCE, LOOP, Folding, Plan
 
 STRATEGIES = ("auto", "folded", "loop")
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not

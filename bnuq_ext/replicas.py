@@ -12,7 +12,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from .batch_norm_like import averages_rows
 from .chain import drops_first, is_chain, is_plain
 from .fingerprint import OURS
-from .folding import Plan
 from .forward import Forward
 from .history import made_since, next_node
 from .inputs import expand, num_rows, tensors
@@ -30,8 +29,9 @@ from .passes import (
     running,
 )
 from .predict import check_bank_sampler, forward_by_bank, take_model
+from .proof.folding import Plan
+from .proof.standing import StandingFolding
 from .samplers import check_key
-from .standing import StandingFolding
 from .state import modules_of
 from .untraced import untraced
 

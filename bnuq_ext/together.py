@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .carried import Watch
-from .folding import AT_ONCE, CHANGES, LOOP, Plan
 from .forward import Forward
 from .known import Known
 from .passes import DoesNotFold, Undecided
+from .proof.carried import Watch
+from .proof.folding import AT_ONCE, CHANGES, LOOP, Plan
+from .proof.standing import DrawsNumbers, StandingFolding
 from .restore import drawn_since, preserved_rng, random_states, uncached
 from .samplers import Draw
-from .standing import DrawsNumbers, StandingFolding
 from .state import State
 from .untraced import untraced
 

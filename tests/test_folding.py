@@ -23,11 +23,12 @@ from coupled import (
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import folding, known
-from bnuq_ext.folding import Folding
+from bnuq_ext import known
 from bnuq_ext.forward import Forward
 from bnuq_ext.passes import DoesNotFold, ReplicaPass, running
-from bnuq_ext.probe import probe_draws, probe_inputs
+from bnuq_ext.proof import folding
+from bnuq_ext.proof.folding import Folding
+from bnuq_ext.proof.probe import probe_draws, probe_inputs
 from bnuq_ext.samplers import make_sampler
 
 

@@ -13,7 +13,8 @@ from predicting import DATA, SAMPLERS, X, equal, make_model, predict
 from torch._subclasses import FakeTensorMode
 
 import bnuq_ext as bnuq
-from bnuq_ext import chunks, folding, known, ops, prediction, predictor
+from bnuq_ext import chunks, known, ops, prediction, predictor
+from bnuq_ext.proof import folding
 from bnuq_ext.state import modules_of
 
 

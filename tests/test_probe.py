@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import probe
-from bnuq_ext.agreement import _outlie, check_equal
 from bnuq_ext.passes import DoesNotFold
-from bnuq_ext.probe import _flipped, _stretched, probe_inputs
+from bnuq_ext.proof import probe
+from bnuq_ext.proof.agreement import _outlie, check_equal
+from bnuq_ext.proof.probe import _flipped, _stretched, probe_inputs
 
 D, K = 5, 3
 

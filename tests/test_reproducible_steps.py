@@ -8,7 +8,7 @@ from torch import nn
 from training import Net, Residual, gate, gradients, proofs, step, ways
 
 import bnuq_ext as bnuq
-from bnuq_ext.agreement import are_unused
+from bnuq_ext.proof.agreement import are_unused
 
 
 class Dropped(nn.Module):

@@ -26,9 +26,9 @@ from training import (
 )
 
 import bnuq_ext as bnuq
-from bnuq_ext.agreement import check_informative, check_replica
-from bnuq_ext.moved import Moved
 from bnuq_ext.passes import DoesNotFold, Undecided
+from bnuq_ext.proof.agreement import check_informative, check_replica
+from bnuq_ext.proof.moved import Moved
 
 
 def centred_if_many(h):
@@ -89,7 +89,7 @@ def test_a_gate_at_zero_hides_nothing(mix, num_samples):
 def test_what_couples_later_is_found_in_the_very_step(cls, drop, monkeypatch):
     """No trial in the first step shows it, for here the parameters are hardly moved. Dropout that
     drops nothing sends the comparison to eval."""
-    monkeypatch.setattr("bnuq_ext.moved._away_from_zero", lambda p: p.detach() * 1.01)
+    monkeypatch.setattr("bnuq_ext.proof.moved._away_from_zero", lambda p: p.detach() * 1.01)
     model = Net(middle=nn.Sequential(cls(), nn.Dropout(drop)))
     found = []
     for i in range(6):
@@ -109,7 +109,7 @@ class LateNeighbours(LateGate):
 
 
 def test_the_sample_that_is_run_alone_is_not_always_the_last(monkeypatch):
-    monkeypatch.setattr("bnuq_ext.moved._away_from_zero", lambda p: p.detach() * 1.01)
+    monkeypatch.setattr("bnuq_ext.proof.moved._away_from_zero", lambda p: p.detach() * 1.01)
     model = Net(middle=LateNeighbours())
     assert ways_after(model, 0) == {"folded"}
     with torch.no_grad():
@@ -126,7 +126,7 @@ class LateIfMany(LateGate):
 
 @pytest.mark.parametrize("drop", [0.0, 1e-14])
 def test_one_number_of_samples_says_nothing_of_another_in_a_new_state(drop, monkeypatch):
-    monkeypatch.setattr("bnuq_ext.moved._away_from_zero", lambda p: p.detach() * 1.01)
+    monkeypatch.setattr("bnuq_ext.proof.moved._away_from_zero", lambda p: p.detach() * 1.01)
     model = Net(middle=nn.Sequential(LateIfMany(), nn.Dropout(drop)))
     for opened in (0.0, 0.1):
         with torch.no_grad():

@@ -27,7 +27,8 @@ from training import (
 )
 
 import bnuq_ext as bnuq
-from bnuq_ext import standing, vi
+from bnuq_ext import vi
+from bnuq_ext.proof import standing
 
 
 @pytest.mark.parametrize("num_samples", [3, 5])

@@ -9,7 +9,7 @@ from test_folding import samples, way
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import probe
+from bnuq_ext.proof import probe
 
 FLAGS = {
     "bool": torch.zeros(12, 1, dtype=torch.bool),

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import folding, known, vi
+from bnuq_ext import known, vi
+from bnuq_ext.proof import folding
 
 D, K, N, T = 6, 4, 8, 3
 

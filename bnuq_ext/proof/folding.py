@@ -27,19 +27,19 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from ..chunks import is_out_of_memory
+from ..fingerprint import fingerprint
+from ..forward import Forward
+from ..inputs import expand, num_rows, tensors
+from ..ops.modes import autocast_dtypes
+from ..passes import DoesNotFold, ReplicaPass, Undecided
+from ..reads import READS, Reads, uncompiled
+from ..restore import drawn_since, preserved_rng, random_states
+from ..samplers import Draw
+from ..state import State
 from .agreement import check_equal, tolerance_of
-from .chunks import is_out_of_memory
-from .fingerprint import fingerprint
-from .forward import Forward
-from .inputs import expand, num_rows, tensors
-from .ops.modes import autocast_dtypes
-from .passes import DoesNotFold, ReplicaPass, Undecided
 from .probe import ROWS
-from .reads import READS, Reads, uncompiled
-from .restore import drawn_since, preserved_rng, random_states
-from .samplers import Draw
 from .signature import key_of, reals_of, signature
-from .state import State
 from .trial import Proof, Trial
 
 WAYS = ("folded", "expanded")  # before the loop

@@ -8,9 +8,9 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from .inputs import has_rows, map_tensors, num_rows, tensors
-from .passes import Undecided
-from .samplers import Draw, Fitted, Statistics
+from ..inputs import has_rows, map_tensors, num_rows, tensors
+from ..passes import Undecided
+from ..samplers import Draw, Fitted, Statistics
 
 ROWS = 3
 CROWD = 9  # replicas of three rows, among which one may lie 5.1 standard deviations from the mean of all

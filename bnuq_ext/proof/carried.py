@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .contents import version_of
-from .inputs import tensors
-from .passes import DoesNotFold
-from .reads import Reads
+from ..contents import version_of
+from ..inputs import tensors
+from ..passes import DoesNotFold
+from ..reads import Reads
 
 CARRIES = "its forward computes with a tensor that an earlier one has left in a hook, an object or a global"
 _DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__

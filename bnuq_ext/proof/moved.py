@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .inputs import map_tensors
+from ..inputs import map_tensors
 
 
 class Moved(TorchFunctionMode):

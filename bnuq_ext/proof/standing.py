@@ -13,17 +13,17 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from ..dropout import Undropped
+from ..fingerprint import OURS
+from ..forward import Forward
+from ..passes import DoesNotFold, Undecided
+from ..reads import uncompiled
+from ..restore import drawn_since, evaluating, preserved_rng, random_states, uncached
+from ..state import State
 from .agreement import check_replica, tolerance_of
 from .carried import Watch
-from .dropout import Undropped
-from .fingerprint import OURS
 from .folding import Folding, Plan
-from .forward import Forward
-from .passes import DoesNotFold, Undecided
 from .probe import probe_draws
-from .reads import uncompiled
-from .restore import drawn_since, evaluating, preserved_rng, random_states, uncached
-from .state import State
 
 
 class DrawsNumbers(DoesNotFold):

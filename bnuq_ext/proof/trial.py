@@ -10,6 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..forward import Forward
+from ..inputs import expand
+from ..passes import DoesNotFold, Undecided
+from ..reads import Ranges, Reads, held_ranges
+from ..samplers import Draw
 from .agreement import (
     ALIKE,
     OUTLIER,
@@ -23,13 +28,8 @@ from .agreement import (
     tolerance_of,
 )
 from .carried import CARRIES, Carried
-from .forward import Forward
-from .inputs import expand
 from .moved import Moved
-from .passes import DoesNotFold, Undecided
 from .probe import CROWD, ROWS, copies_of_last, probe_draws, probe_inputs, varied_probes
-from .reads import Ranges, Reads, held_ranges
-from .samplers import Draw
 
 
 class Proof(NamedTuple):

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .inputs import tensors
-from .passes import DoesNotFold, Undecided
+from ..inputs import tensors
+from ..passes import DoesNotFold, Undecided
+from ..samplers import Draw
 from .probe import ROWS
-from .samplers import Draw
 
 _APART = 3  # tolerances between what is to be told apart
 _LARGE = 1e3  # of what batch norm gives

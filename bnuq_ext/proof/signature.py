@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .contents import SCALARS, Contents, identity, version_of
-from .inputs import has_rows
+from ..contents import SCALARS, Contents, identity, version_of
+from ..inputs import has_rows
 
 _PLAIN = (
     *SCALARS,
