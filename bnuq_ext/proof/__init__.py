@@ -1,1 +1,11 @@
-"""The proof that T replicas may go through a model as one batch: found out by trial, and remembered."""
+"""The proof that T replicas may go through a model as one batch: found out by trial, and remembered.
+
+signature   what a plan for an input is remembered by
+probe       rows and draws that are made up for a trial
+agreement   when outputs of replicas count as equal, and when that says something
+moved       parameters moved for a while, so that no gate stands at zero
+carried     what a forward leaves for the next
+trial       two replicas of three rows, folded and one after another
+folding     the plans for an input: a record, the trial, the check at the actual size
+standing    plans that stand while training changes the values of parameters
+"""
