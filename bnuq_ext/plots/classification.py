@@ -7,7 +7,7 @@ from itertools import cycle
 import numpy as np
 import torch
 
-from ..metrics.classification import bins_of
+from ..metrics.classification import bins_of, ece
 from ..ops.checks import check_integer, check_positive, refuse
 from .canvas import (
     BLUE,
@@ -86,7 +86,7 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
     )
     seen, edges = count > 0, np.linspace(0, 1, num_bins + 1)
     accuracy, claimed = right[seen] / count[seen], total[seen] / count[seen]
-    ece = (count[seen] * np.abs(accuracy - claimed)).sum() / len(y)
+    error = ece(torch.tensor(probs), torch.tensor(y.astype(np.int64)), num_bins)
     left, gap = edges[:-1][seen], "gap to the mean confidence"
     place = {"align": "edge", "width": 1 / num_bins}
     hatched = {"facecolor": "none", "edgecolor": ORANGE, "hatch": "////", "linewidth": 0.8}
@@ -97,7 +97,7 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
         *ax.plot([0, 1], [0, 1], "--", color=GREY, linewidth=1, label="calibrated"),
     ]
     ax.set(xlabel="confidence, the largest probability", ylabel="accuracy, fraction of rows")
-    ax.set(xlim=(0, 1), ylim=(0, 1), title=f"ECE {ece:.3f} in {num_bins} bins")
+    ax.set(xlim=(0, 1), ylim=(0, 1), title=f"ECE {error:.3f} in {num_bins} bins")
     ax.legend(handles=handles, frameon=False, fontsize="small", loc="upper left")
     return ax
 
