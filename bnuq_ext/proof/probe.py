@@ -16,6 +16,8 @@ ROWS = 3
 CROWD = 9  # replicas of three rows, among which one may lie 5.1 standard deviations from the mean of all
 _LOOKED_AT = 16  # rows of the input
 _BY_THEMSELVES = 8  # tensors of it that are varied so
+# Of the same bits, for torch.where, which knew no others up to torch 2.11.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def leading(inputs, rows: int) -> list[Tensor]:
@@ -87,16 +89,17 @@ def _varied(t: Tensor) -> Tensor | None:
     """The two values of a column change places; where there is one, two of the rows get a one for
     zero and zero for others, in about half of these columns each. None where all columns have three
     values."""
-    rows = t.reshape(ROWS, -1)
+    signed = _SIGNED.get(t.dtype, t.dtype)
+    rows = t.reshape(ROWS, -1).view(signed)
     first, second, third = rows
     other = torch.where(second == first, third, second)
     two = (second == first) | (third == first) | (third == second)
     same = other == first
-    other = torch.where(same, (first == 0).to(t.dtype), other)
+    other = torch.where(same, (first == 0).to(signed), other)
     half = same.cumsum(0) * 2 <= same.sum() + 1
     changes = two & torch.stack([~same | half, ~same, ~same | ~half])
     varied = torch.where(changes, torch.where(rows == first, other, first), rows)
-    return varied.view(t.shape) if two.any() else None
+    return varied.view(t.dtype).view(t.shape) if two.any() else None
 
 
 def _spread(rows: int) -> list[int]:
