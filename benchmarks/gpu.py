@@ -42,8 +42,9 @@ SANITIZER_OPTIONS = {
 }
 FIRST_PORT, PORTS = 49152, 16  # sixteen of their own for each sanitizer: several run at a time
 REFUSALS = ["Device not supported", "not supported on this", "Failed to initialize", "error 999"]
-# Files that take minutes, the longest last: a step is one test of theirs, or one case of a test.
-SPLIT = {"bench_linear.py": "test", "bench_models.py": "case"}
+# Files that take minutes, the longest last: a step is the cases whose ids begin alike, those of one
+# test and size, or one case. What a step has timed is lost if it is cut off.
+SPLIT = {"bench_linear.py": r"[^\[]+(\[cuda-\(\d+)?", "bench_models.py": r".+"}
 # What no other machine can show comes first, in case the time ends.
 FIRST_TESTS = [
     "test_gpu",
@@ -59,7 +60,6 @@ FIRST_TESTS = [
 ]
 LONGEST = {"test_hostrun_ops.py": 440}  # seconds that a file may take, 300 for the others
 EXIT_UNFINISHED = 3
-LEAST_SECONDS = 5  # with less left of the stage a step is not begun
 
 
 @dataclass
@@ -70,6 +70,7 @@ class Step:
     command: list
     judge: Callable[[Outcome], dict]
     limit: float = 300
+    least: float = 5  # seconds; with less left of the stage it is not begun
     env: dict = field(default_factory=dict)
     alone: bool = True
 
@@ -192,8 +193,8 @@ def test_steps(env):
         command += [f"--junitxml={junit}"]
         command += DEPRECATIONS
         alone, judge = path.name == "test_gpu.py", judge_tests(junit)
-        limit = LONGEST.get(path.name, Step.limit)
-        steps.append(Step(path.name, command, judge, limit, variables, alone))
+        options = {"limit": LONGEST.get(path.name, Step.limit), "env": variables, "alone": alone}
+        steps.append(Step(path.name, command, judge, **options))
     return steps
 
 
@@ -217,25 +218,26 @@ def sanitize_steps(env):
         steps.append(Step(f"{name}: planted error", command, judge_planted, 60))
         for family in SANITIZED:
             command = [*sanitizer, str(next(ports)), *case, "cuda", family]
-            label = f"{name}: {family}"
-            steps.append(Step(label, command, judge_sanitizer, 360, uncached, alone=False))
+            options = {"limit": 360, "env": uncached, "alone": False}
+            steps.append(Step(f"{name}: {family}", command, judge_sanitizer, **options))
     return steps
 
 
 def cases_of(path, device, env):
-    """The node ids of one file's cases on a device; the file itself where they cannot be listed."""
+    """The node ids of one file's cases on a device; the file alone where they cannot be listed."""
     command = [sys.executable, "-m", "pytest", path, "--collect-only", "-q", "-o", "addopts="]
     listed = run([*command, *DEPRECATIONS, "-k", device, "-p", "no:cacheprovider"], 120, env)
     cases = [line for line in listed.output.splitlines() if "::" in line]
-    return cases if listed.code == 0 and cases else [path]
+    return cases if listed.code == 0 and cases else [f"benchmarks/{path.name}"]
 
 
 def targets_of(path, device, env):
-    """What pytest is given for each step of a file."""
-    cases = cases_of(path, device, env) if path.name in SPLIT else [path]
-    if SPLIT.get(path.name) == "test" and cases != [path]:
-        return list(dict.fromkeys(case.split("[")[0] for case in cases))
-    return cases
+    """What pytest is given for each step of a file, by the step's name."""
+    found = {}
+    for case in cases_of(path, device, env) if path.name in SPLIT else [f"benchmarks/{path.name}"]:
+        name = re.match(SPLIT.get(path.name, ".+"), case.removeprefix("benchmarks/"))[0]
+        found.setdefault(name, []).append(case)
+    return found
 
 
 def bench_steps(env):
@@ -245,12 +247,11 @@ def bench_steps(env):
     paths = (ROOT / "benchmarks").glob("bench_*.py")
     place = {name: i + 1 for i, name in enumerate(SPLIT)}
     for path in sorted(paths, key=lambda p: (place.get(p.name, 0), p.name)):
-        for i, target in enumerate(targets_of(path, device, variables)):
+        for i, (name, cases) in enumerate(targets_of(path, device, variables).items()):
             raw = SCRATCH / "bench" / f"{path.stem}-{i}.json"
-            command = [sys.executable, "-m", "pytest", target, "--benchmark-only", "-k", device]
+            command = [sys.executable, "-m", "pytest", *cases, "--benchmark-only", "-k", device]
             command += [*DEPRECATIONS, "-p", "no:cacheprovider", f"--benchmark-json={raw}"]
-            name = path.name if target == path else str(target).removeprefix("benchmarks/")
-            steps.append(Step(name, command, judge_exit, 400, variables))
+            steps.append(Step(name, command, judge_exit, 400, 90, variables))
     return steps
 
 
@@ -280,7 +281,7 @@ def build(clock, env):
 def run_step(step, clock):
     """The result of one step, or None where the stage's time cut it off."""
     limit = min(step.limit, clock.left())
-    if limit < min(step.limit, LEAST_SECONDS):
+    if limit < min(step.limit, step.least):
         return None
     outcome = run(step.command, limit, step.env)
     if outcome.status == "timed out" and limit < step.limit:

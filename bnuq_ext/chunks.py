@@ -23,6 +23,9 @@ _ALLOCATIONS = (
     "torch_parallel_for",
 )
 
+# Of cuDNN and cuBLAS that find no room to work in.
+_LIBRARIES = ("unable to find an engine to execute", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 def check_chunk(op: str, chunk) -> None:
     """Checks that a chunk is "auto" or at least 1."""
@@ -73,7 +76,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
-    said = ("not enough memory", "can't allocate memory", "out of memory", "bad_alloc")
+    said = ("not enough memory", "can't allocate memory", "out of memory", "bad_alloc", *_LIBRARIES)
     lost = "API call failed" in text and any(call in text for call in _ALLOCATIONS)
     return isinstance(error, RuntimeError) and (lost or any(words in text for words in said))
 

@@ -37,7 +37,7 @@ class Prediction:
         entropy: (N, *) entropy of the mean probabilities, in nats; categorical only.
         mutual_information: (N, *) between class and replica, in nats: entropy minus the mean of the
             replicas' entropies. Not negative, and 0 where it is below the rounding of that
-            difference, eps (4 + sqrt(T)) (1 + ln K):
+            difference, eps (4 + sqrt(T) + sqrt(K) / 4) (1 + ln K):
             4e-6 in float32 for 32 replicas and ten classes.
         samples: (T, N, ...) raw outputs of the replicas, where kept.
         snapshots: (T,) int64, row of the bank that each replica used; sampler "bank" only.
@@ -143,8 +143,9 @@ def entropies(mean: Tensor, expected_entropy: Tensor, count: int) -> dict[str, T
 
 
 def _information(entropy: Tensor, expected_entropy: Tensor, count: int, classes: int) -> Tensor:
-    # Both terms, of at most ln K, come from T steps of a recursion, which round.
-    noise = torch.finfo(entropy.dtype).eps * (4 + count**0.5) * (1 + log(classes or 1))
+    # Both terms, of at most ln K, come from T steps of a recursion and K of a sum, which round.
+    steps = 4 + count**0.5 + classes**0.5 / 4
+    noise = torch.finfo(entropy.dtype).eps * steps * (1 + log(classes or 1))
     return torch.threshold_(entropy - expected_entropy, noise, 0.0)
 
 

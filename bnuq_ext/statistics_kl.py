@@ -241,9 +241,10 @@ def gaussian_of_moments(
 ) -> StatisticsGaussian:
     """`analytic_statistics` of a layer's moments (C,); factor is f / M."""
     # A square root's slope at 0 and the quotient would make NaN of a constant channel's gradient.
-    alive = torch.where(var > 0, var, 1.0)
-    std = torch.where(var > 0, alive.sqrt(), 0.0)
-    std_var = torch.where(var > 0, var_c / (4 * alive), 0.0)
+    constant = var == 0
+    alive = torch.where(constant, 1.0, var)
+    std = torch.where(constant, 0.0, alive.sqrt())
+    std_var = torch.where(constant, 0.0, var_c / (4 * alive))
     return StatisticsGaussian(mean, var_a * factor, std, std_var * factor)
 
 

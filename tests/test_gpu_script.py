@@ -59,11 +59,11 @@ def test_a_finished_stage_is_skipped_unless_forced(tmp_path, monkeypatch, capsys
     assert log.read_text() == "xxx"
 
 
-def test_a_stage_that_was_cut_off_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.5)
+def test_a_stage_that_was_cut_off_goes_on(tmp_path):
     log = tmp_path / "log"
-    hanging = step("slow", "import time; time.sleep(60)", limit=90)
-    steps = [step("quick", f"open({str(log)!r}, 'a').write('q')", limit=90), hanging, step("last")]
+    hanging = step("slow", "import time; time.sleep(60)", limit=90, least=0.5)
+    quick = step("quick", f"open({str(log)!r}, 'a').write('q')", limit=90, least=0.5)
+    steps = [quick, hanging, step("long", least=100), step("last")]
     start = time.monotonic()
     cut = gpu.run_stage("bench", lambda: steps, tmp_path, ENV, passing_build, seconds=5)
     assert time.monotonic() - start < 30
@@ -72,7 +72,7 @@ def test_a_stage_that_was_cut_off_goes_on(tmp_path, monkeypatch):
 
     steps[1] = step("slow", limit=90)
     result = gpu.run_stage("bench", lambda: steps, tmp_path, ENV, passing_build)
-    assert result["finished"] and list(result["steps"]) == ["quick", "slow", "last"]
+    assert result["finished"] and list(result["steps"]) == ["quick", "slow", "long", "last"]
     assert log.read_text() == "q"
 
 
@@ -154,14 +154,21 @@ def test_bench_steps_are_files_or_cases(tmp_path, monkeypatch):
         (tmp_path / "benchmarks" / name).write_text(case + "def test_it(device): pass\n")
     for module in (gpu, gpu_process):
         monkeypatch.setattr(module, "ROOT", tmp_path)
+    sizes = "ids=['cuda-(400, 1)', 'cuda-(400, 8)', 'cuda-(1024, 1)', 'cpu-(1024, 1)']"
+    grid = f"@pytest.mark.parametrize('case', range(4), {sizes})\ndef test_grid(case): pass\n"
+    with open(tmp_path / "benchmarks" / "bench_linear.py", "a") as file:
+        file.write(grid)
     monkeypatch.delenv("BNUQ_BENCH", raising=False)
     steps = gpu.steps_of("bench", ENV)
     # Cut off, it has run what is short.
-    names = ["bench_ops.py", "bench_linear.py::test_it", "bench_models.py::test_it[cuda]"]
-    assert [s.name for s in steps] == names
+    names = ["bench_ops.py", "bench_linear.py::test_it"]
+    grid = [f"bench_linear.py::test_grid[cuda-({size}" for size in (400, 1024)]
+    assert [s.name for s in steps] == [*names, *grid, "bench_models.py::test_it[cuda]"]
+    assert [sum("::test_grid" in str(part) for part in s.command) for s in steps] == [0, 0, 2, 1, 0]
     assert steps[0].env == {"BNUQ_BENCH": "full"} and all("cuda" in s.command for s in steps)
     steps = gpu.steps_of("bench", ENV | {"gpu": None})
-    assert [s.name for s in steps] == [name.replace("cuda", "cpu") for name in names]
+    names += ["bench_linear.py::test_grid", "bench_models.py::test_it[cpu]"]
+    assert [s.name for s in steps] == names
     assert steps[0].env == {"BNUQ_BENCH": "short"}
 
 

@@ -207,6 +207,26 @@ def test_temperature_matches_scipy():
     assert metrics.fit_temperature(logits, y) == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_row_with_nan_is_neither_right_nor_wrong():
+    probs = torch.tensor([[0.2, 0.8], [math.nan, 0.5], [0.6, 0.4]])
+    hits = metrics.accuracy(probs, torch.tensor([1, 0, 1]), reduction="none")
+    assert hits.isnan().tolist() == [False, True, False] and hits[[0, 2]].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("size", [3, 30, 1e3, 1e4])
+def test_temperature_of_perfect_logits_is_the_bound_whatever_their_size(size):
+    y = torch.arange(4)
+    assert metrics.fit_temperature(size * torch.eye(4), y) == pytest.approx(0.01)
+    assert metrics.fit_temperature(-size * torch.eye(4), y) == pytest.approx(100)
+
+
+def test_temperature_does_not_see_what_all_classes_have():
+    logits, y = 4 * draw(300, 5), labels(300, 5)
+    logits[torch.arange(300), y] += 3
+    expected = metrics.fit_temperature(logits, y)
+    assert metrics.fit_temperature(logits + 2.0**30, y) == pytest.approx(expected, rel=1e-6)
+
+
 def test_temperature_of_perfect_logits_is_the_bound():
     assert metrics.fit_temperature(0.1 * torch.eye(4), torch.arange(4)) == pytest.approx(0.01)
     assert metrics.fit_temperature(torch.eye(4), (torch.arange(4) + 1) % 4) == pytest.approx(100)

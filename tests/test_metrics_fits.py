@@ -243,6 +243,12 @@ def test_t_test_gives_the_printed_p_values(mean, error, p):
     assert metrics.t_test(values)[1] == pytest.approx(p, rel=0.15)
 
 
+@pytest.mark.parametrize("size", [1e-310, 1e-200, 1e200, 1e308])
+def test_t_test_of_values_whose_squares_leave_the_range(size):
+    t, p = metrics.t_test([0.5 * size, size])
+    assert t == pytest.approx(3, rel=1e-12) and p == pytest.approx(0.204832764699, rel=1e-9)
+
+
 def test_t_test_of_equal_values():
     assert metrics.t_test([2.0, 2.0, 2.0]) == (math.inf, 0.0)
     assert metrics.t_test([-2.0, -2.0]) == (-math.inf, 0.0)

@@ -39,7 +39,7 @@ class Crossings(TorchDispatchMode):
 
 def test_what_crosses_is_found():
     with FakeTensorMode(), Crossings() as crossings:
-        ops.new_seed(3, 0, "cuda")
+        torch.tensor([3, 0], device="cuda")
         assert crossings.found
         with pytest.raises(RuntimeError):  # a value is asked for
             torch.ones(1, device="cuda").item()
@@ -69,6 +69,13 @@ def test_loss_of_a_step_that_learns_its_noise():
             options = dict(likelihood="gaussian", noise_std=std, batch_weight=0.1)
             loss = elbo_loss(model, x, y, **options).loss
     assert loss.device.type == "cuda" and not crossings.found
+
+
+@pytest.mark.parametrize("seed", [3, -(2**63), 2**63 - 1, None])
+def test_seed_of_an_op(seed):
+    with FakeTensorMode(), Crossings() as crossings:
+        made = ops.new_seed(seed, 2**62, "cuda")
+    assert made.device.type == "cuda" and made.shape == (2,) and not crossings.found
 
 
 class Copies(TorchDispatchMode):

@@ -250,6 +250,17 @@ def test_what_torch_s_c_interface_leaves_of_it_is_known(text):
     assert chunks.is_out_of_memory(RuntimeError(text))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GET was unable to find an engine to execute this computation",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_what_cuda_s_libraries_say_of_it_is_known(text):
+    assert chunks.is_out_of_memory(RuntimeError(text))
+
+
 def test_another_failure_is_not_taken_for_it():
     other = "torch_call_dispatcher( aten::mm ) API call failed at ops.h, line 9"
     assert not chunks.is_out_of_memory(RuntimeError(other))

@@ -35,9 +35,10 @@ def test_information_is_exactly_zero_where_the_batch_is_the_data_set():
         assert (pred.mutual_information == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("classes", [1000, 10_000, 100_000])
-def test_information_of_equal_samples_is_zero_for_many_classes(classes):
-    row = 3 * torch.randn(1, 16, classes, generator=torch.Generator().manual_seed(0))
+def test_information_of_equal_samples_is_zero_for_many_classes(classes, dtype):
+    row = 3 * torch.randn(1, 16, classes, generator=torch.Generator().manual_seed(0), dtype=dtype)
     moments = make_moments("predict", "categorical")
     for _ in range(8):
         moments.add(row)

@@ -189,6 +189,13 @@ def test_analytic_vanishes_for_all_rows_and_for_constant_channels():
     assert gradient.isfinite().all() and gaussian.std.tolist()[1] == gaussian.std_var[1] == 0.0
 
 
+def test_analytic_of_nan_is_nan():
+    x = torch.rand(8, 2)
+    x[3, 0] = torch.nan
+    for moment in bnuq.analytic_statistics(x, 4):
+        assert moment.isnan().tolist() == [True, False]
+
+
 def test_analytic_gradient():
     x = skewed((7, 2, 3)).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: tuple(bnuq.analytic_statistics(x, 3, 7)), x)

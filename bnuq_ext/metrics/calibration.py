@@ -14,7 +14,7 @@ from .regression import gaussian_crps, gaussian_pll
 def fit_temperature(logits: Tensor, y: Tensor) -> float:
     """The temperature with the least NLL of softmax(logits / temperature).
 
-    The NLL is convex in 1 / temperature, so its slope, mean_n(E_p[logits_n] - logits[n, y_n]), is
+    The NLL is convex in 1 / temperature, so its slope, mean_n E_p[logits_n - logits[n, y_n]], is
     bisected (Guo et al. 2017, section 4.2).
 
     Args:
@@ -27,12 +27,13 @@ def fit_temperature(logits: Tensor, y: Tensor) -> float:
     logits = take_logits("fit_temperature", "logits", logits, "(N, K)")
     y = take_labels("fit_temperature", y, logits)
     check_fittable("fit_temperature", "logits", logits)
-    target = logits.gather(1, y.unsqueeze(1)).mean()
+    logits = logits - logits.gather(1, y.unsqueeze(1))
     low, high = 0.01, 100.0
     for _ in range(60):
         inverse = (low * high) ** 0.5
-        slope = ((logits * inverse).softmax(1) * logits).sum(1).mean() - target
-        low, high = (inverse, high) if slope < 0 else (low, inverse)
+        slope = ((logits * inverse).softmax(1) * logits).sum(1).mean()
+        # 0 where all labels are right and no other class has a probability left.
+        low, high = (inverse, high) if slope <= 0 else (low, inverse)
     return 1 / (low * high) ** 0.5
 
 

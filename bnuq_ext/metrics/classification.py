@@ -1,5 +1,7 @@
 """Scores of class probabilities, and of what tells known inputs from foreign ones."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -89,12 +91,11 @@ def accuracy(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
         reduction: "mean" over the rows, or "none".
 
     Returns:
-        () or (N, *), float64.
+        () or (N, *), float64; nan of a row with a nan.
     """
     probs = take_logits("accuracy", "probs", probs, "(N, K)")
-    return reduce(
-        "accuracy", (probs.argmax(1) == take_labels("accuracy", y, probs)).double(), reduction
-    )
+    right = (probs.argmax(1) == take_labels("accuracy", y, probs)).double()
+    return reduce("accuracy", torch.where(probs.isnan().any(1), math.nan, right), reduction)
 
 
 def ece(probs: Tensor, y: Tensor, num_bins: int = 15) -> Tensor:

@@ -27,6 +27,9 @@ def t_test(values: Tensor | list[float]) -> tuple[float, float]:
     values = take_numbers("t_test", "values", values)
     if values.dim() != 1 or len(values) < 2:
         refuse("t_test", "values", "have shape (R,) with R of at least 2", list(values.shape))
+    largest = values.abs().max()
+    if 0 < largest < math.inf:
+        values = values / largest  # their squares may be too large or too small
     # Equal values may have a standard deviation of rounding's size.
     std = values.std() if (values != values[0]).any() else values.new_zeros(())
     t = (values.mean() / (std / len(values) ** 0.5)).item()

@@ -29,10 +29,11 @@ def new_seed(seed: int | Tensor | None = None, first_replica: int = 0, device="c
         if key.shape != (1,) or key.dtype != torch.int64:
             got = f"{list(key.shape)} {key.dtype}"
             refuse("new_seed", "seed", "be an integer or have shape [1] and dtype int64", got)
-        # Filled on the device: a copy to it would wait, and a CUDA graph takes none.
-        return torch.cat([key, key.new_full((1,), first_replica)])
-    check_key_range("new_seed", key)
-    return torch.tensor([key, first_replica], dtype=torch.int64, device=device)
+    else:
+        check_key_range("new_seed", key)
+        key = torch.full((1,), int(key), dtype=torch.int64, device=device)
+    # Filled on the device: a copy to it would wait, and a CUDA graph takes none.
+    return torch.cat([key, key.new_full((1,), first_replica)])
 
 
 def new_key(device="cpu") -> Tensor:
