@@ -197,11 +197,11 @@ def test_killed_and_run_again(tmp_path):
 def test_the_log_is_whole_wherever_the_last_epoch_is_killed(tmp_path, monkeypatch, name, first):
     write, calls = getattr(bbb, name), []
 
-    def killed(path, content):
-        calls.append(path)
+    def killed(*args):
+        calls.append(args)
         if len(calls) == TINY.epochs and first:
             raise KeyboardInterrupt
-        write(path, content)
+        write(*args)
         if len(calls) == TINY.epochs:
             raise KeyboardInterrupt
 
@@ -221,6 +221,16 @@ def test_other_settings_or_data_are_refused(finished, tmp_path):
         bbb.run(folder, ["gaussian"], replace(TINY, scheme="uniform"), progress=False)
     with pytest.raises(ValueError, match="got another data, scaling$"):
         bbb.run(folder, ["gaussian"], replace(TINY, scaling="126"), progress=False)
+
+
+def test_fewer_epochs_than_there_are_are_refused(finished):
+    folder, *_ = finished
+    with pytest.raises(ValueError) as caught:
+        bbb.run(folder, ["gaussian"], replace(TINY, epochs=1), progress=False)
+    place = folder / "gaussian"
+    assert str(caught.value) == (
+        f"bbb: epochs must be at least the {TINY.epochs} that {place} holds, got 1"
+    )
 
 
 def test_a_run_without_an_epoch_stands_in_no_other_s_way(tmp_path):

@@ -91,3 +91,17 @@ def test_protocols_refuse_other_labels(tmp_path):
             load()
         text = "reproduce: data_root must hold labels in [0, 10), got 10 in the train part"
         assert str(caught.value) == text
+
+
+def test_a_checkpoint_goes_on_with_its_own_settings_and_prior_alone(tmp_path):
+    short = replace(TINY, epochs=1)
+    bbb.run(tmp_path, ["gaussian"], short, progress=False)
+    source = tmp_path / "gaussian" / "checkpoint.safetensors"
+    (tmp_path / "mixture").mkdir()
+    (tmp_path / "mixture" / source.name).write_bytes(source.read_bytes())
+    refusal = "delete it to start again.* or that of another run$"
+    with pytest.raises(ValueError, match=refusal):
+        bbb.run(tmp_path, ["mixture"], short, progress=False)
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(ValueError, match=refusal):
+        bbb.run(tmp_path, ["gaussian"], replace(short, scaling="126"), progress=False)

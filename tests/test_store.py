@@ -107,8 +107,18 @@ def test_folder_that_cannot_be_made(tmp_path):
 @pytest.mark.parametrize("content", ["[]", "3", "null"])
 def test_settings_that_are_none(tmp_path, content):
     (tmp_path / "settings.json").write_text(content)
-    with pytest.raises(
-        ValueError, match="settings.json must hold the settings of a run .delete it"
-    ):
+    refusal = "settings.json must hold the settings of a run .delete .* to begin anew"
+    with pytest.raises(ValueError, match=refusal):
         Store(tmp_path, {"a": 1})
     assert (tmp_path / "settings.json").read_text() == content
+
+
+def test_results_without_settings_are_no_other_run_s(tmp_path):
+    Store(tmp_path, {"a": 1}).unit("one", lambda: 1)
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(ValueError) as caught:
+        Store(tmp_path, {"a": 2})
+    assert str(caught.value) == (
+        f"store: {tmp_path / 'settings.json'} must lie beside the results of a run "
+        f"(delete {tmp_path} to begin anew), got 1 without it"
+    )

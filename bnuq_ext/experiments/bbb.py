@@ -205,34 +205,34 @@ def run_epoch(state: State, split: data.Split, settings: Settings, advance) -> N
         state.best = {k: v.clone() for k, v in state.network.state_dict().items()}
 
 
-def save(path: Path, state: State) -> None:
-    """The whole state in one file, which is replaced as a whole."""
+def save(path: Path, state: State, identity: str = "") -> None:
+    """The whole state in one file, which is replaced as a whole; `identity`: whose state it is."""
     parts = {"last": state.network.state_dict(), "best": state.best}
     tensors = {f"{part}.{k}": v for part, found in parts.items() for k, v in found.items()}
     log = json.dumps(state.log)
-    metadata = {"log": log, "sha256": digest(log, tensors)}
+    metadata = {"log": log, "sha256": digest(identity, log, tensors)}
     write_whole(path, safetensors.torch.save(tensors, metadata))
 
 
-def digest(log: str, tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over the log, and over the names and the data of the tensors."""
-    found = hashlib.sha256(log.encode())
+def digest(identity: str, log: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over whose state it is, the log, and the names and the data of the tensors."""
+    found = hashlib.sha256(f"{identity}\0{log}".encode())
     for name, tensor in sorted(tensors.items()):
         found.update(name.encode())
         found.update(tensor.contiguous().numpy())
     return found.hexdigest()
 
 
-def load(path: Path, network: nn.Sequential) -> State:
-    """The state that `save` wrote; a new one where there is no file."""
+def load(path: Path, network: nn.Sequential, identity: str = "") -> State:
+    """The state that `save` wrote with this identity; a new one where there is no file."""
     if not path.exists():
         return State(network, {}, [])
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata()
             tensors = {k: file.get_tensor(k) for k in file.keys()}  # it is no dict
-        if digest(metadata["log"], tensors) != metadata["sha256"]:
-            raise ValueError("other content than its SHA-256")
+        if digest(identity, metadata["log"], tensors) != metadata["sha256"]:
+            raise ValueError("other content than its SHA-256, or that of another run")
         best, last = (
             {k.removeprefix(part): v for k, v in tensors.items() if k.startswith(part)}
             for part in ("best.", "last.")
@@ -251,26 +251,32 @@ def train(
     split: data.Split,
     settings: Settings,
     progress=True,
-    claim=lambda: None,
+    store: Store | None = None,
 ) -> State:
     """A run with the prior `name`, from its checkpoint in `folder` on,
     which is written after every epoch.
 
-    Beside it lies `log.json`, the log alone. `claim` is called before an epoch is written.
+    Beside it lies `log.json`, the log alone. The store is claimed before an epoch is written, and
+    a checkpoint of other settings than its own, or of another prior, is refused.
     """
+    identity = json.dumps([name, store and store.settings], sort_keys=True)
     folder.mkdir(exist_ok=True)
     path = folder / "checkpoint.safetensors"
-    state = load(path, make_network(settings, split.train.x.shape[1], PRIORS[name]))
+    state = load(path, make_network(settings, split.train.x.shape[1], PRIORS[name]), identity)
+    if len(state.log) > settings.epochs:
+        requirement = f"be at least the {len(state.log)} that {folder} holds"
+        refuse("bbb", "epochs", requirement, settings.epochs)
     steps = math.ceil(len(split.train.x) / settings.batch_size)
     done = {"total": settings.epochs * steps, "initial": len(state.log) * steps}
     with progress_bar(desc=name, unit="batch", shown=progress, **done) as bar:
         while len(state.log) < settings.epochs:
             run_epoch(state, split, settings, bar.update)
-            claim()
+            if store is not None:
+                store.claim()
             # Before the checkpoint: a run that is killed in between does the epoch,
             # and its log, again.
             write_json(folder / "log.json", state.log)
-            save(path, state)
+            save(path, state, identity)
             validation = state.log[-1]["validation_error"]
             bar.set_postfix_str(f"validation={validation:.2%}", refresh=False)
     return state
@@ -293,8 +299,8 @@ def run(
         the data, and the state by prior.
 
     Raises:
-        ValueError: an unknown prior, the folder of another run, missing data,
-            a loss that is not finite.
+        ValueError: an unknown prior, the folder of another run or of one with more epochs,
+            missing data, a loss that is not finite.
     """
     for name in priors:
         check_one_of("bbb", "prior", name, PRIORS)
@@ -303,7 +309,7 @@ def run(
     versions = {"bnuq_ext": __version__, "torch": torch.__version__}
     store = Store(folder, {**fixed, **versions, "data": crc32_of(split)})
     return split, {
-        name: train(Path(folder) / name, name, split, settings, progress, store.claim)
+        name: train(Path(folder) / name, name, split, settings, progress, store)
         for name in dict.fromkeys(priors)
     }
 

@@ -18,11 +18,11 @@ def write_whole(path: Path, content: bytes) -> None:
     replace_whole(os.path.realpath(path), lambda stream: stream.write(content))
 
 
-def read_json(path: Path):
+def read_json(path: Path, advice: str):
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        refuse("store", str(path), "hold JSON (delete it to compute it again)", error)
+        refuse("store", str(path), f"hold JSON ({advice})", error)
 
 
 class Store:
@@ -34,7 +34,8 @@ class Store:
         settings: what the results depend on, as JSON values.
 
     Raises:
-        ValueError: the folder has no name, or holds a run of other settings.
+        ValueError: the folder has no name, or holds a run of other settings, or of none that are
+            known.
     """
 
     def __init__(self, folder, settings: dict):
@@ -56,12 +57,15 @@ class Store:
 
     def _is_claimed(self) -> bool:
         """Whether the folder has settings; others than these are refused."""
-        path = self.folder / "settings.json"
+        path, advice = self.folder / "settings.json", f"delete {self.folder} to begin anew"
         if not path.exists():
+            if results := len(list((self.folder / "units").iterdir())):
+                requirement = f"lie beside the results of a run ({advice})"
+                refuse("store", str(path), requirement, f"{results} without it")
             return False
-        found, settings = read_json(path), self.settings
+        found, settings = read_json(path, advice), self.settings
         if not isinstance(found, dict):
-            requirement = "hold the settings of a run (delete it to begin anew)"
+            requirement = f"hold the settings of a run ({advice})"
             refuse("store", str(path), requirement, type(found).__name__)
         other = [k for k in sorted({*found, *settings}) if found.get(k) != settings.get(k)]
         if other:
@@ -82,7 +86,7 @@ class Store:
             result = compute()
             self.claim()
             write_json(self._path(name), result)
-        return read_json(self._path(name))
+        return read_json(self._path(name), "delete it to compute it again")
 
     def has(self, name: str) -> bool:
         """Whether the unit is finished."""
