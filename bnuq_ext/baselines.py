@@ -152,7 +152,7 @@ def ensemble(
     """
     op = "ensemble"
     task = _Task(op, x, likelihood, noise_var, output_fn, keep_samples, progress)
-    models = _checked_members(op, models)
+    models = _checked_members(op, models, sampler)
     if sampler is None and num_samples is not None:
         refuse(op, "num_samples", "be None without a sampler", num_samples)
     if num_samples is None:
@@ -300,15 +300,17 @@ class _Task:
         return Prediction(self.likelihood, count, noise_var=self.noise_var, **result)
 
 
-def _checked_members(op: str, models) -> list[nn.Module]:
+def _checked_members(op: str, models, sampler) -> list[nn.Module]:
     single = isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
     if single or not isinstance(models, Iterable):
         refuse(op, "models", "be a list of modules", type(models).__name__, TypeError)
     models = list(models)
     if not models:
         refuse(op, "models", "hold at least 1 member", "none")
-    for model in models:
+    for place, model in enumerate(models):
         check_model(op, model)
+        if sampler is not None:
+            take_model(op, model, f"models[{place}]")
     return models
 
 

@@ -63,6 +63,8 @@ def as_dataset(op: str, name: str, data):
         if unused:
             warn(f"{op}: {name} stands for its data set, without its {' and '.join(unused)}")
         return data.dataset
+    if isinstance(data, tuple) and any(isinstance(part, np.ndarray) for part in data):
+        refuse(op, name, "hold tensors (torch.from_numpy makes them)", "NumPy arrays", TypeError)
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
         if len({part.shape[:1] for part in data}) > 1:
             refuse(op, name, "have as many rows in each tensor", [list(p.shape) for p in data])

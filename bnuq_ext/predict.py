@@ -146,14 +146,14 @@ def predict(
         return Prediction(likelihood, num_samples, noise_var=noise_var, **result)
 
 
-def take_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
-    """The model, `unwrapped`, and all its modules, some of them stochastic."""
+def take_model(op: str, model, name: str = "model") -> tuple[nn.Module, list[nn.Module]]:
+    """The model, `unwrapped`, and all its modules, some of them stochastic; `name` of the argument."""
     check_model(op, model)
     model = unwrapped(model)
     modules = modules_of(model)
     if not any([isinstance(module, Replicated) for module in modules]):
         got = "none; run bnuq_ext.convert first, or bnuq_ext.to_bayesian for linear layers"
-        refuse(op, "model", "contain stochastic batch-norm layers", got)
+        refuse(op, name, "contain stochastic batch-norm layers", got)
     return model, modules
 
 

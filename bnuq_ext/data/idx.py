@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import refuse
-from .parts import Part, Split, as_path, hold_out
+from .parts import Part, Split, as_path, check_file, hold_out
 
 SOURCE = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/, or torchvision's MNIST/raw; Fashion-MNIST: "
@@ -80,8 +80,7 @@ def read_idx(path) -> Tensor:
         ValueError: the file is missing or damaged, or holds something else.
     """
     path = as_path("read_idx", "path", path)
-    if not path.is_file():
-        refuse("read_idx", "path", f"be an idx file (MNIST's: {SOURCE})", str(path))
+    check_file("read_idx", path, f"be an idx file (MNIST's: {SOURCE})")
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             content = file.read()

@@ -38,6 +38,13 @@ def as_path(op: str, name: str, value) -> Path:
     return Path(value)
 
 
+def check_file(op: str, path: Path, requirement: str) -> None:
+    """Raises for a path where no file lies."""
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "a missing file"
+        refuse(op, "path", requirement, f"{path}, {kind}")
+
+
 def take(part: Part, rows) -> Part:
     """Some rows of a part: a slice, a mask or indices."""
     return Part(part.x[rows], part.y[rows])

@@ -30,6 +30,8 @@ def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> S
     if not isinstance(classes, Iterable):
         refuse("digits", "classes", "be a list of digits", type(classes).__name__, TypeError)
     classes = {check_integer("digits", "classes", k, 0) for k in classes}
+    if not classes or max(classes) > 9:
+        refuse("digits", "classes", "be some of the digits 0 to 9", sorted(classes))
     check_within("digits", "seed", seed, 0, 2**32, "[0, 2^32)")
     rows = torch.isin(y, torch.tensor(sorted(classes))).nonzero().squeeze(1)
     counts = [

@@ -11,6 +11,7 @@ from .canvas import (
     GREY,
     ORANGE,
     check_entries,
+    check_labels,
     share_axes,
     take_array,
     take_axes,
@@ -38,6 +39,7 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
     op, ax = "against_batch_size", take_axes(ax)
     levels, marks = take_options(op, "levels", levels), take_options(op, "marks", marks)
     check_entries(op, "curves", curves)
+    check_labels(op, "levels", levels, curves)
     batch_sizes = _take_sizes(op, batch_sizes)
     for m in marks:
         check_positive(op, "marks", m)

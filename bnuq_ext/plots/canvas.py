@@ -109,6 +109,12 @@ def take_options(op: str, name: str, entries, values: str = "values"):
     return entries
 
 
+def check_labels(op: str, name: str, options, entries) -> None:
+    """Raises for options of a curve that is not drawn."""
+    if unknown := [label for label in options if label not in entries]:
+        refuse(op, name, f"name some of the curves {list(entries)}", unknown)
+
+
 def take_probs(op: str, name: str, values):
     """Probabilities; what rounding may have made of them counts."""
     values = take_numbers(op, name, values)

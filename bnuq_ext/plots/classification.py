@@ -129,11 +129,13 @@ def stacked_probabilities(probs, *, shown, ax=None):
     """
     ax = take_axes(ax)
     probs = take_probs("stacked_probabilities", "probs", probs)
-    if probs.ndim != 2:
-        refuse("stacked_probabilities", "probs", "have shape (T, K)", list(probs.shape))
+    if probs.ndim != 2 or len(probs) == 0:
+        refuse("stacked_probabilities", "probs", "have shape (T, K) with T > 0", list(probs.shape))
     K, shown = probs.shape[1], _take_classes(shown)
     if not all(0 <= k < K for k in shown):
         refuse("stacked_probabilities", "shown", f"lie in [0, {K})", shown)
+    if len(set(shown)) < len(shown):
+        refuse("stacked_probabilities", "shown", "name each class once", shown)
     columns, bottom = np.arange(1, len(probs) + 1), np.zeros(len(probs))
     parts = [
         (str(k), color, probs[:, k]) for k, color in zip(shown, cycle(CLASS_COLORS), strict=False)

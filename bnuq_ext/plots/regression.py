@@ -1,5 +1,7 @@
 """Regression: what the uncertainty says beside what the errors are."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from ..ops.checks import check_integer, refuse
@@ -115,11 +117,13 @@ def regression_band(
         ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
         ax.plot(x, mean - width, **style)
     if data is not None:
+        if not isinstance(data, Iterable):
+            refuse(op, "data", "hold x and y", type(data).__name__, TypeError)
         points = [take_numbers(op, f"data[{i}]", v).reshape(-1) for i, v in enumerate(data)]
         if len(points) != 2 or len(points[0]) != len(points[1]):
             refuse(op, "data", "be (x, y) of one length", [len(values) for values in points])
         ax.plot(*points, ".", color="#404040", markersize=4, label="training data")
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.margins(x=0)
-    ax.legend(frameon=False, fontsize="small")
+    ax.legend(fontsize="small", framealpha=0.8, edgecolor="none")
     return ax

@@ -10,6 +10,7 @@ from .canvas import (
     COLORS,
     GREY,
     check_entries,
+    check_labels,
     share_axes,
     take_axes,
     take_finite,
@@ -42,6 +43,7 @@ def error_over_epochs(
     levels, best = take_options(op, "levels", levels), take_options(op, "best", best, "epochs")
     colors = take_options(op, "colors", colors, "colours")
     check_entries(op, "errors", errors)
+    check_labels(op, "best", best, errors)
     for (label, values), color in zip(errors.items(), cycle(COLORS), strict=False):
         values = take_values(op, label, values)
         color = colors.get(label, color)
