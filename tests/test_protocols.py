@@ -202,9 +202,11 @@ def needed(root, name):
     return root
 
 
-def test_ctrl_c_ends_workers_in_the_middle_of_their_units(tmp_path):
+# As a terminal does; and as a script that started the run may.
+@pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["the group", "the parent"])
+def test_ctrl_c_ends_workers_in_the_middle_of_their_units(tmp_path, send):
     parent, worker = _started(tmp_path)
-    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
+    send(parent.pid, signal.SIGINT)
     _, said = parent.communicate(timeout=60)
     assert parent.returncode != 0 and ("KeyboardInterrupt" in said or "killed" in said)
     _ends(worker)

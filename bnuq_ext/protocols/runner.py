@@ -109,8 +109,15 @@ def _executed(compute, units: list[Unit], jobs: int):
     # A forked process would inherit the threads' locks without the threads.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, context, initializer=_prepare_worker)
+    others = set(multiprocessing.active_children())
     try:
-        yield (future.result() for future in as_completed([pool.submit(compute, u) for u in units]))
+        with _ctrl_c_later():
+            submitted = [pool.submit(compute, unit) for unit in units]
+        yield (future.result() for future in as_completed(submitted))
+    except KeyboardInterrupt:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        raise
     except BrokenProcessPool as error:
         text = (
             "reproduce: a process was killed, perhaps for memory, and the same command goes on; or it "
@@ -121,8 +128,19 @@ def _executed(compute, units: list[Unit], jobs: int):
         pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _ctrl_c_later():
+    """SIGINT waits for the end of the body, and in a process that begins there until it is ready."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _prepare_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, and not the unit alone
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
