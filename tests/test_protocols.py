@@ -100,14 +100,18 @@ if __name__ == "__main__":
 """
 
 
-def _started(folder):
-    """A run in a session of its own, whose worker waits ten minutes in a unit:
-    (parent, worker's number)."""
+def _begun(folder):
+    """A run with two workers in a session of its own."""
     script = folder / "parent.py"
     script.write_text(PARENT.format(tests=str(Path(__file__).parent), folder=str(folder)))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     options = {"env": environment, "stderr": subprocess.PIPE, "text": True}
-    parent = subprocess.Popen([sys.executable, str(script)], start_new_session=True, **options)
+    return subprocess.Popen([sys.executable, str(script)], start_new_session=True, **options)
+
+
+def _started(folder):
+    """The same, when its worker waits ten minutes in a unit: (parent, worker's number)."""
+    parent = _begun(folder)
     waiting, deadline = folder / "waiting", time.monotonic() + 120
     while not (waiting.exists() and waiting.read_text()):
         assert time.monotonic() < deadline and parent.poll() is None
@@ -200,6 +204,18 @@ def needed(root, name):
     ):
         (root / "uci" / f"{table}.npz").touch()
     return root
+
+
+def test_ctrl_c_while_workers_start_is_not_theirs_to_report(tmp_path):
+    parent, deadline = _begun(tmp_path), time.monotonic() + 120
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    while len(children.read_text().split()) < 2:  # one of them multiprocessing's own
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.killpg(parent.pid, signal.SIGINT)
+    _, said = parent.communicate(timeout=60)
+    assert parent.returncode != 0 and "spawn_main" not in said
 
 
 # As a terminal does; and as a script that started the run may.
