@@ -3,7 +3,8 @@
 from . import data, metrics, ops, plots
 from ._version import __version__
 from .adapters import register_adapter
-from .bank import Bank, attach
+from .attach import attach
+from .bank import Bank
 from .baselines import ensemble, mc_dropout, plug_in
 from .batch_size import BatchSizeFit, fit_batch_size
 from .bayes import BayesLinear

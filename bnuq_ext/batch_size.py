@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .bank import Bank, attach
+from .attach import attach
+from .bank import Bank
 from .batches import as_dataset, fetcher, find_source, has_rows
 from .collect import gather
 from .inputs import device_of, move, split_batch

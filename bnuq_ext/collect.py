@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._version import __version__
-from .bank import Bank, attach
+from .attach import attach
+from .bank import Bank
 from .batches import Source, find_source
 from .inputs import call, copied, device_of, model_input, move, num_rows, tensors
 from .interrupts import leaving_nothing_behind
@@ -328,9 +329,10 @@ _IN_ORDER = (
 
 
 def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> None:
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            got = f"{type(module).__name__}; give its .module"
+            advice = f"put its .module into the place of {name!r}" if name else "give its .module"
+            got = f"{type(module).__name__}; {advice}"
             refuse("collect", "model", "not be wrapped for several devices", got)
     check_integer("collect", "num_batches", num_batches, 1)
     check_callable("collect", "input_fn", input_fn)

@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .bank import Bank, find_bank
+from .attach import find_bank, layers_gone
+from .bank import Bank
+from .batch_norm_like import listed
 from .doctor import count_uncovered
 from .fingerprint import Fingerprint, fingerprint
 from .nn import named_stochastic_layers
@@ -131,9 +133,19 @@ class BankSamplers:
     def _bank_of(self, op: str, model: nn.Module) -> Bank | None:
         """The bank of the model; None where it has no stochastic batch norm."""
         if not self._looked:
-            self._bank = find_bank(model, op) if named_stochastic_layers(model) else None
+            if named_stochastic_layers(model):
+                self._bank = find_bank(model, op)
+                _warn_of_gone(op, model, self._bank)
             self._looked = True
         return self._bank
+
+
+def _warn_of_gone(op: str, model: nn.Module, bank: Bank) -> None:
+    if gone := layers_gone(model, bank):
+        warn(
+            f"{op}: the model no longer has the layers {listed(gone)} of its bank as stochastic ones; "
+            "what it does there is the same in all replicas"
+        )
 
 
 def _stream(device: torch.device) -> int:

@@ -308,7 +308,7 @@ class ReplicaPass(Pass):
                 self._refuse(name, f"{made} calls")
 
     def _refuse(self, key: str, got: str):
-        advice = "how often may depend on the number of rows"
+        advice = "how often may depend on the number of rows, or on values"
         requirement = f"be called as often as when the bank was collected ({advice})"
         refuse(self.op, f"layer {key!r}", requirement, got)
 

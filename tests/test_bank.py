@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.bank import find_bank
+from bnuq_ext.attach import find_bank
 
 
 def statistics(num_snapshots=4, channels=(3, 5), dtype=torch.float32):
@@ -310,8 +310,8 @@ def test_attach_to_a_root_layer():
 @pytest.mark.parametrize(
     "channels, error",
     [
-        ((3,), "got one that has ['layers.1'] besides"),
-        ((3, 5, 2), "got one that lacks ['layers.2']"),
+        ((3,), "got one that has layers.1 besides"),
+        ((3, 5, 2), "got one that lacks layers.2"),
         ((3, 4), "attach: bank.mean['layers.1'] must have 4 channels, got 5"),
         ((3, 6), "attach: bank.mean['layers.1'] must have 6 channels, got 5"),
     ],
@@ -322,7 +322,7 @@ def test_attach_rejects_other_layers(channels, error):
     bnuq.attach(model, before)
     with pytest.raises(ValueError, match=re.escape(error)):
         bnuq.attach(model, make_bank())
-    with pytest.raises(ValueError, match=re.escape("got one that has ['gone'] besides")):
+    with pytest.raises(ValueError, match=re.escape("got one that has gone besides")):
         bnuq.attach(model, make_bank(channels=channels, unused=("gone",)))
     assert find_bank(model, "predict") is before
 

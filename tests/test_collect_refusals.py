@@ -211,12 +211,17 @@ def test_refuses_models():
             "model must not be wrapped for several devices, got DataParallel; give its .module",
         ),
         (
+            nn.Sequential(nn.DataParallel(make_model())),
+            ValueError,
+            "several devices, got DataParallel; put its .module into the place of '0'",
+        ),
+        (
             distributed,
             ValueError,
             "model must not be wrapped for several devices, got DistributedDataParallel; give its",
         ),
     ):
-        with pytest.raises(error, match=re.escape(f"collect: {text}")):
+        with pytest.raises(error, match=re.escape(text)):
             bnuq.collect(model, chunks())
 
 

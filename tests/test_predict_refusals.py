@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -299,8 +300,10 @@ def test_batch_norm_that_comes_into_a_model_later_is_warned_of_too():
     bnuq.collect(model, list(torch.randn(10, 16, 4)), 10, progress=False)
     predict(model, torch.randn(3, 4))
     model[0] = parts[2].eval()
-    with pytest.warns(UserWarning, match="predict: 1 batch-norm calls of the forward belong to no"):
+    with pytest.warns(UserWarning) as caught:
         predict(model, torch.randn(3, 4))
+    texts = "no longer has the layers 0.1 of", "1 batch-norm calls of the forward belong to no"
+    assert [text in str(w.message) for w, text in zip(caught, texts, strict=True)] == [True] * 2
     predict(model, torch.randn(5, 4))
 
 
@@ -347,3 +350,24 @@ def test_other_channels_than_those_of_the_bank(sampler, name):
     message = f"x must have the 5 channels of {name}, got 4"
     with pytest.raises(ValueError, match=message):
         predict(model, torch.randn(6, 4), likelihood="gaussian", sampler=sampler)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def test_layers_that_are_gone_since_the_bank_was_collected_are_told_of():
+    model = bnuq.convert(Two())
+    bnuq.collect(model, list(torch.randn(4, 10, 4)), 4, progress=False)
+    options = {"likelihood": "gaussian", "num_samples": 2, "seed": 0}
+    part = nn.Sequential(OrderedDict(first=model.first))
+    bnuq.predict(part, torch.randn(3, 4), **options)  # with the bank of the whole
+    model.first = nn.Identity()
+    text = "^predict: the model no longer has the layers first of its bank as stochastic ones;"
+    with pytest.warns(UserWarning, match=text):
+        bnuq.predict(model, torch.randn(3, 4), **options)

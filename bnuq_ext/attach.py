@@ -1,0 +1,92 @@
+"""A bank and the model whose layers it has the statistics of."""
+
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+
+from .bank import Bank
+from .batch_norm_like import listed
+from .nn import require_stochastic_layers
+from .ops.checks import refuse
+from .passes import split_key
+
+_GIVEN: WeakKeyDictionary[nn.Module, ref[Bank]] = WeakKeyDictionary()  # the bank of whole models
+
+
+def attach(model: nn.Module, bank: Bank) -> None:
+    """Give a converted model a bank: `predict` then draws from it.
+
+    Args:
+        model: holds stochastic layers.
+        bank: has the statistics of exactly these layers, with their numbers of channels.
+
+    Raises:
+        TypeError: bank is no Bank. ValueError: the layers' names or channels differ, or the bank's
+            tensors were changed into what no bank holds. The model is then left as it was.
+    """
+    if not isinstance(bank, Bank):
+        refuse("attach", "bank", "be a Bank", type(bank).__name__, TypeError)
+    layers = require_stochastic_layers("attach", model)
+    _check_layers(layers, bank)
+    bank.check()
+    before = [(layer, layer.bank, layer.bank_name) for layer in layers.values()]
+    try:
+        for name, layer in layers.items():
+            layer.bank, layer.bank_name = bank, name
+    except BaseException:
+        for layer, old, name in before:
+            layer.bank, layer.bank_name = old, name
+        raise
+    _GIVEN[model] = ref(bank)
+
+
+def find_bank(model: nn.Module, op: str) -> Bank:
+    """The bank of a model, for the op that needs it.
+
+    Raises:
+        ValueError: no stochastic layers, a layer without a bank, or layers with different banks.
+    """
+    banks = {id(layer.bank): layer.bank for layer in require_stochastic_layers(op, model).values()}
+    if id(None) in banks:
+        refuse(op, "model", "have a bank", "none; run bnuq_ext.collect first")
+    if len(banks) > 1:
+        got = f"{len(banks)}; run bnuq_ext.collect on the whole model"
+        refuse(op, "model", "have one bank in all layers", got)
+    return next(iter(banks.values()))
+
+
+def layers_gone(model: nn.Module, bank: Bank) -> list[str]:
+    """The layers of its bank that a model had when it was given it, and has no longer: frozen,
+    merged or taken out. A part of a model is run with the bank of the whole."""
+    if _GIVEN.get(model, lambda: None)() is not bank:
+        return []
+    return _layers_beyond(require_stochastic_layers("attach", model), bank)
+
+
+def _layers_beyond(layers: dict[str, nn.Module], bank: Bank) -> list[str]:
+    names = {key if key in layers else split_key(key)[0] for key in bank.names}
+    return sorted({*names, *bank.unused} - layers.keys())
+
+
+def _check_layers(layers: dict[str, nn.Module], bank: Bank) -> None:
+    extra = _layers_beyond(layers, bank)
+    names = {key: key if key in layers else split_key(key)[0] for key in bank.names}
+    missing = sorted(layers.keys() - {*names.values(), *bank.unused})
+    if extra or missing:
+        parts = [f"lacks {listed(missing)}"] * bool(missing)
+        parts += [f"has {listed(extra)} besides"] * bool(extra)
+        got = f"one that {' and '.join(parts)}"
+        refuse("attach", "bank", "have the statistics of the model's layers", got)
+    for key, name in names.items():
+        layer, num_channels = layers[name], bank.mean[key].shape[1]
+        expected = _num_channels(layer)
+        if expected is not None and num_channels != expected:
+            refuse("attach", f"bank.mean[{key!r}]", f"have {expected} channels", num_channels)
+
+
+def _num_channels(layer: nn.Module) -> int | None:
+    """C, where an adapter's class tells it."""
+    if getattr(layer, "num_features", None):
+        return layer.num_features
+    tensors = (getattr(layer, "running_mean", None), *layer.affine_parameters()[:2])
+    return next((t.numel() for t in tensors if t is not None), None)
