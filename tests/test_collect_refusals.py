@@ -213,7 +213,8 @@ def test_refuses_models():
         (
             nn.Sequential(nn.DataParallel(make_model())),
             ValueError,
-            "several devices, got DataParallel; put its .module into the place of '0'",
+            "model must not be wrapped for several devices, got DataParallel; put its .module into "
+            "the place of '0'",
         ),
         (
             distributed,
@@ -221,7 +222,7 @@ def test_refuses_models():
             "model must not be wrapped for several devices, got DistributedDataParallel; give its",
         ),
     ):
-        with pytest.raises(error, match=re.escape(text)):
+        with pytest.raises(error, match=re.escape(f"collect: {text}")):
             bnuq.collect(model, chunks())
 
 
