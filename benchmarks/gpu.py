@@ -46,18 +46,12 @@ REFUSALS = ["Device not supported", "not supported on this", "Failed to initiali
 # test and size, or one case. What a step has timed is lost if it is cut off.
 SPLIT = {"bench_linear.py": r"[^\[]+(\[cuda-\(\d+)?", "bench_models.py": r".+"}
 # What no other machine can show comes first, in case the time ends.
-FIRST_TESTS = [
-    "test_gpu",
-    "test_gpu_bayes",
-    "test_autocast",
-    "test_philox",
-    "test_batch_norm",
-    "test_batch_norm_grad",
-    "test_batch_norm_layout",
-    "test_predictive",
-    "test_linear",
-    "test_kl",
-]
+FIRST_TESTS = """
+test_gpu test_gpu_bayes test_autocast test_philox test_batch_norm test_batch_norm_grad
+test_batch_norm_layout test_predictive test_linear test_kl test_nan_payloads test_collect
+test_collect_data test_collect_state test_bank test_batch_size test_normality test_statistics_kl
+test_drop_in
+""".split()
 LONGEST = {"test_hostrun_ops.py": 440}  # seconds that a file may take, 300 for the others
 EXIT_UNFINISHED = 3
 

@@ -41,7 +41,7 @@ def test_report(tmp_path, jobs):
         assert list(csv.reader(file))[1] == ["of-2", "4", str(4 / 3), ""]
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# Squares\n") and "- numbers: (2, 3, 4)\n" in text
-    assert "- data_root: none, so data that needs no files\n" in text
+    assert "- data_root: none, so data that needs no files; settings of other data" in text
     assert "| unit | square | a third | paper\\|s |\n| --- |" in text
     assert "| of-2 | 4 | 1.333 |  |\n" in text and "- All are.\n" in text
     assert text.endswith("![squares.png](squares.png)\n")

@@ -177,7 +177,8 @@ def _write(folder: Path, about: dict, report: Report) -> dict:
 def markdown(about: dict, report: Report) -> str:
     """The report as it is read: what was run, tables, remarks, figures."""
     machine, root = about["machine"], about["data_root"]
-    settings = about["settings"] | {"data_root": root or "none, so data that needs no files"}
+    without = "none, so data that needs no files; settings of other data sets are not its own"
+    settings = about["settings"] | {"data_root": root or without}
     parts = [
         f"# {about['title']}",
         f"Computed in {about['seconds'] / 60:.1f} core minutes on {machine['processor']}, "
