@@ -33,8 +33,9 @@ class Report:
         excluded_layers: names of the layers that `filter_fn` has left out.
         unconverted: names of the other modules that do batch norm, with class and reason.
         warnings: what is known to go wrong and was found: batch norm whose input went through
-            dropout, batch norm in train(), a bank of small batches or far from the running
-            statistics, running statistics that the model takes out of `buffers()` or `state_dict()`,
+            dropout, batch norm in train(), a bank of small batches, far from the running statistics or
+            of layers that are gone, running statistics that the model takes out of `buffers()` or
+            `state_dict()`,
             layers that the forward calls in another thread.
     """
 

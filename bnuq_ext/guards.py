@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .adapters import is_frozen
+from .attach import layers_gone
 from .batch_norm_like import listed
 from .dropout import DROPOUTS
 from .inputs import tensors
@@ -89,6 +90,11 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
                 f"small batches: the bank's have {bank.batch_size} rows. With {_SMALL} or fewer the statistics are "
                 "noisy and predictions were found to be worse (Teye et al. 2018); good if the model was "
                 "trained with such batches"
+            )
+        if gone := layers_gone(model, bank):
+            yield (
+                f"layers of the bank that are no longer stochastic ones of the model: {listed(gone)}. What it does "
+                "there is the same in all replicas"
             )
     far = [uncompiled_name(name) for name, layer in norms.items() if _gap(layer) > _FAR]
     if far:
