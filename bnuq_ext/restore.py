@@ -18,6 +18,8 @@ _EVAL_LOCK = threading.Lock()
 # and its state where it has a train() of its own.
 _EVAL_USERS: dict[int, tuple[int, bool, State | None]] = {}
 _INTERRUPTS = 8  # that the flags are put back in spite of
+# Of other packages; those of transformers change kernels too, of a model that was told to use some.
+_FLAGS_ALONE = {f"transformers.modeling_utils.PreTrainedModel.{name}" for name in ("train", "eval")}
 _WARNED_OF: WeakSet[type[nn.Module]] = WeakSet()
 
 
@@ -46,9 +48,13 @@ def evaluating(modules: list[nn.Module], *, warns: bool = True):
 
 def _has_own_modes(cls: type[nn.Module]) -> bool:
     """Whether train() or eval() of a class are neither torch's nor this package's."""
-    methods = getattr(cls, "train", None), getattr(cls, "eval", None)
-    homes = {(getattr(m, "__module__", None) or "").partition(".")[0] for m in methods}
-    return not homes <= {"torch", __package__}
+    return not all(_only_sets_flags(getattr(cls, name, None)) for name in ("train", "eval"))
+
+
+def _only_sets_flags(method) -> bool:
+    home = getattr(method, "__module__", None) or ""
+    known = f"{home}.{getattr(method, '__qualname__', '')}" in _FLAGS_ALONE
+    return known or home.partition(".")[0] in ("torch", __package__)
 
 
 @contextmanager

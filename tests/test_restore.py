@@ -83,6 +83,25 @@ def test_modes_that_are_no_methods(attribute):
         pass
 
 
+def test_methods_that_are_known_to_set_flags_alone_are_not_warned_of():
+    """Of every model of transformers; a class of theirs with others still is."""
+    home = {"__module__": "transformers.modeling_utils"}
+
+    def method(of):
+        def train(self, mode=True):
+            return nn.Module.train(self, mode)
+
+        train.__module__, train.__qualname__ = home["__module__"], f"{of}.train"
+        return train
+
+    model = type("ResNetModel", (nn.Linear,), home | {"train": method("PreTrainedModel")})(4, 4)
+    with evaluating([model]):
+        assert not model.training
+    other = type("LevitAttention", (nn.Linear,), home | {"train": method("LevitAttention")})(4, 4)
+    with pytest.warns(UserWarning, match="of its own: LevitAttention;"), evaluating([other]):
+        pass
+
+
 def test_a_trial_in_training_is_not_warned_of():
     model = nn.Sequential(merging()(4, 4), bnuq.BayesLinear(4, 2)).train()
     y = torch.zeros(10, dtype=torch.long)
