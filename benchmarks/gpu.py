@@ -218,17 +218,16 @@ def sanitize_steps(env):
 
 
 def cases_of(path, device, env):
-    """The node ids of one file's cases on a device; the file alone where they cannot be listed."""
+    """The node ids of one file's cases on a device; none where they cannot be listed."""
     command = [sys.executable, "-m", "pytest", path, "--collect-only", "-q", "-o", "addopts="]
     listed = run([*command, *DEPRECATIONS, "-k", device, "-p", "no:cacheprovider"], 120, env)
-    cases = [line for line in listed.output.splitlines() if "::" in line]
-    return cases if listed.code == 0 and cases else [f"benchmarks/{path.name}"]
+    return [line for line in listed.output.splitlines() if "::" in line and listed.code == 0]
 
 
 def targets_of(path, device, env):
     """What pytest is given for each step of a file, by the step's name."""
-    found = {}
-    for case in cases_of(path, device, env) if path.name in SPLIT else [f"benchmarks/{path.name}"]:
+    found, cases = {}, cases_of(path, device, env) if path.name in SPLIT else []
+    for case in cases or [f"benchmarks/{path.name}"]:
         name = re.match(SPLIT.get(path.name, ".+"), case.removeprefix("benchmarks/"))[0]
         found.setdefault(name, []).append(case)
     return found
@@ -245,7 +244,7 @@ def bench_steps(env):
             raw = SCRATCH / "bench" / f"{path.stem}-{i}.json"
             command = [sys.executable, "-m", "pytest", *cases, "--benchmark-only", "-k", device]
             command += [*DEPRECATIONS, "-p", "no:cacheprovider", f"--benchmark-json={raw}"]
-            steps.append(Step(name, command, judge_exit, 400, 90, variables))
+            steps.append(Step(name, command, judge_exit, 400, least=90, env=variables))
     return steps
 
 

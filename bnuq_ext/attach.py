@@ -6,7 +6,7 @@ from torch import nn
 
 from .bank import Bank
 from .batch_norm_like import listed
-from .nn import require_stochastic_layers
+from .nn import named_stochastic_layers, require_stochastic_layers
 from .ops.checks import refuse
 from .passes import split_key
 
@@ -60,18 +60,19 @@ def layers_gone(model: nn.Module, bank: Bank) -> list[str]:
     merged or taken out. A part of a model is run with the bank of the whole."""
     if _GIVEN.get(model, lambda: None)() is not bank:
         return []
-    return _layers_beyond(require_stochastic_layers("attach", model), bank)
+    layers = named_stochastic_layers(model)
+    return sorted({*_layer_names(layers, bank).values(), *bank.unused} - layers.keys())
 
 
-def _layers_beyond(layers: dict[str, nn.Module], bank: Bank) -> list[str]:
-    names = {key if key in layers else split_key(key)[0] for key in bank.names}
-    return sorted({*names, *bank.unused} - layers.keys())
+def _layer_names(layers: dict[str, nn.Module], bank: Bank) -> dict[str, str]:
+    """The layer of each call of a bank."""
+    return {key: key if key in layers else split_key(key)[0] for key in bank.names}
 
 
 def _check_layers(layers: dict[str, nn.Module], bank: Bank) -> None:
-    extra = _layers_beyond(layers, bank)
-    names = {key: key if key in layers else split_key(key)[0] for key in bank.names}
-    missing = sorted(layers.keys() - {*names.values(), *bank.unused})
+    names = _layer_names(layers, bank)
+    known = {*names.values(), *bank.unused}
+    extra, missing = sorted(known - layers.keys()), sorted(layers.keys() - known)
     if extra or missing:
         parts = [f"lacks {listed(missing)}"] * bool(missing)
         parts += [f"has {listed(extra)} besides"] * bool(extra)

@@ -152,7 +152,7 @@ def ensemble(
     """
     op = "ensemble"
     task = _Task(op, x, likelihood, noise_var, output_fn, keep_samples, progress)
-    models = _checked_members(op, models, sampler)
+    models = _checked_members(op, models)
     if sampler is None and num_samples is not None:
         refuse(op, "num_samples", "be None without a sampler", num_samples)
     if num_samples is None:
@@ -165,7 +165,8 @@ def ensemble(
         key = draw_key(seed, device_of(models[0].modules()))
         predictors = []
         for place, model in enumerate(models):
-            forward = task.forward(model, sampler, batch_size, _wrapped(key + place))
+            own_seed, name = _wrapped(key + place), f"models[{place}]"
+            forward = task.forward(model, sampler, batch_size, own_seed, name)
             predictors.append(task.predictor(forward, first_replica, num_samples, strategy, chunk))
         return task.run(models, Members(predictors))
 
@@ -265,8 +266,8 @@ class _Task:
         count = check_integer(self.op, "num_samples", num_samples, 1)
         return check_first_replica(self.op, first_replica, count), count
 
-    def forward(self, model: nn.Module, sampler, batch_size, seed) -> Forward:
-        """How to run the model with a sampler, or without one."""
+    def forward(self, model: nn.Module, sampler, batch_size, seed, name="model") -> Forward:
+        """How to run the model, of this name in messages, with a sampler, or without one."""
         op = self.op
         check_model(op, model)
         model = unwrapped(model)
@@ -274,7 +275,7 @@ class _Task:
         device = device_of(modules)
         check_x(op, self.x, device)
         if sampler is not None:
-            take_model(op, model)
+            take_model(op, model, name)
             check_bank_sampler(op, sampler, batch_size)
             return forward_by_bank(op, model, modules, sampler, batch_size, seed, self.output_fn)
         if batch_size is not None:
@@ -300,17 +301,15 @@ class _Task:
         return Prediction(self.likelihood, count, noise_var=self.noise_var, **result)
 
 
-def _checked_members(op: str, models, sampler) -> list[nn.Module]:
+def _checked_members(op: str, models) -> list[nn.Module]:
     single = isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
     if single or not isinstance(models, Iterable):
         refuse(op, "models", "be a list of modules", type(models).__name__, TypeError)
     models = list(models)
     if not models:
         refuse(op, "models", "hold at least 1 member", "none")
-    for place, model in enumerate(models):
+    for model in models:
         check_model(op, model)
-        if sampler is not None:
-            take_model(op, model, f"models[{place}]")
     return models
 
 

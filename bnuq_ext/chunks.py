@@ -22,9 +22,15 @@ _ALLOCATIONS = (
     "aoti_torch_cpu_",
     "torch_parallel_for",
 )
-
-# Of cuDNN and cuBLAS that find no room to work in.
-_LIBRARIES = ("unable to find an engine to execute", "CUBLAS_STATUS_ALLOC_FAILED")
+# The last two of cuDNN and of cuBLAS.
+_SAID = (
+    "not enough memory",
+    "can't allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "unable to find an engine to execute",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 def check_chunk(op: str, chunk) -> None:
@@ -76,9 +82,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
-    said = ("not enough memory", "can't allocate memory", "out of memory", "bad_alloc", *_LIBRARIES)
     lost = "API call failed" in text and any(call in text for call in _ALLOCATIONS)
-    return isinstance(error, RuntimeError) and (lost or any(words in text for words in said))
+    return isinstance(error, RuntimeError) and (lost or any(words in text for words in _SAID))
 
 
 def free_memory(device: torch.device) -> None:
