@@ -10,7 +10,7 @@ from .batch_size import BatchSizeFit, fit_batch_size
 from .bayes import BayesLinear
 from .collect import collect
 from .convert import convert, revert
-from .doctor import Report, doctor
+from .doctor import DoctorReport, doctor
 from .freezing import freeze
 from .nn import (
     StochasticBatchNorm1d,
@@ -36,7 +36,7 @@ __all__ = [
     "LayerNormality",
     "PosteriorSummary",
     "Prediction",
-    "Report",
+    "DoctorReport",
     "ScaleMixturePrior",
     "StatisticsGaussian",
     "StatisticsNormality",

@@ -55,13 +55,19 @@ def find_bank(model: nn.Module, op: str) -> Bank:
     return next(iter(banks.values()))
 
 
-def layers_gone(model: nn.Module, bank: Bank) -> list[str]:
-    """The layers of its bank that a model had when it was given it, and has no longer: frozen,
-    merged or taken out. A part of a model is run with the bank of the whole."""
+def remarks_on_gone_layers(model: nn.Module, bank: Bank) -> list[str]:
+    """What to say of the layers of its bank that a model had when it was given it, and has no
+    longer: frozen, merged or taken out. A part of a model is run with the bank of the whole."""
     if _GIVEN.get(model, lambda: None)() is not bank:
         return []
     layers = named_stochastic_layers(model)
-    return sorted({*_layer_names(layers, bank).values(), *bank.unused} - layers.keys())
+    gone = sorted({*_layer_names(layers, bank).values(), *bank.unused} - layers.keys())
+    if not gone:
+        return []
+    return [
+        f"the model no longer has the layers {listed(gone)} of its bank as stochastic ones; "
+        "what it does there is the same in all replicas"
+    ]
 
 
 def _layer_names(layers: dict[str, nn.Module], bank: Bank) -> dict[str, str]:

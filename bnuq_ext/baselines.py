@@ -12,21 +12,26 @@ from torch import Tensor, nn
 from .chunks import check_chunk
 from .dropout import Dropping
 from .forward import Forward
-from .inputs import copied, device_of, is_one_input
+from .inputs import copied, device_of
 from .interrupts import leaving_nothing_behind
 from .known import know
 from .nn import check_model
 from .ops import new_seed, snapshot_indices
 from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
 from .passes import Pass, running
-from .predict import check_bank_sampler, check_x, forward_by_bank, take_model, unwrapped
-from .prediction import Prediction, check_likelihood, check_noise_shape, entropies
+from .predict import (
+    check_bank_sampler,
+    check_x,
+    forward_by_bank,
+    require_replicated,
+    unwrapped,
+)
+from .prediction import Prediction, check_likelihood, entropies
 from .predictor import STRATEGIES, Predictor, Request
-from .reads import uncompiled
 from .restore import evaluating, unmoved_by_errors
 from .samplers import check_key, draw_key, snapshots_of
 from .state import modules_of
-from .untraced import untraced
+from .untraced import uncompiled, untraced
 
 _SEEDS = 2**31 - 1
 
@@ -275,7 +280,7 @@ class _Task:
         device = device_of(modules)
         check_x(op, self.x, device)
         if sampler is not None:
-            take_model(op, model, name)
+            require_replicated(op, modules, name)
             check_bank_sampler(op, sampler, batch_size)
             return forward_by_bank(op, model, modules, sampler, batch_size, seed, self.output_fn)
         if batch_size is not None:
@@ -295,10 +300,7 @@ class _Task:
         with torch.no_grad(), ExitStack() as flags:
             for model in models:
                 flags.enter_context(evaluating(modules_of(model)))
-            result = predictor.run(self.x) if is_one_input(self.x) else predictor.run_all(self.x)
-        check_noise_shape(self.op, self.noise_var, result["mean"])
-        count = predictor.request.count
-        return Prediction(self.likelihood, count, noise_var=self.noise_var, **result)
+            return predictor.predict(self.x, self.noise_var)
 
 
 def _checked_members(op: str, models) -> list[nn.Module]:

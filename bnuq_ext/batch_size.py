@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .attach import attach
 from .bank import Bank
-from .batches import as_dataset, fetcher, find_source, has_rows
+from .batches import as_dataset, fetcher, find_source, is_dataset
 from .collect import gather
 from .inputs import device_of, move, split_batch
 from .interrupts import leaving_nothing_behind
@@ -207,7 +207,7 @@ def _check_prior(prior, sizes: list[int], N: int) -> None:
 
 
 def _size(name: str, dataset) -> int:
-    if not has_rows(dataset):
+    if not is_dataset(dataset):
         refuse(OP, name, "be a map-style data set", type(dataset).__name__, TypeError)
     if len(dataset) == 0:
         refuse(OP, name, "have rows", 0)

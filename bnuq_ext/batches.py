@@ -59,7 +59,7 @@ class Source:
 def as_dataset(op: str, name: str, data):
     """A tuple of tensors as a TensorDataset, a loader's data set, anything else as it is."""
     if isinstance(data, torch_data.DataLoader):
-        unused = _unused(data) if has_rows(data.dataset) else []
+        unused = _unused(data) if is_dataset(data.dataset) else []
         if unused:
             warn(f"{op}: {name} stands for its data set, without its {' and '.join(unused)}")
         return data.dataset
@@ -96,7 +96,7 @@ def find_source(op: str, data, batch_size: int | None) -> Source:
         return _loader_source(data)
     if batch_size is not None:
         return _dataset_source(op, as_dataset(op, "data", data), batch_size)
-    if _is_map_style(data):
+    if _needs_batch_size(data):
         refuse(op, "batch_size", "be given for a data set", None)
     if not _gives_batches(data):
         requirement = "be a loader, an iterable of batches, or a data set"
@@ -106,7 +106,7 @@ def find_source(op: str, data, batch_size: int | None) -> Source:
 
 def find_loader(op: str, loader) -> Source:
     """The source that `predict`'s `loader` means: batches, not a data set."""
-    if _is_map_style(loader) or not _gives_batches(loader):
+    if _needs_batch_size(loader) or not _gives_batches(loader):
         got = type(loader).__name__
         refuse(op, "loader", "be a DataLoader or an iterable of batches", got, TypeError)
     return replace(find_source(op, loader, None), name="loader")
@@ -116,7 +116,7 @@ def _gives_batches(data) -> bool:
     return isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping))
 
 
-def _is_map_style(data) -> bool:
+def _needs_batch_size(data) -> bool:
     return isinstance(data, (torch_data.Dataset, Tensor)) and not isinstance(
         data, torch_data.IterableDataset
     )
@@ -124,7 +124,7 @@ def _is_map_style(data) -> bool:
 
 def _dataset_source(op: str, dataset, batch_size: int) -> Source:
     batch_size = check_integer(op, "batch_size", batch_size, 2)
-    if not has_rows(dataset):
+    if not is_dataset(dataset):
         got = type(dataset).__name__
         refuse(op, "data", "be a map-style data set when batch_size is given", got, TypeError)
     size = len(dataset)
@@ -135,7 +135,7 @@ def _dataset_source(op: str, dataset, batch_size: int) -> Source:
     )
 
 
-def has_rows(dataset) -> bool:
+def is_dataset(dataset) -> bool:
     """Whether a data set is one of rows by number, and tells how many."""
     streams = isinstance(dataset, torch_data.IterableDataset)
     return not streams and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

@@ -65,7 +65,8 @@ def collect(
             sees no multiple of it: the loader's batch_size then, or how many images (C, H, W), of
             up to four channels, the list holds. N is the number of the data set's items, and where
             a batch has more rows than the loader's batch_size (the nodes of graphs, several crops
-            of an image) so many times more.
+            of an image) so many times more; of data that does not tell its size, an iterator or a
+            list, the rows that were seen (set `bank.dataset_size` before it is rescaled).
         progress: show a bar on stderr; where that is no terminal, a line a minute.
         on_nonfinite: "raise" or "skip" for a batch with NaN or infinity in the statistics or the
             first tensor of the input; others may be masks.

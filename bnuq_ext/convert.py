@@ -59,7 +59,7 @@ def convert(
     chosen = [n for n, m in candidates.items() if filter_fn is None or filter_fn(n, m)]
     _check_found(model, found, chosen, strict)
     if not inplace:
-        model = copy_model("convert", model, {}, _INPLACE)
+        model = copy_model("convert", model, _INPLACE)
     layers = {name: model.get_submodule(name) for name in candidates}
     made = _make_stochastic({name: layers[name] for name in chosen})
     for name, layer in layers.items():
@@ -91,7 +91,7 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
             got = f"layer {name!r}" if name else "the model itself"
             refuse("revert", "model", "hold no stochastic layer that is parametrised", got)
     if not inplace:
-        model = copy_model("revert", model, {}, _INPLACE)
+        model = copy_model("revert", model, _INPLACE)
     originals = {}
     for module in list(model.modules()):
         if isinstance(module, Stochastic):
@@ -100,9 +100,10 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return _replace(model, originals)
 
 
-def copy_model(op: str, model: nn.Module, memo: dict, instead: str = "") -> nn.Module:
-    """A deep copy; `memo` has the copy of every module afterwards. `instead`:
-    what else the user can do."""
+def copy_model(op: str, model: nn.Module, instead: str = "", memo: dict | None = None) -> nn.Module:
+    """A deep copy. `instead`: what else the user can do. `memo`, if given, has the copy of every
+    module afterwards."""
+    memo = {} if memo is None else memo
     # torch cannot copy the buffers of lazy layers, which have no shape yet, nor tensors with a
     # graph: a weight that it has pruned, an output that a module kept.
     memo |= {

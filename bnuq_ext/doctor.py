@@ -16,13 +16,14 @@ from .inputs import call, check_one_input, copied
 from .interrupts import leaving_nothing_behind
 from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .passes import Pass, running
-from .reads import ONE_MODE, DispatchMode, storage_of
+from .reads import DispatchMode, storage_of
 from .restore import evaluating, preserved_rng, without_gradients
 from .state import modules_of
+from .untraced import ONE_MODE
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """What `doctor` found.
 
     Attributes:
@@ -62,7 +63,7 @@ class Report:
 
 
 @leaving_nothing_behind
-def doctor(model: nn.Module, x) -> Report:
+def doctor(model: nn.Module, x) -> DoctorReport:
     """Run one forward, in eval, without gradients; tell which batch norm is not covered
     and what else is wrong.
 
@@ -75,7 +76,7 @@ def doctor(model: nn.Module, x) -> Report:
         x: its input: a tensor, a tuple of arguments or a dict of keyword arguments.
 
     Returns:
-        a Report, which `print` shows in words.
+        a DoctorReport, which `print` shows in words.
 
     Raises:
         TypeError: for a model or an x of another type.
@@ -93,7 +94,7 @@ def doctor(model: nn.Module, x) -> Report:
         with running(watch), trace:
             call(model, copied(x))
     found = survey(model)
-    return Report(
+    return DoctorReport(
         covered=sum(watch.calls.values()),
         excluded=counter.excluded,
         uncovered=counter.uncovered,

@@ -6,16 +6,18 @@ from typing import NamedTuple
 from weakref import ref
 
 from torch import nn
+from torch.nn.modules import module as every_module
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .contents import SCALARS, Contents, identity, version_of
+from .optimizer_steps import STEPS, steps_of, watch_optimizers
 from .state import OF_EVERY_MODULE
-from .uncounted import STEPS, steps_of, watch_optimizers
 
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = (every_module._global_forward_pre_hooks, every_module._global_forward_hooks)
 _REPARAMETRISE = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
@@ -29,7 +31,7 @@ class Fingerprint(NamedTuple):
 
 def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     """Identity, type, plain attributes, hooks, and identity and version
-    of every parameter and buffer.
+    of every parameter and buffer; the hooks of all modules.
 
     Two equal fingerprints of one model mean that its forward is still the same function, as far as
     it can be seen from outside: in-place changes of tensors count, other memory under them, steps
@@ -40,6 +42,8 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     watch_optimizers()
     seen, versions = [], []
     add, contents = seen.append, Contents(seen, modules)
+    for hooks in _GLOBAL_HOOKS:
+        seen += [(key, id(hook)) for key, hook in [*hooks.items()]]
     for module in modules:
         attributes = module.__dict__
         add(id(module))

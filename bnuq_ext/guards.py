@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .adapters import is_frozen
-from .attach import layers_gone
+from .attach import remarks_on_gone_layers
 from .batch_norm_like import listed
 from .dropout import DROPOUTS
 from .inputs import tensors
@@ -91,11 +91,7 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
                 "noisy and predictions were found to be worse (Teye et al. 2018); good if the model was "
                 "trained with such batches"
             )
-        if gone := layers_gone(model, bank):
-            yield (
-                f"layers of the bank that are no longer stochastic ones of the model: {listed(gone)}. What it does "
-                "there is the same in all replicas"
-            )
+        yield from remarks_on_gone_layers(model, bank)
     far = [uncompiled_name(name) for name, layer in norms.items() if _gap(layer) > _FAR]
     if far:
         yield (

@@ -9,9 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .attach import find_bank, layers_gone
+from .attach import find_bank, remarks_on_gone_layers
 from .bank import Bank
-from .batch_norm_like import listed
 from .doctor import count_uncovered
 from .fingerprint import Fingerprint, fingerprint
 from .nn import named_stochastic_layers
@@ -135,17 +134,10 @@ class BankSamplers:
         if not self._looked:
             if named_stochastic_layers(model):
                 self._bank = find_bank(model, op)
-                _warn_of_gone(op, model, self._bank)
+                for remark in remarks_on_gone_layers(model, self._bank):
+                    warn(f"{op}: {remark}")
             self._looked = True
         return self._bank
-
-
-def _warn_of_gone(op: str, model: nn.Module, bank: Bank) -> None:
-    if gone := layers_gone(model, bank):
-        warn(
-            f"{op}: the model no longer has the layers {listed(gone)} of its bank as stochastic ones; "
-            "what it does there is the same in all replicas"
-        )
 
 
 def _stream(device: torch.device) -> int:

@@ -206,6 +206,11 @@ class Undecided(DoesNotFold):
     """A trial on this input could not tell whether they can."""
 
 
+def refutes(error: Exception) -> bool:
+    """Whether an error shows that replicas cannot go through a model this way."""
+    return isinstance(error, DoesNotFold) and not isinstance(error, Undecided)
+
+
 class ReplicaPass(Pass):
     """A forward of T replicas: each stochastic call normalises with the statistics of a draw.
 

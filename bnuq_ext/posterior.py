@@ -78,7 +78,7 @@ def to_bayesian(
         _check_linear(op, f"layer {name!r}", layer)
         check_initial(op, "rho_init", rho_init, layer.weight.dtype)
     memo: dict = {}
-    model = copy_model(op, model, memo)
+    model = copy_model(op, model, memo=memo)
     for layer in chosen:
         _turn(memo[id(layer)], rho_init, prior)
     for module in model.modules():

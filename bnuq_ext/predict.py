@@ -16,16 +16,15 @@ from .forward import Forward
 from .inputs import device_of, is_one_input, num_rows, split_batch, tensors
 from .interrupts import leaving_nothing_behind
 from .known import know
-from .nn import Stochastic, check_model, named_stochastic_layers, require_stochastic_layers
+from .nn import Stochastic, check_model, named_stochastic_layers
 from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
 from .passes import Replicated
-from .prediction import Prediction, check_likelihood, check_noise_shape
+from .prediction import Prediction, check_likelihood
 from .predictor import STRATEGIES, Predictor, Request
-from .query import JoiningForward, take_batches
+from .query import joining_forward
 from .restore import evaluating, unmoved_by_errors
 from .samplers import (
     Sampler,
-    WeightSampler,
     check_key,
     check_sampler,
     draw_key,
@@ -90,8 +89,10 @@ def predict(
             of mean's shape or one that broadcasts to it.
         first_replica: global number of the first replica:
             10 replicas from 10 on are the second half of 20.
-        loader: batches for sampler "batch": replica t takes the t-th that it yields. Only a loader
-            with a generator of its own, or none that draws, yields the same ones again.
+        loader: batches for sampler "batch": replica t takes the t-th that it yields. `seed` does
+            not choose them: torch's generators, and the loader's own, are put back after the call,
+            so that with a seed the next one has the same batches, unless something draws, or
+            `torch.manual_seed` is called, in between.
         batch_size: M that "joint", "lognormal" and "normal" rescale the bank to; see
             `bnuq_ext.moments.Rescaling`.
         query: whether with sampler "batch" a query's own row counts in the statistics. "out": they
@@ -127,23 +128,22 @@ def predict(
     check_x("predict", x, device)
 
     with unmoved_by_errors(seed):
-        if sampler == "batch":
+        if query == "in":
+            replicas = first_replica, num_samples
+            forward = joining_forward(model, modules, loader, *replicas, seed, output_fn)
+            strategy = "loop"
+        elif sampler == "batch":
             count = first_replica + num_samples
-            forward = _forward_by_loader(model, modules, loader, count, query, seed, output_fn)
+            forward = _forward_by_loader(model, modules, loader, count, seed, output_fn)
         else:
             options = sampler, batch_size, seed, output_fn
             forward = forward_by_bank("predict", model, modules, *options)
-        if query == "in":
-            batches = take_batches("predict", loader, first_replica, num_samples, device)
-            forward, strategy = JoiningForward(forward, batches, first_replica), "loop"
         request = Request(first_replica, num_samples, strategy, chunk, keep_samples, progress)
         with torch.set_grad_enabled(False), evaluating(modules):
             predictor = Predictor(forward, modules, request, likelihood, device)
-            result = predictor.run(x) if is_one_input(x) else predictor.run_all(x)
-        check_noise_shape("predict", noise_var, result["mean"])
-        drawn = forward.sampler, forward.key
-        result["snapshots"] = snapshots_of(*drawn, first_replica, num_samples)
-        return Prediction(likelihood, num_samples, noise_var=noise_var, **result)
+            pred = predictor.predict(x, noise_var)
+        pred.snapshots = snapshots_of(forward.sampler, forward.key, first_replica, num_samples)
+        return pred
 
 
 def take_model(op: str, model, name: str = "model") -> tuple[nn.Module, list[nn.Module]]:
@@ -151,10 +151,14 @@ def take_model(op: str, model, name: str = "model") -> tuple[nn.Module, list[nn.
     check_model(op, model)
     model = unwrapped(model)
     modules = modules_of(model)
+    require_replicated(op, modules, name)
+    return model, modules
+
+
+def require_replicated(op: str, modules: list[nn.Module], name: str) -> None:
     if not any([isinstance(module, Replicated) for module in modules]):
         got = "none; run bnuq_ext.convert first, or bnuq_ext.to_bayesian for linear layers"
         refuse(op, name, "contain stochastic batch-norm layers", got)
-    return model, modules
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -188,17 +192,12 @@ def check_bank_sampler(op: str, sampler: str, batch_size) -> None:
 
 
 def _forward_by_loader(
-    model: nn.Module, modules: list[nn.Module], loader, count: int, query: str, seed, output_fn
+    model: nn.Module, modules: list[nn.Module], loader, count: int, seed, output_fn
 ) -> Forward:
-    """How to run a model with the statistics of a loader's batches;
-    with query "in" those are not drawn before."""
+    """How to run a model with the statistics of a loader's batches."""
     known, device = know(model, modules), device_of(modules)
-    if query == "in":
-        layers, drawn = require_stochastic_layers("predict", model), WeightSampler(device)
-    else:
-        layers = named_stochastic_layers(model)
-        drawn = _batch_sampler(model, loader, count, device)
-    layers = bayes_layers(model, modules) | layers
+    drawn = _batch_sampler(model, loader, count, device)
+    layers = bayes_layers(model, modules) | named_stochastic_layers(model)
     return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known)
 
 

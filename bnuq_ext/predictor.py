@@ -19,9 +19,9 @@ from .chunks import (
     out_of_memory,
 )
 from .forward import Forward
-from .inputs import copied, move, num_rows, split_batch
+from .inputs import copied, is_one_input, move, num_rows, split_batch
 from .ops.checks import refuse
-from .prediction import make_moments, summarise
+from .prediction import Prediction, check_noise_shape, make_moments, summarise
 from .progress import progress_bar
 from .proof.folding import AT_ONCE, LOOP, Folding, Plan
 
@@ -67,13 +67,17 @@ class Predictor:
         if device.type == "cpu":
             keep_freed_pages()
 
-    def run(self, inputs) -> dict[str, Tensor]:
-        """What `Prediction` holds for one input."""
+    def predict(self, x, noise_var: float | Tensor | None) -> Prediction:
+        """The prediction for one input, or for the batches of a loader together."""
+        result = self._run(x) if is_one_input(x) else self._run_all(x)
+        check_noise_shape(self.forward.op, noise_var, result["mean"])
+        return Prediction(self.likelihood, self.request.count, noise_var=noise_var, **result)
+
+    def _run(self, inputs) -> dict[str, Tensor]:
         with self._bar(self.request.count) as bar:
             return self.run_one(inputs, bar)
 
-    def run_all(self, loader: Iterable) -> dict[str, Tensor | list | None]:
-        """What `Prediction` holds for the batches of a loader together."""
+    def _run_all(self, loader: Iterable) -> dict[str, Tensor | list | None]:
         results, targets = [], []
         with self._bar() as bar:
             for batch in loader:

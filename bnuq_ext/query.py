@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from .batches import find_loader
+from .bayes import bayes_layers
 from .collect import CollectPass
 from .forward import Forward
-from .inputs import map_tensors, model_input, num_rows, tensors
+from .inputs import device_of, map_tensors, model_input, num_rows, tensors
+from .known import know
+from .nn import require_stochastic_layers
 from .ops.checks import refuse
 from .passes import running
 from .restore import preserved_rng
-from .samplers import Draw
+from .samplers import Draw, WeightSampler, draw_key
 from .warn import warn
 
 
@@ -76,6 +79,24 @@ class JoiningForward:
             got = list(output.shape)
             refuse(self.op, "the output", f"have the {rows} rows of query and batch", got)
         return output
+
+
+def joining_forward(
+    model: nn.Module,
+    modules: list[nn.Module],
+    loader,
+    first_replica: int,
+    num_samples: int,
+    seed,
+    output_fn,
+) -> JoiningForward:
+    """How to run a model with queries that join the loader's batches."""
+    op, known, device = "predict", know(model, modules), device_of(modules)
+    layers = bayes_layers(model, modules) | require_stochastic_layers(op, model)
+    drawn = WeightSampler(device), draw_key(seed, device)
+    inner = Forward(model, layers, *drawn, output_fn, known)
+    batches = take_batches(op, loader, first_replica, num_samples, device)
+    return JoiningForward(inner, batches, first_replica)
 
 
 class JointPass(CollectPass):

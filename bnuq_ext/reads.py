@@ -3,8 +3,6 @@ so that what it does next may depend on all of them."""
 
 from __future__ import annotations
 
-import sys
-import threading
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -15,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .inputs import has_rows, tensors
 from .passes import DoesNotFold
+from .untraced import uncompiled
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
@@ -37,28 +36,6 @@ _UNWRITTEN = {
     *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted),
     *(_aten.new_empty, _aten.new_empty_strided),
 }
-
-# torch keeps "in a dispatch mode" in globals: threads that leave out of order would leave it set.
-ONE_MODE = threading.RLock()
-
-
-@contextmanager
-def uncompiled():
-    """What torch.compile has compiled runs as it was written: it can be watched, and trials do not
-    use up the few times that it is compiled again for what differs among passes."""
-    with ONE_MODE, _eager_stance():
-        yield
-
-
-def _eager_stance():
-    set_stance = getattr(sys.modules.get("torch._dynamo"), "set_stance", None)
-    if set_stance is None:  # not imported, or on the way in another thread
-        return nullcontext()
-    try:
-        return set_stance("force_eager")
-    except RuntimeError:  # called by compiled code
-        return nullcontext()
-
 
 READS = "its forward reads values of its rows, to branch or to compute apart"
 COUNTS = "its forward asks how many rows values have chosen, as by len or shape of h[mask]"

@@ -105,9 +105,7 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
     plan = folding.earlier_plan()
     if plan is not None and plan.repeatable and folding.num_samples in plan.checked:
         with folding.gradients_for_hooks():
-            plan = plan._replace(checked=set())
-            folding.check(plan, folding.num_samples)
-            return plan, folding.alone()
+            return folding.renewed(plan), folding.alone()
     plan, earlier = folding.prove(), folding.earlier_plan()
     if plan.way == "loop" or (earlier is not None and earlier.repeatable is not None):
         return plan, None

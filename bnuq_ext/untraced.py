@@ -1,6 +1,9 @@
-"""Functions that torch.compile runs as they are."""
+"""What torch.compile leaves alone: our functions, and models while they are watched."""
 
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 
 import torch
@@ -17,3 +20,25 @@ def untraced(function: Callable) -> Callable:
         return function(*args, **options)
 
     return call
+
+
+# torch keeps "in a dispatch mode" in globals: threads that leave out of order would leave it set.
+ONE_MODE = threading.RLock()
+
+
+@contextmanager
+def uncompiled():
+    """What torch.compile has compiled runs as it was written: it can be watched, and trials do not
+    use up the few times that it is compiled again for what differs among passes."""
+    with ONE_MODE, _eager_stance():
+        yield
+
+
+def _eager_stance():
+    set_stance = getattr(sys.modules.get("torch._dynamo"), "set_stance", None)
+    if set_stance is None:  # not imported, or on the way in another thread
+        return nullcontext()
+    try:
+        return set_stance("force_eager")
+    except RuntimeError:  # called by compiled code
+        return nullcontext()

@@ -105,3 +105,16 @@ def test_a_checkpoint_goes_on_with_its_own_settings_and_prior_alone(tmp_path):
     (tmp_path / "settings.json").unlink()
     with pytest.raises(ValueError, match=refusal):
         bbb.run(tmp_path, ["gaussian"], replace(short, scaling="126"), progress=False)
+
+
+def test_what_lies_beside_a_checkpoint_is_written_again(tmp_path):
+    short = replace(TINY, epochs=1)
+    bbb.run(tmp_path, ["gaussian"], short, progress=False)
+    log = tmp_path / "gaussian" / "log.json"
+    beside = {path: path.read_text() for path in (tmp_path / "settings.json", log)}
+    for path in beside:
+        path.unlink()
+    bbb.run(tmp_path, ["gaussian"], short, progress=False)
+    assert {path: path.read_text() for path in beside} == beside
+    with pytest.raises(ValueError, match="got another hidden$"):
+        bbb.run(tmp_path, ["gaussian"], replace(short, hidden=9), progress=False)

@@ -10,7 +10,7 @@ from zoo import Residual, assert_same, network, quietly, step
 import bnuq_ext as bnuq
 from bnuq_ext.nn import Stochastic, named_stochastic_layers
 from bnuq_ext.passes import Pass, running
-from bnuq_ext.reads import uncompiled
+from bnuq_ext.untraced import uncompiled
 
 
 @pytest.fixture(autouse=True)

@@ -362,6 +362,24 @@ def test_another_hook_shows_where_its_address_comes_again():
     assert found[0] != found[1]
 
 
+def test_a_hook_of_all_modules_is_a_change():
+    model = bnuq.convert(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).eval())
+    bnuq.collect(model, list(torch.randn(8, 16, 3)), 4, progress=False)
+    x, options = torch.randn(4, 3), {"likelihood": "gaussian", "num_samples": 4, "seed": 0}
+    bnuq.predict(model, x, **options)
+
+    def centre(module, args, output):
+        return output - output.mean(0) if isinstance(module, nn.Linear) else output
+
+    handle = nn.modules.module.register_module_forward_hook(centre)
+    try:
+        pred = bnuq.predict(model, x, **options)
+        expected = bnuq.predict(model, x, strategy="loop", **options)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(pred.variance, expected.variance)
+
+
 def test_a_tensor_at_the_address_of_another():
     model = nn.Module()
     model.register_buffer("table", torch.zeros(1))

@@ -7,7 +7,7 @@ import torch
 from scipy import optimize, stats
 
 from bnuq_ext import metrics
-from bnuq_ext.metrics.calibration import _least
+from bnuq_ext.metrics.fits import _least
 
 
 def draw(*shape, seed=0):

@@ -372,6 +372,4 @@ def test_layers_that_are_gone_since_the_bank_was_collected_are_told_of():
     with pytest.warns(UserWarning, match=text):
         bnuq.predict(model, torch.randn(3, 4), **options)
     (told,) = [t for t in bnuq.doctor(model, torch.randn(3, 4)).warnings if "no longer" in t]
-    assert told.startswith(
-        "layers of the bank that are no longer stochastic ones of the model: first."
-    )
+    assert told.startswith("the model no longer has the layers first of its bank")

@@ -268,18 +268,25 @@ def train(
         refuse("bbb", "epochs", requirement, settings.epochs)
     steps = math.ceil(len(split.train.x) / settings.batch_size)
     done = {"total": settings.epochs * steps, "initial": len(state.log) * steps}
+    if state.log:
+        write_beside(store, folder, state)
     with progress_bar(desc=name, unit="batch", shown=progress, **done) as bar:
         while len(state.log) < settings.epochs:
             run_epoch(state, split, settings, bar.update)
-            if store is not None:
-                store.claim()
             # Before the checkpoint: a run that is killed in between does the epoch,
             # and its log, again.
-            write_json(folder / "log.json", state.log)
+            write_beside(store, folder, state)
             save(path, state, identity)
             validation = state.log[-1]["validation_error"]
             bar.set_postfix_str(f"validation={validation:.2%}", refresh=False)
     return state
+
+
+def write_beside(store: Store | None, folder: Path, state: State) -> None:
+    """Writes what lies beside a checkpoint: whose folder it is, and the log."""
+    if store is not None:
+        store.claim()
+    write_json(folder / "log.json", state.log)
 
 
 def run(

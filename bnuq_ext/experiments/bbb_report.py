@@ -10,7 +10,7 @@ from .. import data, plots, posterior_summary, prune
 from ..environment import environment
 from ..plots.canvas import COLORS
 from .bbb import PRIORS, Settings, State, error, make_network
-from .store import write_json
+from .store import save_figures, write_json
 
 CUTS = (0.0, 0.25, 0.5, 0.75, 0.95)
 RANKINGS = {"magnitude": "naive", "snr": "SNR"}
@@ -155,9 +155,7 @@ def figures(folder, split: data.Split, states: dict[str, State], settings: Setti
     }
     for name, network in networks.items():
         drawn[f"snr-{name}.png"] = plots.signal_to_noise(posterior_summary(network).snr).figure
-    for name, figure in drawn.items():
-        figure.savefig(Path(folder) / name, dpi=120)
-    return list(drawn)
+    return save_figures(folder, drawn)
 
 
 def error_figure(states: dict[str, State], split: data.Split, settings: Settings):

@@ -9,7 +9,7 @@ from .. import plots
 from ..environment import environment
 from ..metrics.significance import SIGNS, compare, mean_and_error
 from .digits import PLUG_IN, ROWS, SAMPLERS, TEMPERATURE, Settings
-from .store import write_json
+from .store import save_figures, write_json
 
 # Whether more is better.
 SCORES = {"accuracy": True, "nll": False, "ece": False}
@@ -188,9 +188,7 @@ def figures(units: dict, settings: Settings, folder) -> list[str]:
         "batch_size.png": curve_figure(units["curve"], settings),
         "entropy_cdf.png": entropy_figure(units["entropies"], settings),
     }
-    for name, figure in drawn.items():
-        figure.savefig(Path(folder) / name, dpi=120)
-    return list(drawn)
+    return save_figures(folder, drawn)
 
 
 def verdict_figure(unit: dict):

@@ -18,6 +18,13 @@ def write_whole(path: Path, content: bytes) -> None:
     replace_whole(os.path.realpath(path), lambda stream: stream.write(content))
 
 
+def save_figures(folder, figures: dict) -> list[str]:
+    """Figures of matplotlib as files of these names, which are returned."""
+    for name, figure in figures.items():
+        figure.savefig(Path(folder) / name, dpi=120)
+    return list(figures)
+
+
 def read_json(path: Path, advice: str):
     try:
         return json.loads(path.read_text())

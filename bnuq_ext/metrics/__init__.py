@@ -12,8 +12,6 @@ from .baselines import best_crps as best_crps
 from .baselines import best_pll as best_pll
 from .baselines import fit_constant_variance as fit_constant_variance
 from .baselines import normalised_score as normalised_score
-from .calibration import fit_noise_variance as fit_noise_variance
-from .calibration import fit_temperature as fit_temperature
 from .classification import accuracy as accuracy
 from .classification import auroc as auroc
 from .classification import brier as brier
@@ -23,6 +21,8 @@ from .classification import mutual_information as mutual_information
 from .classification import nll as nll
 from .classification import predictive_entropy as predictive_entropy
 from .evaluation import evaluate as evaluate
+from .fits import fit_noise_variance as fit_noise_variance
+from .fits import fit_temperature as fit_temperature
 from .regression import ensemble_crps as ensemble_crps
 from .regression import gaussian_crps as gaussian_crps
 from .regression import gaussian_nll as gaussian_nll

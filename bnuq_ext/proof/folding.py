@@ -33,10 +33,11 @@ from ..forward import Forward
 from ..inputs import expand, num_rows, tensors
 from ..ops.modes import autocast_dtypes
 from ..passes import DoesNotFold, ReplicaPass, Undecided
-from ..reads import READS, Reads, uncompiled
+from ..reads import READS, Reads
 from ..restore import drawn_since, preserved_rng, random_states
 from ..samplers import Draw
 from ..state import State
+from ..untraced import uncompiled
 from .agreement import check_equal, tolerance_of
 from .probe import ROWS
 from .signature import key_of, reals_of, signature
@@ -297,10 +298,10 @@ class Folding:
                 draw = self.forward.draw(first_replica + replica, 1)
                 alone, _ = self.forward.run(self.inputs, draw)
             check_equal(output[replica], alone, tolerance_of(output, self.inputs, self.modules))
-        self.check(plan, len(output))
+        self.note_agreement(plan, len(output))
 
-    def check(self, plan: Plan, num_samples: int) -> None:
-        """Notes that so many replicas agree with the loop."""
+    def note_agreement(self, plan: Plan, num_samples: int) -> None:
+        """That so many replicas together give what the loop gives."""
         if len(plan.checked) >= _MOST:
             plan.checked.clear()
         plan.checked.update({num_samples, (num_samples, self.reals)})

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..dropout import Undropped
 from ..fingerprint import OURS
 from ..forward import Forward
-from ..passes import DoesNotFold, Undecided
-from ..reads import uncompiled
+from ..passes import DoesNotFold, refutes
 from ..restore import drawn_since, evaluating, preserved_rng, random_states, uncached
 from ..state import State
+from ..untraced import uncompiled
 from .agreement import check_replica, tolerance_of
 from .carried import Watch
 from .folding import Folding, Plan
@@ -77,8 +77,7 @@ class StandingFolding(Folding):
         plan = None if decided else self.earlier_plan()
         if plan is None or plan.way == "loop":
             return plan
-        plan = plan._replace(checked=set())
-        self.check(plan, self.num_samples)
+        plan = self.renewed(plan)
         # With flags that it has been examined with.
         flags = evaluating(self.modules, warns=False) if plan.repeatable is None else nullcontext()
         with self.known.planning, preserved_rng(), flags:
@@ -87,6 +86,12 @@ class StandingFolding(Folding):
             except Exception:
                 self.known.earlier_plans.pop(self.place, None)
                 return None
+        return plan
+
+    def renewed(self, plan: Plan) -> Plan:
+        """An earlier plan, with the number of samples of this one alone."""
+        plan = plan._replace(checked=set())
+        self.note_agreement(plan, self.num_samples)
         return plan
 
     def accept_without_dropout(self, plan: Plan, state: State | None = None) -> None:
@@ -231,4 +236,4 @@ def _refutes(failure: Exception | None, plan: Plan) -> bool:
     if isinstance(failure, (DrawsNumbers, SharesDropout)):
         return plan.way == "folded"
     # Not what cannot tell, nor the model's own, of gradients that are not taken for one.
-    return isinstance(failure, DoesNotFold) and not isinstance(failure, Undecided)
+    return failure is not None and refutes(failure)

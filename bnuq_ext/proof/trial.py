@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..forward import Forward
 from ..inputs import expand
-from ..passes import DoesNotFold, Undecided
+from ..passes import DoesNotFold, Undecided, refutes
 from ..reads import Ranges, Reads, held_ranges
 from ..samplers import Draw
 from .agreement import (
@@ -129,7 +129,7 @@ class Trial(NamedTuple):
             self._compare(probe, nullcontext())
             return True
         except Exception as error:
-            if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
+            if refutes(error):
                 raise
             return False
 
@@ -142,7 +142,7 @@ class Trial(NamedTuple):
             unmet = [p for p in moved.unmet() if p.requires_grad]
             return not unmet or self._are_unused(unmet, probe)
         except Exception as error:
-            if isinstance(error, DoesNotFold) and not isinstance(error, Undecided):
+            if refutes(error):
                 raise
             return False
 

@@ -10,7 +10,7 @@ from test_folding import prepared, samples, way
 from torch import nn
 from training import Attention, Net, assert_right, ways
 
-from bnuq_ext import uncounted
+from bnuq_ext import optimizer_steps
 from bnuq_ext.fingerprint import fingerprint
 
 FUSED = {
@@ -87,7 +87,7 @@ def test_a_step_that_torch_counts_is_not_counted_twice():
     layer = nn.Linear(2, 2)
     fingerprint([layer])
     stepped(lambda p: torch.optim.Adam(p), layer.parameters())
-    assert not any(uncounted.steps_of(p) for p in layer.parameters())
+    assert not any(optimizer_steps.steps_of(p) for p in layer.parameters())
 
 
 def test_memory_that_comes_again_is_other_memory():
@@ -177,10 +177,10 @@ def test_nothing_is_kept_of_parameters_that_are_gone():
     fingerprint([layer])
     stepped(FUSED["Adam"], layer.parameters())
     keys = [id(p) for p in layer.parameters()]
-    assert all(uncounted.steps_of(p) == 1 for p in layer.parameters())
+    assert all(optimizer_steps.steps_of(p) == 1 for p in layer.parameters())
     del layer
     gc.collect()
-    assert not any(key in uncounted.STEPS for key in keys)
+    assert not any(key in optimizer_steps.STEPS for key in keys)
 
 
 def test_a_plan_of_one_autocast_is_not_that_of_another():
