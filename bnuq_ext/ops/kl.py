@@ -42,6 +42,7 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
     """
     _check_posterior("gaussian_kl", mu, rho)
     _check_std("gaussian_kl", "prior_std", prior_std, mu.dtype)
+    # An op of its own beside the sum: torch.vmap runs none that takes lists of tensors.
     return torch.ops.bnuq.gaussian_kl(mu.contiguous(), rho.contiguous(), prior_std)
 
 
