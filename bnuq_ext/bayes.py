@@ -53,6 +53,7 @@ class BayesLinear(Replicated, nn.Module):
     64-100-10 with one sample, 1, 16 and 128 rows: 1.8, 1.9 and 2.1 times less variance in twice the
     time, so that gradient variance times time is no better (0.9, 1.0 and 1.0, "exact" over
     "local"). So: for training where the layers are a small part of a step; predict with "exact".
+    "local" squares x and sigma in the dtype of the weights: in float32 both have to stay below 1e19.
 
     The noise of replicas is that of `ops.philox_normal` with the seed
     `ops.new_seed(seed, first_replica)`, the stream 65,536 n for the n-th such layer of the model,

@@ -32,7 +32,8 @@ class Known:
         seen: the fingerprint of its modules.
         modules: which they are.
         plans, trials: see `Folding`; undecided: how many trials could not tell.
-        unproven: forwards that inputs have had without a proof, or in training since the last.
+        unproven: by inputs, forwards that have gone one after another, to be weighed against the
+            cost of a trial.
         earlier_plans: of earlier states, for as long as nothing but the values
             of parameters has changed; see `StandingFolding`.
         generation: how often those have changed.

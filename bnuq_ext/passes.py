@@ -240,7 +240,7 @@ class ReplicaPass(Pass):
         self.rows = {} if rows is None else rows
         self.shared = {} if shared is None else shared
         self.largest = 0  # bytes of the largest x
-        self.body: object | None = None  # stands for the body of `replicas` that it belongs to
+        self.body: object | None = None  # the `replicas` block that it was started in
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         draw = self.draw

@@ -185,7 +185,8 @@ class Predictor:
         return self._checked(plan)
 
     def _trial_pays(self, folding: Folding, plan: Plan) -> bool:
-        """Whether it may tell, and more than one replica would go into a chunk."""
+        """Whether more than one replica would go into a chunk, and not all trials of late were
+        undecided."""
         wanted = self.request
         if wanted.strategy == "folded":
             return True

@@ -136,8 +136,8 @@ class Reads:
 
 
 class Ranges:
-    """Around forwards: floating-point values become the integers, which may be indices, of the range
-    that they had in the first of the forwards, whatever they are."""
+    """Around forwards: floats that a forward casts to integers, which may be indices, are held in
+    the range that this cast had in the first of the forwards; a trial's values lie far outside."""
 
     def __init__(self):
         self.found: list[tuple[Tensor, Tensor]] = []

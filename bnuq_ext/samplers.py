@@ -54,7 +54,8 @@ class Draw(NamedTuple):
         seed: (2,) int64, key and first replica.
         snapshot: (T,) int64, rows of the tables; None without tables of snapshots.
         tables: {key: Statistics | Fitted}, the key naming a layer's call.
-        trial: whether the replicas are there to be told apart, not to be believed.
+        trial: whether the replicas are made up for a trial, where they have to differ visibly:
+            BayesLinear widens its posterior then.
         spoil: changes in place what every stochastic call gives in a trial, (T, rows, ...).
         divergences: of Bayesian layers by their id, which the forward fills where it is not None.
     """

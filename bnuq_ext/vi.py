@@ -175,23 +175,17 @@ def elbo_loss(
             loss = nll + batch_weight * kl
         mean: nll and loss divided by the number of rows; kl is the whole divergence either way
 
-    The samples go through the model together where it has proved to give the same as one after
-    another. A plain `nn.Sequential` of layers that treat rows one by one needs no proof. In any
-    other model two samples go one after another, for a proof costs what it saves. With more of them
-    the model is tried when its modules, hooks, flags or shapes are new (after two such trials not
-    before 20 forwards have gone one after another, for a trial costs as much; at once if
-    `torch.use_deterministic_algorithms` is set, for one after another dropout draws other masks,
-    and steps with batches of many sizes, or of a model that counts them, would not repeat from a
-    checkpoint), with its parameters
-    moved too, for a gate at zero hides what it will let through. After steps of an optimiser one
-    sample is run alone, 1/T of a forward, and has to agree with the others; a model with dropout
-    repeats the T samples with nothing dropped for that. What couples rows, changes itself in
-    train() (batch norm), computes with a tensor that it has left in a hook or a global, draws other
-    random numbers than dropout's, has backward hooks of modules, or needs train() or gradients to
-    run at all takes the samples one after another; so does what is wrapped in
-    DistributedDataParallel. A trial runs the model with its forward hooks, and does not see what
-    rare values alone set off, nor a flag outside of the model that changes later: there the mean of
-    T calls with one sample is right.
+    The samples go through the model together where that gives the same as one after another: at
+    once in a plain `nn.Sequential` of layers that treat rows one by one; in any other model, from
+    three samples on, after trials of it, which cost some 20 forwards when its modules, hooks, flags
+    or shapes are new, and one sample's forward after a step of an optimiser. They go one after
+    another where rows are coupled, where the model changes itself in train() (batch norm), draws
+    other random numbers than dropout's, has backward hooks of modules, computes with a tensor that
+    it has left in a hook or a global, or is wrapped in DistributedDataParallel. In the two ways
+    dropout draws different masks; `torch.use_deterministic_algorithms` keeps the way from depending
+    on the steps before. A trial runs forward hooks, and does not see what rare values alone set
+    off, nor a flag outside of the model that changes later: there the mean of T calls with one
+    sample is right.
 
     Backward draws the same weights again, and so does what it computes again
     (`torch.utils.checkpoint`) from the output, or from tensors that the modules keep as attributes,
@@ -219,7 +213,9 @@ def elbo_loss(
 
     Raises:
         ValueError, TypeError: no Bayesian layer, neither batch_weight nor dataset_size,
-            or an argument out of range.
+            or an argument out of range. What shows with the outputs only (labels beyond the
+            classes, another shape of y) is refused after a forward, which in train() has moved the
+            running statistics of batch norm.
 
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), equations 2 and 8.
     """

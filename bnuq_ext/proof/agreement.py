@@ -186,7 +186,8 @@ def check_crowd(
 
     Args:
         alone: runs a draw of one replica; `run`: one of all of `draws[:-1]` together, `draws[-1]`.
-        twins: whether every other replica is the same, as without weights that are drawn.
+        twins: whether replicas 0, 2, 4, ... are the same, and so 1, 3, 5, ...: trials take two
+            statistics in turns, and no layer draws weights.
     """
     try:
         first = alone(draws[0]._replace(spoil=crowd.first))

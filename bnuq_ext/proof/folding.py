@@ -198,8 +198,8 @@ class Folding:
         return plan
 
     def changes_again(self) -> bool:
-        """Notes that a forward has changed the model; whether one had before. What it does once, to
-        keep a table in a place that cannot be put back, says nothing of the next."""
+        """Counts a forward that has changed the model; true from the second on: the first may have
+        filled a table that stays."""
         self.known.changes += 1
         return self.known.changes > 1
 
