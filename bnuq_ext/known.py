@@ -11,9 +11,9 @@ from torch import nn
 
 from .attach import find_bank, remarks_on_gone_layers
 from .bank import Bank
-from .doctor import count_uncovered
 from .fingerprint import Fingerprint, fingerprint
 from .nn import named_stochastic_layers
+from .norm_calls import count_uncovered
 from .ops.checks import refuse
 from .passes import Pass
 from .restore import without_gradients

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.doctor import count_uncovered
 from bnuq_ext.nn import named_stochastic_layers
+from bnuq_ext.norm_calls import count_uncovered
 from bnuq_ext.passes import Pass, running
 
 
