@@ -90,12 +90,13 @@ def test_goes_on_after_a_kill(tmp_path):
 
 
 PARENT = """
-import sys
+import signal, sys
 sys.path.insert(0, {tests!r})
 import protocol_of_squares as squares
 from bnuq_ext.protocols import runner
 settings = squares.Settings(wait_at=4)
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     runner.run(squares, "squares", {folder!r}, settings, {folder!r}, 2, False)
 """
 
