@@ -31,8 +31,7 @@ class DoctorReport:
         warnings: what is known to go wrong and was found: batch norm whose input went through
             dropout, batch norm in train(), a bank of small batches, far from the running statistics or
             of layers that are gone, running statistics that the model takes out of `buffers()` or
-            `state_dict()`,
-            layers that the forward calls in another thread.
+            `state_dict()`, layers that the forward calls in another thread.
     """
 
     covered: int

@@ -43,17 +43,14 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     seen, versions = [], []
     add, contents = seen.append, Contents(seen, modules)
     for hooks in _GLOBAL_HOOKS:
-        seen += [(key, id(hook)) for key, hook in [*hooks.items()]]
+        seen += _hook_keys(hooks)
     for module in modules:
         attributes = module.__dict__
         add(id(module))
         add(type(module))
         for kind in HOOKS:
             if attributes[kind]:
-                # The key is new for every hook; an id may come again. Another thread may add one of
-                # ours. What they hold is as a rule what they take down.
-                hooks = [*attributes[kind].items()]
-                seen += [(key, id(hook)) for key, hook in hooks if not hasattr(hook, OURS)]
+                seen += _hook_keys(attributes[kind])
         _append_tensors(seen, versions, module)
         before = attributes["_forward_pre_hooks"]
         made = _made_by_hooks(before) if before else ()
@@ -67,6 +64,12 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
                 else:
                     contents.append(value)
     return Fingerprint(seen, versions)
+
+
+def _hook_keys(hooks: dict) -> list[tuple[int, int]]:
+    """What tells hooks apart but for ours. What they hold is as a rule what they take down."""
+    # The key is new for every hook; an id may come again. Another thread may add one of ours.
+    return [(key, id(hook)) for key, hook in [*hooks.items()] if not hasattr(hook, OURS)]
 
 
 def _append_tensors(seen: list, versions: list, module: nn.Module) -> None:

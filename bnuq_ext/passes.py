@@ -206,7 +206,7 @@ class Undecided(DoesNotFold):
     """A trial on this input could not tell whether they can."""
 
 
-def refutes(error: Exception) -> bool:
+def refutes(error: Exception | None) -> bool:
     """Whether an error shows that replicas cannot go through a model this way."""
     return isinstance(error, DoesNotFold) and not isinstance(error, Undecided)
 

@@ -146,16 +146,17 @@ def predict(
         return pred
 
 
-def take_model(op: str, model, name: str = "model") -> tuple[nn.Module, list[nn.Module]]:
-    """The model, `unwrapped`, and all its modules, some of them stochastic; `name` of the argument."""
+def take_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
+    """The model, `unwrapped`, and all its modules, some of them stochastic."""
     check_model(op, model)
     model = unwrapped(model)
     modules = modules_of(model)
-    require_replicated(op, modules, name)
+    require_replicated(op, modules, "model")
     return model, modules
 
 
 def require_replicated(op: str, modules: list[nn.Module], name: str) -> None:
+    """Checks that some of a model's modules are stochastic; `name` of the argument."""
     if not any([isinstance(module, Replicated) for module in modules]):
         got = "none; run bnuq_ext.convert first, or bnuq_ext.to_bayesian for linear layers"
         refuse(op, name, "contain stochastic batch-norm layers", got)

@@ -236,4 +236,4 @@ def _refutes(failure: Exception | None, plan: Plan) -> bool:
     if isinstance(failure, (DrawsNumbers, SharesDropout)):
         return plan.way == "folded"
     # Not what cannot tell, nor the model's own, of gradients that are not taken for one.
-    return failure is not None and refutes(failure)
+    return refutes(failure)
