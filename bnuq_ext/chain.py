@@ -7,7 +7,7 @@ from itertools import takewhile
 from torch import Tensor, nn
 
 from .bayes import BayesLinear
-from .fingerprint import HOOKS, OURS
+from .fingerprint import has_hooks
 
 # Layers that treat every row of an input with two dimensions or more by itself,
 # by their definition.
@@ -19,12 +19,7 @@ def is_plain(modules: list[nn.Module]) -> bool:
     """Whether these layers treat rows one by one, and do nothing else than torch's."""
     if not all([type(m) in _BY_ROW or _is_by_row(m) for m in modules]):
         return False
-    hooks = [hook for m in modules for kind in HOOKS for hook in getattr(m, kind).values()]
-    return (
-        all([hasattr(hook, OURS) for hook in hooks])
-        and not any(["forward" in vars(m) for m in modules])
-        and not any([getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS])
-    )
+    return not has_hooks(modules) and not any(["forward" in vars(m) for m in modules])
 
 
 def _is_by_row(module: nn.Module) -> bool:

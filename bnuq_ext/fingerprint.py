@@ -17,7 +17,7 @@ from .state import OF_EVERY_MODULE
 
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = (every_module._global_forward_pre_hooks, every_module._global_forward_hooks)
+_GLOBAL_HOOKS = {kind: getattr(every_module, f"_global{kind}") for kind in HOOKS}
 _REPARAMETRISE = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
@@ -42,8 +42,9 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     watch_optimizers()
     seen, versions = [], []
     add, contents = seen.append, Contents(seen, modules)
-    for hooks in _GLOBAL_HOOKS:
-        seen += _hook_keys(hooks)
+    for hooks in _GLOBAL_HOOKS.values():
+        if hooks:
+            seen += _hook_keys(hooks)
     for module in modules:
         attributes = module.__dict__
         add(id(module))
@@ -64,6 +65,14 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
                 else:
                     contents.append(value)
     return Fingerprint(seen, versions)
+
+
+def has_hooks(modules: list[nn.Module], kinds: tuple[str, ...] = HOOKS) -> bool:
+    """Whether a hook of some kinds, other than ours, is set on one of some modules or on all."""
+    if any([_GLOBAL_HOOKS[kind] for kind in kinds]):
+        return True
+    hooks = [hook for m in modules for kind in kinds for hook in [*getattr(m, kind).values()]]
+    return not all([hasattr(hook, OURS) for hook in hooks])
 
 
 def _hook_keys(hooks: dict) -> list[tuple[int, int]]:

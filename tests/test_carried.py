@@ -253,18 +253,27 @@ def test_what_is_kept_in_training_alone():
     assert way(model) == "loop"
 
 
-def test_a_backward_hook_sees_one_sample_at_a_time():
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_backward_hook_sees_one_sample_at_a_time(of_all):
     model, largest = bayesian(), []
-    model[2].register_full_backward_hook(
-        lambda module, of_input, of_output: largest.append(
-            (len(of_output[0]), of_output[0].abs().amax())
-        )
-    )
     step(model)
+
+    def note(module, of_input, of_output):
+        if module is model[2]:
+            largest.append((len(of_output[0]), of_output[0].abs().amax()))
+
+    every = nn.modules.module.register_module_full_backward_hook
+    handle = every(note) if of_all else model[2].register_full_backward_hook(note)
+    try:
+        step(model)
+        with bnuq.replicas(model, 4, 0):
+            with pytest.raises(ValueError, match="a backward hook of a module"):
+                model(ROWS[:6])
+    finally:
+        handle.remove()
     assert [rows for rows, _ in largest] == 4 * [6]
     assert max(largest)[1] < 1  # of a mean over rows and samples, not of a trial
-    with bnuq.replicas(model, 4, 0), pytest.raises(ValueError, match="a backward hook of a module"):
-        model(ROWS[:6])
     with torch.no_grad(), bnuq.replicas(model, 4, 0):
         assert len(model(ROWS[:6])) == 24
 

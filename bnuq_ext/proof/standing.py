@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dropout import Undropped
-from ..fingerprint import OURS
+from ..fingerprint import has_hooks
 from ..forward import Forward
 from ..passes import DoesNotFold, refutes
 from ..restore import drawn_since, evaluating, preserved_rng, random_states, uncached
@@ -213,8 +213,7 @@ class StandingFolding(Folding):
 
     def gradients_for_hooks(self) -> torch.set_grad_enabled:
         """Around forwards of a trial, which take none but where a hook may hook an activation's."""
-        hooks = [hook for m in self.modules for hook in [*m._forward_hooks.values()]]
-        hooked = not all(hasattr(hook, OURS) for hook in hooks)
+        hooked = has_hooks(self.modules, ("_forward_hooks",))
         return torch.set_grad_enabled(self.flags is not None and hooked)
 
     def watch(self) -> Watch:

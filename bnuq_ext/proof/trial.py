@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..fingerprint import has_hooks
 from ..forward import Forward
 from ..inputs import expand
 from ..passes import DoesNotFold, Undecided, refutes
@@ -68,7 +69,7 @@ class Trial(NamedTuple):
             raise Undecided(f"the model takes no rows made up for a trial: {error}") from error
 
     def _prove(self, probe) -> Proof:
-        hooked = any(m._backward_hooks or m._backward_pre_hooks for m in self.modules)
+        hooked = has_hooks(self.modules, ("_backward_hooks", "_backward_pre_hooks"))
         if hooked and self.flags is not None:
             raise DoesNotFold("a backward hook of a module would see all replicas at once")
         reads = Reads(self.modules, probe, ROWS)
