@@ -55,7 +55,7 @@ EXPECTED = {
     "grad_rho[k] = scale * by_rho[slot]": HALVES,
     "replica[k] = z[slot]": HALVES,
     "m.to[i] = {": SPLIT,
-    "total += from[": SMALL,
+    "part[u] = from[": SMALL,
     "out[t * C + first + e] = z[e]": SMALL,
     "total += scratch[slot_of(": 2.0,  # a channel of 49 places begins at any bank
     "if (lane == 0) out[k] = total": 1.5,  # ends of the rows of partial sums

@@ -13,7 +13,8 @@
 namespace bnuq {
 
 constexpr int kGradUnroll = 4;
-constexpr int kSharedGradUnroll = 2;  // each row has V accumulators for each result
+constexpr int kSharedGradUnroll = 2;   // each row has V accumulators for each result
+constexpr unsigned kFinishUnroll = 8;  // loads in flight: a long batch has few warps here
 
 template <typename scalar_t>
 struct BackwardArgs {
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 2) sums_kernel(
       if (n + u * int64_t(blockDim.y) >= end) break;
       grad_y[u] = load_stream<V>(args.grad_y + t * d.N * length + at + u * step);
       if (args.y) y[u] = load_stream<V>(args.y + t * d.N * length + at + u * step);
-      x[u] = load_stream<V>(args.x + replica + at + u * step);
+      x[u] = load_again<V>(args.x + replica + at + u * step);
     }
 #pragma unroll
     for (int u = 0; u < kGradUnroll; ++u) {
@@ -259,9 +260,16 @@ __global__ void __launch_bounds__(kThreads) finish_sums_kernel(
   const int k = int(c - first * length / d.S);
   const acc_t* from = partial + (t * p.chunks * p.tiles + first) * p.channels;
   acc_t total = 0;
-  for (unsigned i = lane; i < p.chunks * tiles; i += kWarp) {
-    const unsigned tile = i % tiles;
-    total += from[(i / tiles * p.tiles + tile) * p.channels + (tile == 0 ? k : 0)];
+  for (unsigned i = lane; i < p.chunks * tiles; i += kFinishUnroll * kWarp) {
+    acc_t part[kFinishUnroll] = {};
+#pragma unroll
+    for (unsigned u = 0; u < kFinishUnroll; ++u) {
+      const unsigned at = i + u * kWarp, tile = at % tiles;
+      if (at < p.chunks * tiles)
+        part[u] = from[(at / tiles * p.tiles + tile) * p.channels + (tile == 0 ? k : 0)];
+    }
+#pragma unroll
+    for (unsigned u = 0; u < kFinishUnroll; ++u) total += part[u];
   }
   total = lanes_sum(total);
   if (lane == 0) sums[warp] = total;

@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int u = 0; u < unroll_of(V); ++u) {
     if (u >= count) break;
-    x[u] = load_stream<V>(args.x + at + u * step);
-    if (args.residual) residual[u] = load_stream<V>(args.residual + at + u * step);
+    x[u] = load_again<V>(args.x + at + u * step);
+    if (args.residual) residual[u] = load_again<V>(args.residual + at + u * step);
   }
   int slot[V];
   column.find_slots(slot);
@@ -277,8 +277,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(scalar_t) == 8 ? 2 : 3)
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
     if (s + u * kWarp * V >= d.S) break;
-    x[u] = load_stream<V>(args.x + at + u * kWarp * V);
-    if (args.residual) residual[u] = load_stream<V>(args.residual + at + u * kWarp * V);
+    x[u] = load_again<V>(args.x + at + u * kWarp * V);
+    if (args.residual) residual[u] = load_again<V>(args.residual + at + u * kWarp * V);
   }
   const int64_t t_begin = blockIdx.y * p.replicas_per_split;
   const int64_t t_end = smaller(d.T, t_begin + p.replicas_per_split);

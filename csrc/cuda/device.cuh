@@ -162,6 +162,13 @@ BNUQ_DEVICE Pack<scalar_t, V> load_stream(const scalar_t* p) {
   return {__ldcs(reinterpret_cast<const bits_t*>(p))};
 }
 
+// Of what further blocks read too: streams do not drive it out of the L2.
+template <int V, typename scalar_t>
+BNUQ_DEVICE Pack<scalar_t, V> load_again(const scalar_t* p) {
+  using bits_t = typename Pack<scalar_t, V>::bits_t;
+  return {__ldg(reinterpret_cast<const bits_t*>(p))};
+}
+
 // A bfloat16 is the upper half of a float: one instruction each.
 BNUQ_DEVICE void unpack(const Pack<__nv_bfloat16, 8>& pack, float (&z)[8]) {
   const unsigned words[4] = {pack.bits.x, pack.bits.y, pack.bits.z, pack.bits.w};
