@@ -3,6 +3,7 @@
 The budgets hold for nvcc 13.0: another compiler may spend a register or an instruction more.
 """
 
+import itertools
 import re
 import subprocess
 from collections import Counter
@@ -91,6 +92,32 @@ def test_gradient_loops_are_bound_by_their_noise(backward):
     # what N leaves out is skipped.
     assert replica["HMMA"] == 16 and replica["LDSM"] == 12
     assert sum(replica.values()) <= 20.5 * 2 * WEIGHTS
+
+
+@needs_code
+def test_results_are_stored_several_at_a_time(fused, backward):
+    """A load after a store waits for it: no store may stand alone among loads."""
+
+    def groups(kernel):
+        accesses = [name for name in names(kernel.code) if name in ("LDG", "STG")]
+        return [len([*run]) for name, run in itertools.groupby(accesses) if name == "STG"]
+
+    for (blocks, replicas, _), kernel in fused.items():
+        stores = groups(kernel)
+        assert min(stores) >= 4 * min(blocks, 2)
+        assert sum(stores) >= 4 * blocks * replicas
+    for tiles in (1, 2, 8):
+        assert len(groups(backward["grad_x", tiles])) <= 3 * tiles
+    assert len(groups(backward["grad_rho", 0])) == 1
+
+
+@needs_code
+def test_noise_in_memory_costs_little_more_than_in_registers(hopper):
+    """Three slots a weight more: four stores of two weights, and where they go."""
+    kernels = [kernel for name, kernel in hopper.items() if "sample_noise_kernel" in name]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert sum(noise_loop(kernel).values()) <= 17.5 * WEIGHTS
 
 
 @needs_code

@@ -61,6 +61,11 @@ def add_noise_product_(
         _add_(out, replicas, product, scale)
 
 
+def keeps_float_sums(dtype: torch.dtype) -> bool:
+    """Whether torch has `float_product` of a dtype: not of float16 where its sums may be float16."""
+    return dtype != torch.float16 or not torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
 def float_product(a: Tensor, b: Tensor) -> Tensor:
     """(R, N, M) in float32 of 16-bit matrices."""
     return torch.bmm(a, b, out_dtype=torch.float32)

@@ -41,6 +41,11 @@ def goes_direct(x: Tensor, mu: Tensor) -> bool:
     return few or x.dtype == torch.float64
 
 
+def goes_fused(operand: Tensor) -> bool:
+    """Whether a product of 16-bit rows (T or 1, N, features) with the noise takes the fused kernel."""
+    return operand.shape[1] <= MOST_FUSED_ROWS or not batched.keeps_float_sums(operand.dtype)
+
+
 def _past_autocast(kernel: Callable) -> Callable:
     @functools.wraps(kernel)
     def run(x, *args):
@@ -60,7 +65,7 @@ def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
     base = (xs @ mu.t()).contiguous()
     made = _ops.bayes_operands(None, xs, rho.contiguous(), x.dtype == torch.bfloat16)
     _, _, operand, scale, sigma, sigma_scale = made
-    if xs.shape[1] <= MOST_FUSED_ROWS:
+    if goes_fused(operand):
         y = _ops.bayes_forward(operand, sigma, base, bias, scale, sigma_scale, *noise)
     else:
         y = base if bias is None else base + bias[:, None]
@@ -109,7 +114,7 @@ def _fused_backward(grad_y, xs, mu, rho, noise, bfloat16, need_x, need_weight):
         )
     if need_x:
         grad_x = (summed @ mu).contiguous()
-        if xs.shape[1] <= MOST_FUSED_ROWS:
+        if goes_fused(operand):
             _ops.bayes_grad_x_(grad_x, operand, sigma, scale, sigma_scale, noise.seed, noise.stream)
         else:
             inputs = -(-mu.shape[1] // 16) * 16

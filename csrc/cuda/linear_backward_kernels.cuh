@@ -90,15 +90,19 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(BayesGradX
 
   const float scale = *p.grad_scale * *p.sigma_scale;
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m)
+  for (int m = 0; m < kTiles; ++m) {
+    float grad[8];  // all loads before the stores, which the compiler must keep in order
+    const auto each = [&](const auto& body) {
 #pragma unroll
-    for (int b = 0; b < 2; ++b)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int64_t n = row + m * kEdge + at.g + e / 2 * 8,
-                      i = tile_i * kEdge + b * 8 + at.pair + e % 2;
-        if (n < p.N && i < p.I) p.grad_x[(first * p.N + n) * p.I + i] += scale * acc[m][b][e];
+      for (int k = 0; k < 8; ++k) {
+        const int64_t n = row + m * kEdge + at.g + k / 2 % 2 * 8,
+                      i = tile_i * kEdge + k / 4 * 8 + at.pair + k % 2;
+        if (n < p.N && i < p.I) body(k, (first * p.N + n) * p.I + i);
       }
+    };
+    each([&](int k, int64_t at) { grad[k] = p.grad_x[at] + scale * acc[m][k / 4][k % 4]; });
+    each([&](int k, int64_t at) { p.grad_x[at] = grad[k]; });
+  }
 }
 
 // ---- grad_rho = sigmoid(rho) * sum over t of eps[t] * (grad_y[t]^T @ x[t]) ---------------------
@@ -122,9 +126,8 @@ constexpr int kGradWarpsO = 4, kGradWarpsI = 2, kGradTiles = 2;
 constexpr int kGradEdge = kGradWarpsO * kEdge;  // of the weights of a block
 static_assert(kGradEdge == kStage && kGradWarpsI * kGradTiles * kEdge == kStage);
 
-BNUQ_DEVICE float finished_rho(
-    float sum, float rho, const float* grad_scale, const float* x_scale) {
-  return kNormalScale * *grad_scale * *x_scale * sum * sigmoid(rho);
+BNUQ_DEVICE float finished_rho(float sum, float rho, float scale) {
+  return scale * sum * sigmoid(rho);
 }
 
 // product += grad_y^T @ x over `rows` staged rows, a multiple of 16, for a warp's 16 x 32 weights.
@@ -216,20 +219,23 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
     }
   }
 
-  float* out = p.parts == 1 ? p.grad_rho : p.sums + blockIdx.z * p.O * p.I;
+  const auto each = [&](const auto& body) {
 #pragma unroll
-  for (int j = 0; j < kGradTiles; ++j)
-#pragma unroll
-    for (int b = 0; b < 2; ++b)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int64_t o = tile_o * kEdge + at.g + e / 2 * 8;
-        const int64_t i = (tile_i + j) * kEdge + b * 8 + at.pair + e % 2;
-        if (o >= p.O || i >= p.I) continue;
-        const int64_t k = o * p.I + i;
-        out[k] = p.parts == 1 ? finished_rho(sum[j][b][e], p.rho[k], p.grad_scale, p.x_scale)
-                              : sum[j][b][e];
-      }
+    for (int k = 0; k < kGradTiles * 8; ++k) {
+      const int64_t o = tile_o * kEdge + at.g + k / 2 % 2 * 8;
+      const int64_t i = (tile_i + k / 8) * kEdge + k / 4 % 2 * 8 + at.pair + k % 2;
+      if (o < p.O && i < p.I) body(sum[k / 8][k / 4 % 2][k % 4], k, o * p.I + i);
+    }
+  };
+  if (p.parts > 1) {
+    float* sums = p.sums + blockIdx.z * p.O * p.I;
+    each([&](float own, int, int64_t at) { sums[at] = own; });
+    return;
+  }
+  const float scale = kNormalScale * *p.grad_scale * *p.x_scale;
+  float rho[kGradTiles * 8];  // all loads before the stores, as in grad_x
+  each([&](float, int k, int64_t at) { rho[k] = p.rho[at]; });
+  each([&](float own, int k, int64_t at) { p.grad_rho[at] = finished_rho(own, rho[k], scale); });
 }
 
 // Adds up the parts in their order.
@@ -240,7 +246,7 @@ __global__ void __launch_bounds__(kLinearThreads)
   if (k >= n) return;
   float sum = 0;
   for (int part = 0; part < p.parts; ++part) sum += p.sums[part * n + k];
-  p.grad_rho[k] = finished_rho(sum, p.rho[k], p.grad_scale, p.x_scale);
+  p.grad_rho[k] = finished_rho(sum, p.rho[k], kNormalScale * *p.grad_scale * *p.x_scale);
 }
 
 // ---- launches ----------------------------------------------------------------------------------

@@ -33,13 +33,18 @@ struct DirectArgs {
 // the matrix is 0, and so is its spread.
 template <typename acc_t>
 struct LaneWeights {
-  acc_t mean[8] = {}, sigma[8] = {};
+  acc_t mean[8] = {}, sigma[8];
 
   BNUQ_DEVICE LaneWeights(const DirectArgs<acc_t>& p, int64_t tile_o, int64_t tile_i, int lane) {
+#pragma unroll
+    for (int slot = 0; slot < 8; ++slot) sigma[slot] = -acc_t(INFINITY);
     for_lane_weights(tile_o, tile_i, lane, p.O, p.I, [&](int slot, int64_t k) {
       mean[slot] = p.mu[k];
-      sigma[slot] = softplus(p.rho[k]);
+      sigma[slot] = p.rho[k];
     });
+    // After all loads, which would wait for one another's softplus.
+#pragma unroll
+    for (int slot = 0; slot < 8; ++slot) sigma[slot] = softplus(sigma[slot]);
   }
 
   BNUQ_DEVICE void sample(acc_t (&weight)[8], const float (&z)[8]) const {

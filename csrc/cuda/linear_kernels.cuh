@@ -68,6 +68,8 @@ struct BayesForwardArgs {
   int parts = 1;
 };
 
+constexpr int kTogether = 2;  // blocks of rows that are stored at a time, as far as registers go
+
 // A warp owns 16 outputs, 8 kBlocks rows and kReplicas replicas, or a part of their sums; a block
 // 8 such, of the same rows and replicas.
 template <typename half_t, int kReplicas>
@@ -189,6 +191,29 @@ BNUQ_DEVICE void multiply_staged(
   }
 }
 
+// Writes y of replica r and blocks b, b + 1. All loads come before the stores, which might write
+// where they read, as far as the compiler knows.
+template <bool kShared, typename half_t, int kBlocks, int kReplicas>
+BNUQ_DEVICE void store_sums(
+    const float (&sum)[kBlocks][4], int b, float scale, const BayesForwardArgs<half_t>& p,
+    const ForwardPlace<half_t, kReplicas>& at, int r) {
+  constexpr int kSums = smaller(kTogether, kBlocks) * 4;
+  const int64_t t = at.t0 + r, first = at.row + b * 8 + at.pair;
+  float y[kSums];
+  const auto each = [&](const auto& body) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const int64_t n = first + i / 4 * 8 + i % 2, o = at.tile_o * kEdge + at.g + i / 2 % 2 * 8;
+      if (t < p.T && n < p.N && o < p.O) body(i, n, o);
+    }
+  };
+  each([&](int i, int64_t n, int64_t o) {
+    const float base = p.base[((kShared ? 0 : t) * p.N + n) * p.O + o];
+    y[i] = base + (p.bias ? p.bias[t * p.O + o] : 0.0f) + scale * sum[b + i / 4][i % 4];
+  });
+  each([&](int i, int64_t n, int64_t o) { p.y[(t * p.N + n) * p.O + o] = y[i]; });
+}
+
 template <typename half_t, int kBlocks, int kReplicas, bool kShared>
 __global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(BayesForwardArgs<half_t> p) {
   BNUQ_DYNAMIC_SHARED(half_t, shared);
@@ -206,16 +231,7 @@ __global__ void __launch_bounds__(kLinearThreads) bayes_forward_kernel(BayesForw
 #pragma unroll
   for (int r = 0; r < kReplicas; ++r)
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int64_t t = at.t0 + r, n = at.row + b * 8 + at.pair + e % 2,
-                      o = at.tile_o * kEdge + at.g + e / 2 * 8;
-        if (t >= p.T || n >= p.N || o >= p.O) continue;
-        const float base = p.base[((kShared ? 0 : t) * p.N + n) * p.O + o];
-        const float bias = p.bias ? p.bias[t * p.O + o] : 0.0f;
-        p.y[(t * p.N + n) * p.O + o] = base + bias + scale * acc[r][b][e];
-      }
+    for (int b = 0; b < kBlocks; b += kTogether) store_sums<kShared>(acc[r], b, scale, p, at, r);
 }
 
 // ---- launches ----------------------------------------------------------------------------------

@@ -10,7 +10,8 @@
 namespace bnuq {
 
 constexpr int kOperandThreads = 256;
-constexpr int kOperandBlocks = 512;  // of the first pass, at most
+constexpr int kOperandBlocks = 512;      // of the first pass, at most
+constexpr int64_t kSampleBlocks = 2112;  // keep a GPU busy; more would make keys for less noise
 
 // The largest of the block's numbers, in every thread; NaN counts for nothing.
 BNUQ_DEVICE float block_max(float v) {
@@ -47,7 +48,7 @@ struct Operands {
   void add(const Operand& operand) { of[count++] = operand; }
 };
 
-// The largest number of each block; the largest magnitude where there are signs.
+// The largest finite number of each block; the largest magnitude where there are signs.
 template <typename = void>
 __global__ void __launch_bounds__(kOperandThreads)
     largest_kernel(float* __restrict__ partial, Operands p) {
@@ -57,8 +58,10 @@ __global__ void __launch_bounds__(kOperandThreads)
   const unsigned kept = m.sigma ? ~0u : ~0u >> 1;
   float largest = -INFINITY;
 #pragma unroll 4
-  for (int64_t i = int64_t(blockIdx.x) * kOperandThreads + threadIdx.x; i < n; i += stride)
-    largest = fmaxf(largest, __uint_as_float(__float_as_uint(v[i]) & kept));
+  for (int64_t i = int64_t(blockIdx.x) * kOperandThreads + threadIdx.x; i < n; i += stride) {
+    const float magnitude = __uint_as_float(__float_as_uint(v[i]) & kept);
+    if (magnitude < INFINITY) largest = fmaxf(largest, magnitude);
+  }
   largest = block_max(largest);
   if (threadIdx.x == 0) partial[blockIdx.y * kOperandBlocks + blockIdx.x] = largest;
 }
@@ -110,10 +113,15 @@ BNUQ_DEVICE void pack_rows(const Operand& m, float inverse, int64_t i) {
 template <typename half_t>
 BNUQ_DEVICE void pack_sigma(const Operand& m, float inverse, int64_t i) {
   const int64_t tiles_i = ceil_div<int64_t>(m.columns, kEdge), tile = i / kWarp;
-  float v[8] = {};
+  float v[8];
+#pragma unroll
+  for (int slot = 0; slot < 8; ++slot) v[slot] = -INFINITY;
   for_lane_weights(
       tile / tiles_i, tile % tiles_i, int(i % kWarp), m.rows, m.columns,
-      [&](int slot, int64_t k) { v[slot] = softplus(m.from[k]) * (kNormalScale * inverse); });
+      [&](int slot, int64_t k) { v[slot] = m.from[k]; });
+  // After all loads, which would wait for one another's softplus.
+#pragma unroll
+  for (int slot = 0; slot < 8; ++slot) v[slot] = softplus(v[slot]) * (kNormalScale * inverse);
   m.to[i] = {
       pack2<half_t>(v[0], v[1]), pack2<half_t>(v[2], v[3]), pack2<half_t>(v[4], v[5]),
       pack2<half_t>(v[6], v[7])};
@@ -138,27 +146,30 @@ __global__ void __launch_bounds__(kOperandThreads)
 }
 
 // (R, O, padded I) = sigma * eps of replicas first .. first + R - 1, for a matrix product of
-// torch's: one thread a Philox call. The padding is zero, as sigma is there.
+// torch's. A block has a row of tiles, or some of it, and some replicas. The padding is zero, as
+// sigma is there.
 template <typename half_t>
 __global__ void __launch_bounds__(kOperandThreads) sample_noise_kernel(
     half_t* __restrict__ weight, const uint4* __restrict__ sigma, const int64_t* __restrict__ seed,
     uint32_t stream, int64_t first, int64_t R, int64_t O, int64_t tiles_i) {
-  const int64_t tiles_o = ceil_div<int64_t>(O, kEdge), lanes = tiles_o * tiles_i * kWarp;
-  const int64_t i = int64_t(blockIdx.x) * kOperandThreads + threadIdx.x, replica = i / lanes;
-  if (replica >= R) return;
-  const int64_t own = i % lanes, tile_i = own / kWarp % tiles_i, tile_o = own / kWarp / tiles_i;
-  const int lane = int(own % kWarp);
+  const int64_t tile_o = blockIdx.x, pitch = tiles_i * kEdge;
+  const uint32_t places = uint32_t(tiles_i * kWarp), step = gridDim.y * kOperandThreads;
+  const int64_t begin = R * blockIdx.z / gridDim.z, end = R * (blockIdx.z + 1) / gridDim.z;
   const RoundKeys keys(subkey(seed[0], stream, kTagWeight));
-  uint32_t a[4];
-  weight_fragment<half_t>(
-      a, __ldg(sigma + own), keys, uint32_t(tile_o), uint32_t(tile_i * kWarp) + lane,
-      uint64_t(seed[1] + first + replica));
+  const uint64_t replica = uint64_t(seed[1] + first);
+  for (uint32_t place = blockIdx.y * kOperandThreads + threadIdx.x; place < places; place += step) {
+    const uint4 own = __ldg(sigma + tile_o * places + place);
+    const int lane = int(place % kWarp);
+    const int64_t o = tile_o * kEdge + lane / 4, k = place / kWarp * kEdge + lane % 4 * 2;
+    half_t* to = weight + (begin * O + o) * pitch + k;
+    for (int64_t t = begin; t < end; ++t, to += O * pitch) {
+      uint32_t a[4];
+      weight_fragment<half_t>(a, own, keys, uint32_t(tile_o), place, replica + t);
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    const int64_t o = tile_o * kEdge + lane / 4 + r % 2 * 8;
-    const int64_t k = tile_i * kEdge + lane % 4 * 2 + r / 2 * 8;
-    if (o < O)
-      *reinterpret_cast<uint32_t*>(weight + ((replica * O + o) * tiles_i * kEdge + k)) = a[r];
+      for (int r = 0; r < 4; ++r)
+        if (o + r % 2 * 8 < O)
+          *reinterpret_cast<uint32_t*>(to + r % 2 * 8 * pitch + r / 2 * 8) = a[r];
+    }
   }
 }
 
@@ -200,10 +211,17 @@ void run_sample_noise(
     half_t* weight, const uint4* sigma, const int64_t* seed, uint32_t stream_id, int64_t first,
     int64_t R, int64_t O, int64_t tiles_i, cudaStream_t stream) {
   const auto kernel = sample_noise_kernel<half_t>;
-  const int64_t threads = R * ceil_div<int64_t>(O, kEdge) * tiles_i * kWarp;
+  const int64_t tiles_o = ceil_div<int64_t>(O, kEdge);
+  const int64_t steps = ceil_div<int64_t>(tiles_i * kWarp, kOperandThreads);
+  const auto split = [](int64_t work, int64_t blocks) {  // evenly, into as few as keep a GPU busy
+    const int64_t parts = smaller(work, ceil_div<int64_t>(kSampleBlocks, blocks));
+    return ceil_div(work, ceil_div(work, parts));
+  };
+  const int64_t columns = split(steps, tiles_o), groups = split(R, tiles_o * columns);
+  const auto grid = dim3(unsigned(tiles_o), unsigned(columns), unsigned(groups));
   BNUQ_LAUNCH(
-      kernel, operand_grid(threads), dim3(kOperandThreads), 0, stream, weight, sigma, seed,
-      stream_id, first, R, O, tiles_i);
+      kernel, grid, dim3(kOperandThreads), 0, stream, weight, sigma, seed, stream_id, first, R, O,
+      tiles_i);
 }
 
 }  // namespace bnuq
