@@ -24,6 +24,7 @@ from benchmarks import gpu_report
 from benchmarks.gpu_process import ROOT, STAGES, Outcome, environment, find_tool, run
 from benchmarks.gpu_verdicts import (
     FOUND_ERRORS,
+    judge_build,
     judge_exit,
     judge_planted,
     judge_sanitizer,
@@ -186,7 +187,8 @@ def build(clock, env):
     if made[0] and (made[1] or not env["gpu"]) and built.exists() and built.read_text() == mark:
         return {"status": "passed", "seconds": 0.0}
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    result = judge_exit(run(command, min(clock.left(), 300), cuda))
+    outcome = run(command, min(clock.left(), 300), cuda)
+    result = judge_build(outcome, env.get("setuptools"))
     if result["status"] == "passed":
         built.write_text(mark)
     return result
@@ -248,6 +250,7 @@ def run_stage(stage, make_steps, folder, env, builder, seconds=STAGE_SECONDS, on
         path.write_text(json.dumps(result, indent=1) + "\n")
 
     result["build"] = builder(clock, env)
+    print(f"{stage}: build: {gpu_report.ending(result['build'])}", flush=True)
     if result["build"]["status"] == "passed":
         steps = make_steps()
         print(f"{stage}: {len(steps)} steps", flush=True)

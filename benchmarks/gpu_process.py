@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -140,6 +141,14 @@ def missing_packages():
     return [name for name in PACKAGES if find_spec(name) is None]
 
 
+def version_of(package):
+    """A package's version, None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def environment():
     """What a reader needs to judge a number: hardware, versions, commit, date."""
     driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -151,6 +160,7 @@ def environment():
         "driver": smi.output.strip().splitlines()[0] if smi.status == "passed" else None,
         "nvcc": first_line([find_tool("nvcc"), "--version"], "release"),
         "python": platform.python_version(),
+        "setuptools": version_of("setuptools"),
         "platform": platform.platform(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "commit": commit(),

@@ -40,8 +40,13 @@ def detail(step):
     return "; ".join(part.replace("\n", " ").replace("|", "\\|") for part in parts)
 
 
+def ending(step):
+    """Its status, and the reason where there is one."""
+    return ": ".join(step[key] for key in ("status", "reason") if key in step)
+
+
 def stage_lines(result):
-    lines = [f"Build: {result['build']['status']}."]
+    lines = [f"Build: {ending(result['build'])}."]
     if not result["finished"]:
         lines.append("Not finished: run the stage again and it goes on.")
     lines += ["", "| step | status | seconds | |", "| --- | --- | --- | --- |"]

@@ -7,6 +7,7 @@ from benchmarks.gpu_process import Outcome
 
 NOTHING_COLLECTED = 5  # pytest's exit status
 FOUND_ERRORS = 86  # the exit status that compute-sanitizer is told to use
+LEAST_SETUPTOOLS = 77  # the first that takes the licence of pyproject.toml
 REFUSALS = ["Device not supported", "not supported on this", "Failed to initialize", "error 999"]
 
 
@@ -19,6 +20,15 @@ def judge_exit(outcome: Outcome):
     if outcome.code == NOTHING_COLLECTED:
         return result | {"status": "skipped", "reason": "no test collected"}
     return result if outcome.status == "passed" else result | {"output": tail(outcome)}
+
+
+def judge_build(outcome, setuptools):
+    """As judge_exit; an older setuptools than pyproject.toml needs is told before its traceback."""
+    result, major = judge_exit(outcome), int((setuptools or "0").split(".")[0])
+    if result["status"] == "passed" or major >= LEAST_SETUPTOOLS:
+        return result
+    needed = f"setuptools {LEAST_SETUPTOOLS} or newer is needed, found {setuptools}"
+    return result | {"reason": needed}
 
 
 def told(case):

@@ -49,6 +49,11 @@ def test_run_kills_grandchildren_at_the_limit():
     assert not is_running(int(outcome.output))
 
 
+def test_versions_of_packages():
+    assert gpu_process.version_of("pytest") == pytest.__version__
+    assert gpu_process.version_of("no-such-package") is None
+
+
 def test_commit_without_git(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_process, "ROOT", tmp_path)
     monkeypatch.delenv("BNUQ_COMMIT", raising=False)

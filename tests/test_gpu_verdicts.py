@@ -50,6 +50,22 @@ def outcome(status, code, output):
     return Outcome(status, code, 1.0, output)
 
 
+@pytest.mark.parametrize(
+    "code, setuptools, reason",
+    [
+        (1, "68.1.2", "setuptools 77 or newer is needed, found 68.1.2"),
+        (1, None, "setuptools 77 or newer is needed, found None"),
+        (1, "77.0.1", None),
+        (0, "68.1.2", None),
+    ],
+)
+def test_verdict_on_a_build_by_an_older_setuptools(code, setuptools, reason):
+    given = outcome("failed" if code else "passed", code, "a traceback")
+    result = gpu_verdicts.judge_build(given, setuptools)
+    assert result["status"] == given.status and result.get("reason") == reason
+    assert gpu_report.ending(result) == (f"failed: {reason}" if reason else given.status)
+
+
 # The tool's reports, as its manual prints them.
 SUMMARY = "========= ERROR SUMMARY: 2 errors"
 FOREIGN = "========= Uninitialized __global__ memory read of size 4 bytes\n"
