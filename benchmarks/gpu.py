@@ -36,6 +36,8 @@ SCRATCH = ROOT / ".gpu-build"
 SANITIZED = ["philox", "batch_norm", "predictive", "bayes"]  # each by itself: it may take minutes
 # Each version of torch and Python deprecates something else.
 DEPRECATIONS = ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
+# Of pytest-benchmark, where cases fail: as errors they would stand in place of what has failed.
+UNTIMED = ["-W", "default:Not saving anything", "-W", "default:Benchmark fixture"]
 # Our kernels alone, for others take time and have hazards of their own; initcheck has to see what
 # those write. Failing driver calls that torch tries and bears are no errors.
 ONLY_OURS = ["--kernel-name", "kernel_substring=bnuq"]
@@ -142,7 +144,8 @@ def sanitize_steps(env):
 def cases_of(path, device, env):
     """The node ids of one file's cases on a device; none where they cannot be listed."""
     command = [sys.executable, "-m", "pytest", path, "--collect-only", "-q", "-o", "addopts="]
-    listed = run([*command, *DEPRECATIONS, "-k", device, "-p", "no:cacheprovider"], 120, env)
+    command += [*DEPRECATIONS, *UNTIMED, "-k", device, "-p", "no:cacheprovider"]
+    listed = run(command, 120, env)
     return [line for line in listed.output.splitlines() if "::" in line and listed.code == 0]
 
 
@@ -165,7 +168,13 @@ def bench_steps(env):
         for i, (name, cases) in enumerate(targets_of(path, device, variables).items()):
             raw = SCRATCH / "bench" / f"{path.stem}-{i}.json"
             command = [sys.executable, "-m", "pytest", *cases, "--benchmark-only", "-k", device]
-            command += [*DEPRECATIONS, "-p", "no:cacheprovider", f"--benchmark-json={raw}"]
+            command += [
+                *DEPRECATIONS,
+                *UNTIMED,
+                "-p",
+                "no:cacheprovider",
+                f"--benchmark-json={raw}",
+            ]
             steps.append(Step(name, command, judge_exit, 400, least=90, env=variables))
     return steps
 

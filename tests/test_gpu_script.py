@@ -3,10 +3,12 @@
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import time
 
+import pytest
 from test_gpu_process import python
 
 from benchmarks import gpu, gpu_process, gpu_report
@@ -169,6 +171,21 @@ def test_bench_steps_are_files_or_cases(tmp_path, monkeypatch):
     names += ["bench_linear.py::test_grid", "bench_models.py::test_it[cpu]"]
     assert [s.name for s in steps] == names
     assert steps[0].env == {"BNUQ_BENCH": "short"}
+
+
+def test_a_bench_step_tells_why_all_its_cases_fail(tmp_path, monkeypatch):
+    pytest.importorskip("pytest_benchmark")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # a worker takes no benchmarks
+    (tmp_path / "benchmarks").mkdir()
+    case = "def test_on_cuda(benchmark): raise ValueError('no such thing')\n"
+    (tmp_path / "benchmarks" / "bench_ops.py").write_text(case)
+    shutil.copy(gpu.ROOT / "pyproject.toml", tmp_path)  # where warnings are errors
+    for module in (gpu, gpu_process):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    [only] = gpu.steps_of("bench", ENV)
+    result = gpu.run_step(only, gpu.Clock(60 + only.least))
+    assert result["status"] == "failed" and "1 failed" in result["output"]
+    assert "ValueError: no such thing" in result["output"] and "1 error" not in result["output"]
 
 
 # ---- made-up tools -----------------------------------------------------------------------------
