@@ -71,6 +71,9 @@ class Step:
     judge: Callable[[Outcome], dict]
     limit: float = 300
     least: float = 5  # seconds; with less left of the stage it is not begun
+    writes: Path | None = (
+        None  # what it leaves to be read; an earlier one is removed before it runs
+    )
     env: dict = field(default_factory=dict)
     alone: bool = True
 
@@ -112,7 +115,7 @@ def test_steps(env):
         command += DEPRECATIONS
         alone, judge = path.name == "test_gpu.py", judge_tests(junit)
         options = {"limit": LONGEST.get(path.name, Step.limit), "env": variables, "alone": alone}
-        steps.append(Step(path.name, command, judge, **options))
+        steps.append(Step(path.name, command, judge, writes=junit, **options))
     return steps
 
 
@@ -158,6 +161,15 @@ def targets_of(path, device, env):
     return found
 
 
+def slug(gpu):
+    return re.sub(r"[^a-z0-9]+", "-", (gpu or "no-gpu").lower()).strip("-")
+
+
+def timings(env):
+    """Where the raw timings of these sources on this GPU are."""
+    return SCRATCH / "bench" / f"{slug(env['gpu'])}-{env['sources']}"
+
+
 def bench_steps(env):
     """A file a step, or a part of one where it takes minutes. On a GPU only its own cases."""
     device, form = ("cuda", "full") if env["gpu"] else ("cpu", "short")
@@ -166,7 +178,7 @@ def bench_steps(env):
     place = {name: i + 1 for i, name in enumerate(SPLIT)}
     for path in sorted(paths, key=lambda p: (place.get(p.name, 0), p.name)):
         for i, (name, cases) in enumerate(targets_of(path, device, variables).items()):
-            raw = SCRATCH / "bench" / f"{path.stem}-{i}.json"
+            raw = timings(env) / f"{path.stem}-{i}.json"
             command = [sys.executable, "-m", "pytest", *cases, "--benchmark-only", "-k", device]
             command += [
                 *DEPRECATIONS,
@@ -175,7 +187,8 @@ def bench_steps(env):
                 "no:cacheprovider",
                 f"--benchmark-json={raw}",
             ]
-            steps.append(Step(name, command, judge_exit, 400, least=90, env=variables))
+            options = {"limit": 400, "least": 90, "env": variables, "writes": raw}
+            steps.append(Step(name, command, judge_exit, **options))
     return steps
 
 
@@ -208,6 +221,9 @@ def run_step(step, clock):
     limit = min(step.limit, clock.left())
     if limit < min(step.limit, step.least):
         return None
+    if step.writes:
+        step.writes.parent.mkdir(parents=True, exist_ok=True)
+        step.writes.unlink(missing_ok=True)
     outcome = run(step.command, limit, step.env)
     if outcome.status == "timed out" and limit < step.limit:
         return None
@@ -272,13 +288,14 @@ def run_stage(stage, make_steps, folder, env, builder, seconds=STAGE_SECONDS, on
 
 def result_folder(parent, env):
     """`<gpu>-<date>`, or the folder that these sources already have for this GPU."""
-    gpu = re.sub(r"[^a-z0-9]+", "-", (env["gpu"] or "no-gpu").lower()).strip("-")
-    for known in sorted(parent.glob(f"{gpu}-*/environment.json")):
-        if json.loads(known.read_text()).get("sources") == env["sources"]:
+    for known in sorted(parent.glob(f"{slug(env['gpu'])}-*/environment.json")):
+        its = json.loads(known.read_text())
+        if (its.get("gpu"), its.get("sources")) == (env["gpu"], env["sources"]):
             return known.parent
-    name, number = f"{gpu}-{env['date']}", 2
+    dated = name = f"{slug(env['gpu'])}-{env['date']}"
+    number = 2
     while (parent / name).exists():
-        name, number = f"{gpu}-{env['date']}-{number}", number + 1
+        name, number = f"{dated}-{number}", number + 1
     return parent / name
 
 
@@ -310,14 +327,14 @@ def main(argv=None):
         print("gpu: torch sees no CUDA device; --rehearse runs the steps without one")
         return 2
     folder = result_folder(args.out, env)
-    for place in (folder, SCRATCH / "junit", SCRATCH / "bench"):
+    for place in (folder, SCRATCH):
         place.mkdir(parents=True, exist_ok=True)
     (folder / "environment.json").write_text(json.dumps(env, indent=1) + "\n")
     results = []
     for stage in STAGES if args.stage == "all" else [args.stage]:
         steps = partial(steps_of, stage, env)
         results.append(run_stage(stage, steps, folder, env, build, only=args.only))
-        gpu_report.write(folder, SCRATCH / "bench")
+        gpu_report.write(folder, timings(env))
     print(f"results: {folder}")
     return exit_status(results)
 

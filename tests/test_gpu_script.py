@@ -24,6 +24,13 @@ ENV = {
 }
 
 
+@pytest.fixture(autouse=True)
+def scratch(tmp_path, monkeypatch):
+    """In place of that of the repository."""
+    monkeypatch.setattr(gpu, "SCRATCH", tmp_path / "scratch")
+    return tmp_path / "scratch"
+
+
 def passing_build(clock, env):
     return {"status": "passed", "seconds": 0.0}
 
@@ -231,6 +238,24 @@ def test_result_folder_belongs_to_gpu_and_sources(tmp_path):
     assert gpu.result_folder(tmp_path, ENV | {"date": "2026-01-03"}) == first
     other = gpu.result_folder(tmp_path, ENV | {"sources": "other"})
     assert other.name == "nvidia-test-9000-2026-01-02-2"
+    shorter = gpu.result_folder(tmp_path, ENV | {"gpu": "NVIDIA Test"})
+    assert shorter.name == "nvidia-test-2026-01-02"
+
+
+def test_raw_timings_belong_to_gpu_and_sources():
+    others = [{"gpu": "NVIDIA Test 9001"}, {"gpu": None}, {"sources": "other"}]
+    places = [gpu.timings(ENV | other) for other in ({}, *others)]
+    assert len(set(places)) == 4 and places[0].name == "nvidia-test-9000-abc"
+    assert all(step.writes.parent == places[0] for step in gpu.steps_of("bench", ENV))
+
+
+def test_what_a_step_writes_is_never_an_earlier_run_s(tmp_path):
+    raw = tmp_path / "made" / "here" / "raw.json"
+    code = f"assert not __import__('os').path.exists({str(raw)!r}); open({str(raw)!r}, 'w')"
+    for _ in range(2):
+        assert gpu.run_step(step("one", code, writes=raw), gpu.Clock(60))["status"] == "passed"
+    gpu.run_step(step("one", "exit(1)", writes=raw), gpu.Clock(60))
+    assert not raw.exists()
 
 
 def test_report_joins_the_stages(tmp_path):
@@ -266,7 +291,6 @@ def test_report_joins_the_stages(tmp_path):
 
 def test_main_needs_a_gpu_or_rehearses(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "environment", lambda: ENV | {"gpu": None})
-    monkeypatch.setattr(gpu, "SCRATCH", tmp_path / "scratch")
     monkeypatch.setattr(gpu, "build", passing_build)
     monkeypatch.setattr(gpu, "steps_of", lambda stage, env: [step(stage)])
     assert gpu.main(["--out", str(tmp_path)]) == 2
