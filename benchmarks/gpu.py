@@ -201,6 +201,16 @@ def steps_of(stage, env):
 # ---- running -----------------------------------------------------------------------------------
 
 
+def log_of(name):
+    """The file of all that a step prints, also one that is cut off."""
+    return SCRATCH / "logs" / (re.sub(r"[^\w.]+", "-", name).strip("-") + ".log")
+
+
+def with_log(result, name):
+    """A verdict that has the end of an output says where the whole of it is."""
+    return result | ({"log": os.path.relpath(log_of(name), ROOT)} if "output" in result else {})
+
+
 def build(clock, env):
     """The extension, in place, for this GPU alone; once for the same sources."""
     cuda = {"BNUQ_CUDA": "1" if env["gpu"] else "0"} | architectures(env)
@@ -209,8 +219,8 @@ def build(clock, env):
     if made[0] and (made[1] or not env["gpu"]) and built.exists() and built.read_text() == mark:
         return {"status": "passed", "seconds": 0.0}
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    outcome = run(command, min(clock.left(), 300), cuda)
-    result = judge_build(outcome, env.get("setuptools"))
+    outcome = run(command, min(clock.left(), 300), cuda, log_of("build"))
+    result = with_log(judge_build(outcome, env.get("setuptools")), "build")
     if result["status"] == "passed":
         built.write_text(mark)
     return result
@@ -224,10 +234,10 @@ def run_step(step, clock):
     if step.writes:
         step.writes.parent.mkdir(parents=True, exist_ok=True)
         step.writes.unlink(missing_ok=True)
-    outcome = run(step.command, limit, step.env)
+    outcome = run(step.command, limit, step.env, log_of(step.name))
     if outcome.status == "timed out" and limit < step.limit:
         return None
-    return step.judge(outcome)
+    return with_log(step.judge(outcome), step.name)
 
 
 def run_steps(steps, done, clock, save, jobs):

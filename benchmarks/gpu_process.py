@@ -45,17 +45,26 @@ class Outcome:
     output: str
 
 
-def run(command, limit, env=None):
+def opened(path):
+    """A file to write and read, which has no name if it is given none."""
+    if path is None:
+        return tempfile.TemporaryFile()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "w+b")
+
+
+def run(command, limit, env=None, kept=None):
     """Runs a command in the repository root and kills its whole process group at the limit.
 
     Args:
         command: the program and its arguments.
         limit: seconds.
         env: variables on top of the present ones.
+        kept: the file in which all that the command prints is to stay.
     """
     start = time.monotonic()
     # A file, not a pipe: a grandchild that lives on would hold a pipe open.
-    with tempfile.TemporaryFile() as log:
+    with opened(kept) as log:
         try:
             process = subprocess.Popen(
                 [str(part) for part in command],

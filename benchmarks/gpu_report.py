@@ -52,11 +52,10 @@ def stage_lines(result):
     lines += ["", "| step | status | seconds | |", "| --- | --- | --- | --- |"]
     for name, step in result["steps"].items():
         lines.append(f"| {name} | {step['status']} | {step.get('seconds', '')} | {detail(step)} |")
-    outputs = {name: step["output"] for name, step in result["steps"].items() if "output" in step}
-    if "output" in result["build"]:
-        outputs["build"] = result["build"]["output"]
-    for name, output in outputs.items():
-        lines += ["", f"Output of {name}:", "", "```", output, "```"]
+    for name, step in (result["steps"] | {"build": result["build"]}).items():
+        if "output" in step:
+            whole = f", all of which is in {step['log']}" if "log" in step else ""
+            lines += ["", f"Output of {name}{whole}:", "", "```", step["output"], "```"]
     return lines
 
 

@@ -84,6 +84,23 @@ def test_a_stage_that_was_cut_off_goes_on(tmp_path):
     assert log.read_text() == "q"
 
 
+def test_all_that_a_step_prints_is_kept(tmp_path, scratch):
+    printed = "for i in range(40): print(i, flush=True)\n"
+    codes = {"a/b[c-(1]": "exit(1)", "good": "", "cut": "import time; time.sleep(60)"}
+    steps = [step(name, printed + code, limit=90, least=0.5) for name, code in codes.items()]
+    result = gpu.run_stage("test", lambda: steps, tmp_path, ENV, passing_build, seconds=5)
+    assert list(result["steps"]) == ["a/b[c-(1]", "good"]
+    names = ["a-b-c-1.log", "cut.log", "good.log"]
+    assert sorted(path.name for path in (scratch / "logs").iterdir()) == names
+    whole = "".join(f"{i}\n" for i in range(40))
+    assert all((scratch / "logs" / name).read_text() == whole for name in names)
+    bad, good = result["steps"].values()
+    assert (gpu.ROOT / bad["log"]).samefile(scratch / "logs" / names[0]) and "log" not in good
+    assert f"Output of a/b[c-(1], all of which is in {bad['log']}:" in gpu_report.stage_lines(
+        result
+    )
+
+
 def test_steps_by_name_and_the_others_later(tmp_path):
     steps = [step("one"), step("two::a[x]"), step("two::b[x]")]
     result = gpu.run_stage("bench", lambda: steps, tmp_path, ENV, passing_build, only="two")
@@ -110,7 +127,8 @@ def test_the_same_sources_are_built_once(tmp_path, monkeypatch):
     (tmp_path / "bnuq_ext" / "_cuda.so").unlink()
     assert build(ENV | {"sources": "other"}) == "xxx"
     (tmp_path / "setup.py").write_text("raise SystemExit(1)")
-    assert gpu.build(gpu.Clock(60), ENV)["status"] == "failed"
+    failed = gpu.build(gpu.Clock(60), ENV)
+    assert failed["status"] == "failed" and failed["log"] == "logs/build.log"
 
 
 def test_a_step_over_its_own_limit_is_a_verdict(tmp_path):
