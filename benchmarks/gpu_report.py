@@ -18,7 +18,7 @@ def merge_benchmarks(raw_folder: Path, target: Path):
     parts = [json.loads(path.read_text()) for path in paths if path.stat().st_size]
     records = {b["fullname"]: b for part in parts for b in part["benchmarks"]}
     for record in records.values():
-        record["stats"].pop("data", None)  # every single timing: megabytes
+        record.get("stats", {}).pop("data", None)  # every single timing: megabytes
     if parts:
         merged = parts[-1] | {"benchmarks": list(records.values())}
         target.write_text(json.dumps(merged, indent=1) + "\n")

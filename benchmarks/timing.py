@@ -23,7 +23,9 @@ class Times(dict):
         return [theirs / mine for theirs, mine in pairs]
 
 
-def _seconds(fn, calls: int, sync) -> float:
+def seconds_of(fn, device="cpu", calls: int = 1) -> float:
+    """What one of several calls takes, the work on a GPU included."""
+    sync = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
     sync()
     start = time.perf_counter()
     for _ in range(calls):
@@ -47,17 +49,16 @@ def compare(
         sample_ms: a sample repeats the call until it takes about this long.
         seconds: about how long all rounds may take; at least three are made.
     """
-    sync = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
     calls, round_seconds = {}, 0.0
     for name, fn in cases.items():
         fn()
-        once = max(_seconds(fn, 1, sync), 1e-7)
+        once = max(seconds_of(fn, device), 1e-7)
         calls[name] = max(1, round(sample_ms / 1e3 / once))
         round_seconds += calls[name] * once
     samples = {name: [] for name in cases}
     for _ in range(int(max(3, min(rounds, seconds // round_seconds)))):
         for name, fn in cases.items():
-            samples[name].append(1e3 * _seconds(fn, calls[name], sync))
+            samples[name].append(1e3 * seconds_of(fn, device, calls[name]))
     return Times(samples)
 
 

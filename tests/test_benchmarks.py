@@ -1,18 +1,22 @@
 """The yardsticks give the answer that they are timed for, and the report says what was measured."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import models, report, yardsticks
+from benchmarks import models, report, timing, yardsticks
 from benchmarks.memory import peak_extra_bytes
 from bnuq_ext import reference
 
+ROOT = Path(__file__).parent.parent
 NETWORKS = {
     "mlp": (lambda: models.MLP(12, 8, 3, 5), (4, 12)),
     "resnet18": (lambda: models.resnet18(num_classes=5, width=4), (3, 3, 16, 16)),
@@ -233,6 +237,38 @@ def test_peak_memory_counts_what_is_alive_at_once():
     assert peak_extra_bytes(lambda: given.view(10, 10).t().add_(1), "cpu") == 0
     assert peak_extra_bytes(lambda: [torch.ones(100) for _ in range(10)], "cpu") == 4000
     assert peak_extra_bytes(lambda: [torch.ones(100).sum() for _ in range(10)], "cpu") == 440
+
+
+def test_a_time_on_a_gpu_waits_for_its_work(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    assert timing.seconds_of(lambda: done.append("call"), "cuda", calls=2) > 0
+    assert done == ["waited", "call", "call", "waited"]
+    timing.seconds_of(lambda: done.append("call"))
+    assert done[4:] == ["call"]
+
+
+CASES = """
+import pytest
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_it(benchmark, device):
+    benchmark.extra_info["ours_ms"] = 1.0
+    benchmark.pedantic(lambda: None)
+"""
+
+
+def test_times_of_launches_are_not_in_the_records(tmp_path):
+    pytest.importorskip("pytest_benchmark")
+    (tmp_path / "bench_it.py").write_text(CASES)
+    shutil.copy(ROOT / "benchmarks" / "conftest.py", tmp_path)
+    command = [sys.executable, "-m", "pytest", "bench_it.py", "--benchmark-json=raw.json"]
+    env = {key: value for key, value in os.environ.items() if key != "PYTEST_XDIST_WORKER"}
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=120)
+    records = json.loads((tmp_path / "raw.json").read_text())["benchmarks"]
+    assert [("stats" in record, record["extra_info"]["ours_ms"]) for record in records] == [
+        (True, 1.0),
+        (False, 1.0),
+    ]
 
 
 ROWS = [

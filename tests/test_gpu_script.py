@@ -287,6 +287,8 @@ def test_report_joins_the_stages(tmp_path):
         }
         (raw / f"{name}.json").write_text(json.dumps({"benchmarks": [record]}))
     (raw / "c.json").write_text("")
+    without = {"fullname": "on a GPU", "extra_info": {"case": "case c", "ours_ms": 3.0}}
+    (raw / "d.json").write_text(json.dumps({"benchmarks": [without]}))
     (tmp_path / "environment.json").write_text(json.dumps(ENV))
     gpu.run_stage(
         "test", lambda: [step("bad.py", "print('x|y'); exit(1)")], tmp_path, ENV, passing_build
@@ -299,11 +301,11 @@ def test_report_joins_the_stages(tmp_path):
     assert "## sanitize" not in text and "| case a | 2.000 |" in text and "| case b |" in text
 
     # Another machine has only its own raw files; the folder keeps the earlier records.
-    for name in ("a", "b"):
+    for name in ("a", "b", "d"):
         (raw / f"{name}.json").unlink()
     gpu_report.write(tmp_path, raw)
     merged = json.loads((tmp_path / "bench-records.json").read_text())
-    assert [b["fullname"] for b in merged["benchmarks"]] == ["a", "b"]
+    assert [b["fullname"] for b in merged["benchmarks"]] == ["a", "b", "on a GPU"]
     assert len(list(tmp_path.glob("*.*"))) <= 8
 
 
