@@ -36,11 +36,13 @@ def device(request, monkeypatch):
     return torch.device(request.param)
 
 
-@pytest.fixture
-def without_gpu(monkeypatch):
+@pytest.fixture(scope="module")  # or a module's own fixtures would be made before it
+def without_gpu():
     """For what trains where it can on a GPU, which rounds otherwise
     and draws other dropout than the CPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
 
 
 @pytest.fixture
