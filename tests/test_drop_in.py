@@ -10,6 +10,10 @@ pytest.importorskip("expecttest", reason=reason)
 common_modules = pytest.importorskip("torch.testing._internal.common_modules", reason=reason)
 common_utils = pytest.importorskip("torch.testing._internal.common_utils", reason=reason)
 device_type = pytest.importorskip("torch.testing._internal.common_device_type", reason=reason)
+# Their import forbids the whole process to set such flags as torch.backends.cudnn.allow_tf32.
+# Not by setattr: torch.backends stands before the module whose variable this is.
+flags = torch.backends.disable_global_flags.__globals__
+flags["__allow_nonbracketed_mutation_flag"] = True
 
 from bnuq_ext.nn import STOCHASTIC_CLASSES  # noqa: E402
 
@@ -30,6 +34,11 @@ INFOS = list(stochastic_infos())
 
 def test_torch_has_cases_for_all_three():
     assert [info.reference.__name__ for info in INFOS] == [f"BatchNorm{d}d" for d in (1, 2, 3)]
+
+
+def test_flags_of_backends_can_be_set(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert not torch.backends.cudnn.allow_tf32
 
 
 def cases(info, device, dtype, training):
