@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import models, report, timing, yardsticks
+from benchmarks import bench_batch_norm, models, report, timing, yardsticks
 from benchmarks.memory import peak_extra_bytes
 from bnuq_ext import reference
 
@@ -139,7 +139,7 @@ def test_a_broken_torch_uncertainty_is_no_yardstick(tmp_path, monkeypatch, netwo
 
 TRITON = """
 import torch
-from benchmarks import models, yardsticks
+from benchmarks import bench_batch_norm, models, yardsticks
 from benchmarks.triton_affine import TritonAffine, affine
 
 torch.manual_seed(0)
@@ -222,6 +222,18 @@ def test_triton_without_a_gpu(script, interpret, tmp_path, monkeypatch):
 
 
 # ---- memory and the report -----------------------------------------------------------------------
+
+
+def test_a_triton_that_fails_is_no_yardstick(monkeypatch):
+    x, residual, mean, weight, bias, var = bench_batch_norm.make(
+        (2, 3, 4, 4), 2, False, False, torch.float32, "cpu"
+    )
+    tensors = (x, residual, mean, var, weight, bias)  # on a CPU, where it runs nowhere
+    runs, skipped = bench_batch_norm.with_triton(x, 0.0, *tensors, shared=False)
+    assert runs == {} and skipped["Triton"]
+    monkeypatch.setattr(bench_batch_norm, "triton_affine", lambda *given: lambda: x + 1)
+    with pytest.raises(AssertionError):  # it runs, and is wrong
+        bench_batch_norm.with_triton(x, 0.0, *tensors, shared=False)
 
 
 def test_peak_memory_counts_what_is_alive_at_once():
