@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -21,7 +22,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import gpu_report
-from benchmarks.gpu_process import ROOT, STAGES, Outcome, environment, find_tool, run
+from benchmarks.gpu_process import (
+    ROOT,
+    STAGES,
+    Outcome,
+    end_with_commands,
+    environment,
+    find_tool,
+    run,
+)
 from benchmarks.gpu_verdicts import (
     FOUND_ERRORS,
     judge_build,
@@ -350,4 +359,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_with_commands)
     sys.exit(main())

@@ -21,6 +21,8 @@ STAGES = ["test", "sanitize", "bench"]
 SOURCES = ["setup.py", "pyproject.toml", "csrc", "bnuq_ext", "tests", "benchmarks"]
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".toml"}
 
+RUNNING = set()  # the processes of commands, each the leader of a group
+
 TORCH_QUESTION = """
 import json, torch
 found = torch.cuda.is_available()
@@ -77,6 +79,7 @@ def run(command, limit, env=None, kept=None):
             )
         except OSError as error:
             return Outcome("absent", None, 0.0, str(error))
+        RUNNING.add(process)
         try:
             code = process.wait(timeout=max(limit, 0.1))
             status = "passed" if code == 0 else "failed"
@@ -84,17 +87,33 @@ def run(command, limit, env=None, kept=None):
             code, status = None, "timed out"
         finally:
             kill_group(process)
+            RUNNING.discard(process)
         log.seek(0)
         output = log.read().decode(errors="replace")
     return Outcome(status, code, round(time.monotonic() - start, 1), output)
 
 
 def kill_group(process):
+    kill(process)
+    process.wait()
+
+
+def kill(process):
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    process.wait()
+
+
+def end_with_commands(signum, frame):
+    """A signal's handler: commands are in sessions of their own and would live on.
+
+    Nothing waits for them, or a thread would take their end for a verdict and save it.
+    """
+    for process in list(RUNNING):
+        kill(process)
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
 
 
 def last_json(outcome):

@@ -1,6 +1,7 @@
 """benchmarks/gpu_process.py: commands with a limit, the commit and the digest of the sources."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -33,20 +34,59 @@ def is_running(pid):
     return state != "Z"  # a zombie is only not reaped yet
 
 
-def test_run_kills_grandchildren_at_the_limit():
-    code = (
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "print(child.pid, flush=True)\n"
-        "child.wait()\n"
-    )
+def ends(pid):
+    """Whether a process ends within half a minute."""
     start = time.monotonic()
-    outcome = run(python(code), 4.0)
+    while is_running(pid) and time.monotonic() - start < 30:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_run_kills_grandchildren_at_the_limit():
+    start = time.monotonic()
+    outcome = run(python(PARENT), 4.0)
     assert (outcome.status, outcome.code) == ("timed out", None)
     assert time.monotonic() - start < 30
-    while is_running(int(outcome.output)) and time.monotonic() - start < 30:
-        time.sleep(0.05)
-    assert not is_running(int(outcome.output))
+    assert ends(int(outcome.output))
+
+
+STAGE = """
+import signal, sys, threading
+from pathlib import Path
+from benchmarks import gpu_process
+
+signal.signal(signal.SIGTERM, gpu_process.end_with_commands)
+def work(name):
+    kept = Path(sys.argv[1]) / name
+    print(gpu_process.run([sys.executable, "-c", sys.argv[2]], 60, kept=kept), flush=True)
+other = threading.Thread(target=work, args=("other",))
+other.start()
+work("one")
+other.join()
+"""
+
+
+def test_sigterm_ends_the_commands_of_all_threads(tmp_path):
+    command = [*python(STAGE), tmp_path, PARENT]
+    options = {"cwd": gpu_process.ROOT, "stdout": subprocess.PIPE, "text": True}
+    kept = [tmp_path / "one", tmp_path / "other"]
+    with subprocess.Popen(command, **options) as process:
+        start = time.monotonic()
+        while not all(path.exists() and path.read_text().endswith("\n") for path in kept):
+            assert time.monotonic() - start < 30
+            time.sleep(0.05)
+        process.terminate()
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM and output == ""
+    assert all(ends(int(path.read_text())) for path in kept)
 
 
 def test_versions_of_packages():
