@@ -9,6 +9,11 @@ NOTHING_COLLECTED = 5  # pytest's exit status
 FOUND_ERRORS = 86  # the exit status that compute-sanitizer is told to use
 LEAST_SETUPTOOLS = 77  # the first that takes the licence of pyproject.toml
 REFUSALS = ["Device not supported", "not supported on this", "Failed to initialize", "error 999"]
+# Errors of CUDA after which a process has no GPU any more.
+FATAL = re.compile(
+    "illegal memory access|misaligned address|illegal instruction|device-side assert|"
+    "unspecified launch failure|invalid program counter|hardware stack error|launch timed out"
+)
 
 
 def tail(outcome):
@@ -40,6 +45,13 @@ def told(case):
     return f"{case.get('classname')}::{case.get('name')}: {message[:400]}"
 
 
+def with_warning(failures):
+    """The failures, the first of which that leaves the process without a GPU says so."""
+    fatal = next((i for i, text in enumerate(failures) if FATAL.search(text)), len(failures))
+    warned = [f"{text} (what follows in this file may be its consequence)" for text in failures]
+    return failures[:fatal] + warned[fatal : fatal + 1] + failures[fatal + 1 :]
+
+
 def junit_counts(path):
     """Numbers of a pytest run, its failures and the distinct reasons of its skips."""
     cases = list(ElementTree.parse(path).getroot().iter("testcase"))
@@ -49,7 +61,7 @@ def junit_counts(path):
         "passed": len(cases) - len(failures) - len(skips),
         "failed": len(failures),
         "skipped": len(skips),
-        "failures": failures,
+        "failures": with_warning(failures),
         "skip_reasons": sorted({s.get("message", "") for s in skips}),
     }
 

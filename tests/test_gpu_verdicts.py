@@ -33,6 +33,21 @@ def test_verdict_on_tests(tmp_path):
     assert "assert 1 == 2" in result["output"]
 
 
+POISONED = """
+def test_first(): assert 1 == 2
+def test_bad(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def test_after(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def test_good(): pass
+"""
+
+
+def test_what_follows_an_error_that_takes_the_gpu_away(tmp_path):
+    result = run_tests(tmp_path, POISONED)
+    assert (result["passed"], result["failed"]) == (1, 3)
+    warned = [text.endswith("in this file may be its consequence)") for text in result["failures"]]
+    assert warned == [False, True, False]
+
+
 @pytest.mark.parametrize(
     "text, status, reason",
     [
