@@ -80,9 +80,7 @@ class Step:
     judge: Callable[[Outcome], dict]
     limit: float = 300
     least: float = 5  # seconds; with less left of the stage it is not begun
-    writes: Path | None = (
-        None  # what it leaves to be read; an earlier one is removed before it runs
-    )
+    writes: Path | None = None  # for `judge` to read; removed before the step runs
     env: dict = field(default_factory=dict)
     alone: bool = True
 
