@@ -239,7 +239,6 @@ class ReplicaPass(Pass):
         self.draw, self.op = draw, op
         self.rows = {} if rows is None else rows
         self.shared = {} if shared is None else shared
-        self.largest = 0  # bytes of the largest x
         self.body: object | None = None  # the `replicas` block that it was started in
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
@@ -247,7 +246,7 @@ class ReplicaPass(Pass):
         if layer.needs_bank and key not in draw.tables:
             self._refuse(key, "an additional call")
         if draw.num_samples == 1:
-            self._record(key, x)
+            self.rows[key] = x.shape[0]
         shared = draw.num_samples > 1 and self._is_shared(key, x)
         y = layer.replicate(x, draw, key, stream, shared)
         if draw.spoil is not None:
@@ -265,10 +264,6 @@ class ReplicaPass(Pass):
             )
         found = self.draw.statistics(*latest)
         return getattr(found, kind.removeprefix("running_"))[0].to(own)
-
-    def _record(self, key: str, x: Tensor) -> None:
-        self.rows[key] = x.shape[0]
-        self.largest = max(self.largest, x.numel() * x.element_size())
 
     def _is_shared(self, key: str, x: Tensor) -> bool:
         rows, recorded, T = x.shape[0], self.rows.get(key), self.draw.num_samples

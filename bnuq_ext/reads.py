@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .inputs import has_rows, tensors
-from .passes import DoesNotFold
+from .passes import DoesNotFold, begun_pass
 from .untraced import uncompiled
 
 _aten = torch.ops.aten
@@ -63,6 +63,7 @@ class Reads:
         casts: whether floating-point values of rows became integers, which may be indices.
         counts: whether truth values of rows did, as where a mask gives positions.
         draws: whether random numbers were drawn by operations of torch.
+        largest: bytes of the largest activation since a stochastic layer was called.
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
@@ -75,6 +76,7 @@ class Reads:
         self.found = ""
         self.casts = self.counts = self.draws = False
         self.selections = 0  # how often values of rows have chosen rows
+        self.largest = 0
 
     def __enter__(self) -> None:
         self._watching = _watched(_Arrays(self), _Scalars(self))
@@ -112,6 +114,14 @@ class Reads:
             for tensor in (*tensors(result), *_written(func, args, kwargs)):
                 self.constants.discard(storage_of(tensor))
                 self.kept.pop(storage_of(tensor), None)
+
+    def weigh(self, result) -> None:
+        """Notes how large the result of an operation on rows is. Before the first stochastic layer
+        all replicas share it."""
+        active = begun_pass()
+        if active is not None and active.calls:
+            made = [held_bytes(t) for t in tensors(result) if not self.constant(t)]
+            self.largest = max([self.largest, *made])
 
     def keep(self, given, result) -> bool:
         """Takes what is made of constants as constant; whether it is made of these alone."""
@@ -214,6 +224,15 @@ def storage_of(tensor: Tensor) -> int | None:
         return None
 
 
+def held_bytes(tensor: Tensor) -> int:
+    """Memory that a tensor needs, less than its numbers where they are one that is expanded."""
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError, ValueError):  # of parts, which have their own
+        return 0
+    return min(held, tensor.numel() * tensor.element_size())
+
+
 class DispatchMode(TorchDispatchMode):
     """A mode whose first call does not import torch._dynamo, which takes a second."""
 
@@ -234,6 +253,7 @@ class _Scalars(DispatchMode):
         result = func(*args, **kwargs)
         self.reads.look_at_operation(func, args, kwargs, result)
         self.reads.follow(func, args, kwargs, result)
+        self.reads.weigh(result)
         return result
 
 

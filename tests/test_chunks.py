@@ -6,7 +6,10 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
+import bnuq_ext as bnuq
+from bnuq_ext import chunks
 from bnuq_ext.chunks import chunk_of
 
 FAULTS = """
@@ -44,3 +47,41 @@ def test_a_chunk_counts_what_torch_keeps_of_a_gpu_as_free(monkeypatch):
     assert chunk_of(largest, "auto", 1000, torch.device("cuda")) == (GB + GB // 16) // 8 // largest
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GB)
     assert chunk_of(largest, "auto", 1000, torch.device("cuda")) == 1
+
+
+def stochastic(*layers):
+    torch.manual_seed(0)
+    model = bnuq.convert(nn.Sequential(*layers))
+    bnuq.collect(model, list(torch.randn(4, 32, 6)), 4, progress=False)
+    return model
+
+
+DECODER = [nn.Unflatten(1, (8, 1, 1)), nn.Upsample(scale_factor=32), nn.Conv2d(8, 1, 3)]
+NARROW = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU()]
+MODELS = {
+    "decoder": (lambda: stochastic(*NARROW, *DECODER), 16 * 8 * 32 * 32 * 4),
+    "head": (lambda: stochastic(*NARROW, nn.Linear(8, 5000)), 16 * 5000 * 4),
+    "Bayesian head": (lambda: nn.Sequential(bnuq.BayesLinear(6, 5000)), 16 * 5000 * 4),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_behind_the_stochastic_layers_bound_a_chunk_too(name, monkeypatch):
+    build, largest = MODELS[name]
+    model, rows = build(), []
+    bnuq.predict(model, torch.randn(16, 6), likelihood="gaussian", num_samples=2, seed=0)
+    model[-1].register_forward_hook(lambda layer, args, output: rows.append(len(output)))
+    monkeypatch.setattr(chunks, "CPU_BYTES", 3 * largest)
+    bnuq.predict(model, torch.randn(16, 6), likelihood="gaussian", num_samples=12, seed=0)
+    assert max(rows) == 3 * 16
+
+
+def test_activations_before_the_stochastic_layers_bound_no_chunk(monkeypatch):
+    """The replicas share them, and a smaller chunk would make them more often."""
+    model, rows = stochastic(nn.Linear(6, 5000), nn.ReLU(), nn.Linear(5000, 6), *NARROW), []
+    x, options = torch.randn(16, 6), dict(likelihood="gaussian", num_samples=12, seed=0)
+    bnuq.predict(model, x, **options)
+    model[-1].register_forward_hook(lambda layer, args, output: rows.append(len(output)))
+    monkeypatch.setattr(chunks, "CPU_BYTES", 12 * 16 * 8 * 4)
+    bnuq.predict(model, x, **options)
+    assert max(rows) == 12 * 16

@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     Attributes:
         way: one of `WAYS`, or "loop"; "" where none has been tried.
         rows: rows that each stochastic call sees with T = 1.
-        largest: bytes of the largest input of a stochastic call with T = 1.
+        largest: bytes of the largest activation with T = 1, of those that are one for each replica.
         shape: of the output with T = 1.
         shared: which calls share their input between the replicas.
         checked: numbers of replicas that were folded and agreed with the loop, each alone and with
@@ -185,7 +185,7 @@ class Folding:
             try:
                 before = random_states()
                 output, record, reads = self._record()
-                plan = Plan("", record.rows, record.largest, tuple(output.shape), {}, set())
+                plan = Plan("", record.rows, reads.largest, tuple(output.shape), {}, set())
                 if not self.may_draw and drawn_since(before):
                     # Or another thread has, meanwhile: the next time it may not.
                     plan = plan._replace(way="loop", reason=DRAWS, lasting=reads.draws)
