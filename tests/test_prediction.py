@@ -38,13 +38,32 @@ def test_information_is_exactly_zero_where_the_batch_is_the_data_set():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("classes", [1000, 10_000, 100_000])
 def test_information_of_equal_samples_is_zero_for_many_classes(classes, dtype):
-    row = 3 * torch.randn(1, 16, classes, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    g, places = torch.Generator().manual_seed(0), torch.arange(classes)
+    drawn = 3 * torch.randn(16, classes, generator=g, dtype=dtype)
+    pairs = [(every, value) for every in (2, 3, 50) for value in (0.1, 0.7, 5.0)]
+    two_valued = torch.stack(
+        [torch.where(places % every == 0, value, 0.0) for every, value in pairs]
+    )
+    # Of equal numbers many roundings go one way: in float64 by more than is allowed for.
+    row = (torch.cat([drawn, two_valued]) if dtype == torch.float32 else drawn)[None]
     moments = make_moments("predict", "categorical")
     for _ in range(8):
         moments.add(row)
     whole = bnuq.Prediction.from_samples(row.expand(8, -1, -1), "categorical")
     for information in (moments.summary()["mutual_information"], whole.mutual_information):
         assert (information == 0).all()
+
+
+def test_a_little_information_shows_among_many_classes():
+    g = torch.Generator().manual_seed(0)
+    row = 2 * torch.randn(1, 4, 50_000, generator=g)
+    logits = row + 0.01 * torch.randn(32, 4, 50_000, generator=g)
+    p = logits.double().softmax(2)
+    entropy = torch.special.entr(p.mean(0)).sum(1)
+    expected = entropy - torch.special.entr(p).sum(2).mean(0)
+    actual = bnuq.Prediction.from_samples(logits, "categorical").mutual_information
+    assert expected.max() < 6e-5
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=6e-6)
 
 
 def test_information_of_equal_samples_is_zero_and_of_others_never_negative():
