@@ -114,7 +114,7 @@ def check_likelihood(op: str, likelihood, noise_var) -> None:
             refuse(op, "noise_var", "hold real numbers", got, TypeError)
         good = bool((noise_var >= 0).all() and noise_var.isfinite().all())
     else:
-        check_number(op, "noise_var", noise_var)
+        check_number(op, "noise_var", noise_var, "a number or a tensor")
         good = isfinite(noise_var) and noise_var >= 0
     if not good:
         refuse(op, "noise_var", "be finite and not negative", noise_var)

@@ -92,10 +92,10 @@ def check_one_of(op: str, name: str, value, choices) -> None:
         refuse(op, name, f"be one of {', '.join(choices)}", repr(value))
 
 
-def check_number(op: str, name: str, value) -> None:
+def check_number(op: str, name: str, value, kind: str = "a number") -> None:
     """TypeError for what is no real number, ValueError for an integer beyond every float."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        refuse(op, name, "be a number", _readable(value), TypeError)
+        refuse(op, name, f"be {kind}", _readable(value), TypeError)
     try:
         float(value)
     except OverflowError:
