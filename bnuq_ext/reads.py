@@ -76,7 +76,7 @@ class Reads:
         self.found = ""
         self.casts = self.counts = self.draws = False
         self.selections = 0  # how often values of rows have chosen rows
-        self.largest = 0
+        self.largest, self.apart = 0, False
 
     def __enter__(self) -> None:
         self._watching = _watched(_Arrays(self), _Scalars(self))
@@ -117,9 +117,10 @@ class Reads:
 
     def weigh(self, result) -> None:
         """Notes how large the result of an operation on rows is. Before the first stochastic layer
-        all replicas share it."""
+        all replicas share it; behind the model there is output_fn, outside of the pass."""
         active = begun_pass()
-        if active is not None and active.calls:
+        self.apart |= active is not None and bool(active.calls)
+        if self.apart:
             made = [held_bytes(t) for t in tensors(result) if not self.constant(t)]
             self.largest = max([self.largest, *made])
 

@@ -76,6 +76,19 @@ def test_activations_behind_the_stochastic_layers_bound_a_chunk_too(name, monkey
     assert max(rows) == 3 * 16
 
 
+def test_what_output_fn_makes_bounds_a_chunk_too(monkeypatch):
+    model, rows, x = stochastic(*NARROW), [], torch.randn(16, 6)
+
+    def widen(output):
+        rows.append(len(output))
+        return output.repeat(1, 1000)
+
+    options = dict(likelihood="gaussian", seed=0, output_fn=widen)
+    monkeypatch.setattr(chunks, "CPU_BYTES", 3 * 16 * 8000 * 4)
+    bnuq.predict(model, x, num_samples=12, **options)
+    assert max(rows) == 3 * 16
+
+
 def test_activations_before_the_stochastic_layers_bound_no_chunk(monkeypatch):
     """The replicas share them, and a smaller chunk would make them more often."""
     model, rows = stochastic(nn.Linear(6, 5000), nn.ReLU(), nn.Linear(5000, 6), *NARROW), []
