@@ -44,7 +44,7 @@ def chunk_of(largest: int, chunk: int | str, num_samples: int, device: torch.dev
     or as many as keep the largest activation small.
 
     Args:
-        largest: bytes of the largest activation of a replica.
+        largest: bytes of a replica that count; see `Plan`.
         chunk: "auto" or a number.
         num_samples: T; the chunks are about equally large.
         device: where the model runs; on CUDA an eighth of the free memory is a bound too.

@@ -61,10 +61,9 @@ def collect(
             one batch independent of the next; from 2 to the size of the data set.
         device: where the inputs go; by default that of the model's first parameter or buffer.
         input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword
-            arguments. M is the first size of its first tensor, unless that is in a list, a layer
-            sees no multiple of it, or (without an input_fn) it is less than the loader's batch_size,
-            of which all layers see multiples: the loader's batch_size then, or how many images
-            (C, H, W), of up to four channels, the list holds. N is the number of the data set's items, and where
+            arguments. M is the first size of its first tensor, unless that is in a list or a layer
+            sees no multiple of it: the loader's batch_size then, or how many images (C, H, W), of
+            up to four channels, the list holds. N is the number of the data set's items, and where
             a batch has more rows than the loader's batch_size (the nodes of graphs, several crops
             of an image) so many times more; of data that does not tell its size, an iterator or a
             list, the rows that were seen (set `bank.dataset_size` before it is rescaled).
@@ -264,9 +263,9 @@ class _Record:
         that of rows."""
         given = source.batch_size or 0
         # A loader of one item a batch may have whole batches for items.
-        if given > 1 and (self.listed or self._is_uneven() or self._is_second(given)):
+        if given > 1 and (self.listed or self._is_uneven()):
             return given
-        return _most_common(self.rows)
+        return Counter(self.rows).most_common(1)[0][0]
 
     def _is_uneven(self) -> bool:
         """Whether a layer saw no multiple of the first tensor's size."""
@@ -275,13 +274,6 @@ class _Record:
             for counts in self.count.values()
             for count, rows in zip(counts, self.rows, strict=True)
         )
-
-    def _is_second(self, given: int) -> bool:
-        """Whether all layers saw multiples of the loader's batch_size, and the first tensor has a
-        smaller size: its rows are another dimension (of a recurrent network, the second)."""
-        if self.input_fn is not None or _most_common(self.rows) >= given:
-            return False
-        return not any(_most_common(counts) % given for counts in self.count.values())
 
     def _dataset_size(self, source: Source, rows: int) -> int:
         """N, in what M counts: of a data set whose items have several rows each, their rows."""
@@ -317,10 +309,6 @@ class _Record:
                 f"{bank.dataset_size}: the larger they are the less their statistics vary, and "
                 "the mutual information vanishes"
             )
-
-
-def _most_common(numbers: list[int]) -> int:
-    return Counter(numbers).most_common(1)[0][0]
 
 
 def _first_list(inputs) -> list:

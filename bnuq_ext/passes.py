@@ -239,6 +239,7 @@ class ReplicaPass(Pass):
         self.draw, self.op = draw, op
         self.rows = {} if rows is None else rows
         self.shared = {} if shared is None else shared
+        self.largest = 0  # bytes of the largest x with T = 1
         self.body: object | None = None  # the `replicas` block that it was started in
 
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
@@ -247,6 +248,7 @@ class ReplicaPass(Pass):
             self._refuse(key, "an additional call")
         if draw.num_samples == 1:
             self.rows[key] = x.shape[0]
+            self.largest = max(self.largest, x.numel() * x.element_size())
         shared = draw.num_samples > 1 and self._is_shared(key, x)
         y = layer.replicate(x, draw, key, stream, shared)
         if draw.spoil is not None:

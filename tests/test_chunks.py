@@ -71,7 +71,7 @@ def test_activations_behind_the_stochastic_layers_bound_a_chunk_too(name, monkey
     model, rows = build(), []
     bnuq.predict(model, torch.randn(16, 6), likelihood="gaussian", num_samples=2, seed=0)
     model[-1].register_forward_hook(lambda layer, args, output: rows.append(len(output)))
-    monkeypatch.setattr(chunks, "CPU_BYTES", 3 * largest)
+    monkeypatch.setattr(chunks, "CPU_BYTES", 3 * largest // 8)
     bnuq.predict(model, torch.randn(16, 6), likelihood="gaussian", num_samples=12, seed=0)
     assert max(rows) == 3 * 16
 
@@ -84,7 +84,7 @@ def test_what_output_fn_makes_bounds_a_chunk_too(monkeypatch):
         return output.repeat(1, 1000)
 
     options = dict(likelihood="gaussian", seed=0, output_fn=widen)
-    monkeypatch.setattr(chunks, "CPU_BYTES", 3 * 16 * 8000 * 4)
+    monkeypatch.setattr(chunks, "CPU_BYTES", 3 * 16 * 8000 * 4 // 8)
     bnuq.predict(model, x, num_samples=12, **options)
     assert max(rows) == 3 * 16
 

@@ -125,34 +125,3 @@ def test_parts_of_an_input_in_a_list_are_no_rows():
     batches = [([torch.randn(100, 6), torch.randn(331, 6)],) for _ in range(20)]
     bank = bnuq.collect(bnuq.convert(Graph()), batches, 20, input_fn=lambda batch: batch)
     assert (bank.batch_size, bank.dataset_size) == (100, 2000)
-
-
-class SequenceFirst(nn.Module):
-    """Takes (length, rows, features), as torch's recurrent networks do."""
-
-    def __init__(self, every_step):
-        super().__init__()
-        self.rnn, self.bn, self.every_step = nn.GRU(WIDTH, 3), nn.BatchNorm1d(3), every_step
-
-    def forward(self, x):
-        steps = self.rnn(x)[0]
-        return self.bn(steps.flatten(0, 1) if self.every_step else steps[-1])
-
-
-@pytest.mark.parametrize("every_step", [False, True])
-def test_rows_in_the_second_dimension(every_step):
-    sequences = list(torch.randn(1200, 4, WIDTH))
-    collate = lambda samples: torch.stack(samples, 1)  # noqa: E731
-    data = torch_data.DataLoader(sequences, 12, shuffle=True, collate_fn=collate)
-    model = bnuq.convert(SequenceFirst(every_step))
-    bank = bnuq.collect(model, data, 100)
-    assert (bank.batch_size, bank.dataset_size) == (12, 1200)
-
-
-def test_rows_that_a_loader_leaves_out():
-    """A layer's statistics are those of the rows that it has seen."""
-
-    def half(samples):
-        return torch.stack([x for x, _ in samples])[: len(samples) // 2]
-
-    assert bnuq.collect(make_model(), loader(collate_fn=half), 15).batch_size == 4

@@ -47,6 +47,9 @@ WAYS = ("folded", "expanded")  # before the loop
 CHANGES = "its forward changes the model's state"
 DRAWS = "its forward draws random numbers, which replicas that go together would share"
 AT_ONCE = 2  # proofs of a model that are made at first sight of a shape
+# The caches bind the inputs of stochastic layers, memory alone what else there is: smaller chunks would
+# compute what the replicas share more often.
+_OTHERS = 8
 _MOST = 256  # plans of one model; after so many input shapes it starts over
 
 
@@ -56,7 +59,8 @@ class Plan(NamedTuple):
     Attributes:
         way: one of `WAYS`, or "loop"; "" where none has been tried.
         rows: rows that each stochastic call sees with T = 1.
-        largest: bytes of the largest activation with T = 1, of those that are one for each replica.
+        largest: bytes of the largest input of a stochastic call with T = 1, or an eighth of those of
+            the largest activation behind the first.
         shape: of the output with T = 1.
         shared: which calls share their input between the replicas.
         checked: numbers of replicas that were folded and agreed with the loop, each alone and with
@@ -185,7 +189,8 @@ class Folding:
             try:
                 before = random_states()
                 output, record, reads = self._record()
-                plan = Plan("", record.rows, reads.largest, tuple(output.shape), {}, set())
+                largest = max(record.largest, reads.largest // _OTHERS)
+                plan = Plan("", record.rows, largest, tuple(output.shape), {}, set())
                 if not self.may_draw and drawn_since(before):
                     # Or another thread has, meanwhile: the next time it may not.
                     plan = plan._replace(way="loop", reason=DRAWS, lasting=reads.draws)
