@@ -6,8 +6,6 @@ writes the T copies of x and nothing more; on a GPU `Triton`, forty lines of it.
 memory that is there, "fresh" does not.
 """
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +13,7 @@ import torch.nn.functional as F
 from bnuq_ext import ops
 
 from .timing import DEVICES, FULL, compare, record
-from .yardsticks import Unavailable, scale_and_shift, why
+from .yardsticks import need_triton, scale_and_shift, why
 
 LARGE, MEDIUM, SMALL, ODD = (64, 64, 56, 56), (8, 64, 28, 28), (16, 256), (7, 129, 13, 11)
 # For a GPU, 64 MB and more in bfloat16; with T = 100 a shared x and residual are 2 %
@@ -86,8 +84,7 @@ def steps(x, residual, mean, var, weight, bias, shared, in_place):
 
 
 def triton_affine(x, residual, mean, var, weight, bias, shared):
-    if find_spec("triton") is None:
-        raise Unavailable("Triton is not installed")
+    need_triton()
     from .triton_affine import affine
 
     tables = scale_and_shift(mean, var, weight, bias, eps=1e-5)

@@ -25,6 +25,11 @@ class Unavailable(Exception):
     """This yardstick cannot run here; the text says why."""
 
 
+def need_triton() -> None:
+    if find_spec("triton") is None:
+        raise Unavailable("Triton is not installed")
+
+
 def why(error: Exception) -> str:
     """What a report says of a yardstick that did not run:
     its failure must not cost the others their numbers."""
@@ -207,8 +212,7 @@ def compiled_batched(model: nn.Module, tables: Tables, x: Tensor) -> Run:
 
 def triton_batched(model: nn.Module, tables: Tables, x: Tensor) -> Run:
     """`batched` with the Triton affine."""
-    if find_spec("triton") is None:
-        raise Unavailable("Triton is not installed")
+    need_triton()
     from .triton_affine import TritonAffine
 
     return batched(model, tables, x, TritonAffine)

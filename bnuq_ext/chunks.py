@@ -12,6 +12,9 @@ from .untraced import untraced
 # rows takes 0.90 of the loop's time in chunks of 8 MB, 1.01 with 14 MB, 1.06 with 20 MB.
 CPU_BYTES = 8 * 2**20
 CUDA_BYTES = 256 * 2**20
+# Times as much for activations that are no input of a stochastic layer. Memory binds these, not the
+# cache, and the smaller the chunks the more often is computed what all replicas share.
+OTHERS = 8
 # Through torch's C interface, which our ops allocate by,
 # some of its versions lose what an exception said.
 _ALLOCATIONS = (
@@ -44,7 +47,7 @@ def chunk_of(largest: int, chunk: int | str, num_samples: int, device: torch.dev
     or as many as keep the largest activation small.
 
     Args:
-        largest: bytes of a replica that count; see `Plan`.
+        largest: bytes of one replica's largest activation, as `Plan` counts it.
         chunk: "auto" or a number.
         num_samples: T; the chunks are about equally large.
         device: where the model runs; on CUDA an eighth of the free memory is a bound too.

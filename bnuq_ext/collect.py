@@ -260,20 +260,16 @@ class _Record:
 
     def _batch_size(self, source: Source) -> int:
         """M, the rows of most batches; the loader's batch_size where the first tensor's size is not
-        that of rows."""
-        given = source.batch_size or 0
-        # A loader of one item a batch may have whole batches for items.
-        if given > 1 and (self.listed or self._is_uneven()):
-            return given
-        return Counter(self.rows).most_common(1)[0][0]
-
-    def _is_uneven(self) -> bool:
-        """Whether a layer saw no multiple of the first tensor's size."""
-        return any(
+        that of rows: it is one row of a list, or a layer saw no multiple of it."""
+        uneven = any(
             count % rows
             for counts in self.count.values()
             for count, rows in zip(counts, self.rows, strict=True)
         )
+        # A loader of one item a batch may have whole batches for items.
+        if (self.listed or uneven) and (source.batch_size or 0) > 1:
+            return source.batch_size
+        return Counter(self.rows).most_common(1)[0][0]
 
     def _dataset_size(self, source: Source, rows: int) -> int:
         """N, in what M counts: of a data set whose items have several rows each, their rows."""

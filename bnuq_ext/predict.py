@@ -65,9 +65,10 @@ def predict(
     of (seed, replica) alone (and of the bank, or of the batches that a loader yields, whose order
     is its own): bit-identical for any chunk and strategy. On another device they are the same: the
     same snapshots, and normals to rounding. Outputs agree to rounding. Memory beyond the result
-    does not grow with T. Training flags are restored, gradients are off. Other
-    threads may use the model meanwhile, but not change it (its weights or hooks): a trial
-    takes what changes for the forward's doing, and puts it back.
+    does not grow with T (but for a model that goes together only with its input T times over: what
+    it makes before its first stochastic layer does). Training flags are restored, gradients are
+    off. Other threads may use the model meanwhile, but not change it (its weights or hooks): a
+    trial takes what changes for the forward's doing, and puts it back.
 
     Args:
         model: converted by `convert`, with a bank from `collect` or `attach`; or with `BayesLinear`

@@ -37,8 +37,8 @@ class Prediction:
         entropy: (N, *) entropy of the mean probabilities, in nats; categorical only.
         mutual_information: (N, *) between class and replica, in nats: entropy minus the mean of the
             replicas' entropies. Not negative, and 0 where it is below the rounding of that
-            difference, eps (4 + sqrt(T) + sqrt(K) / 4) (1 + ln K), in float32 with 8 for sqrt(K) / 4
-            at the most: 4e-6 for 32 replicas and ten classes.
+            difference, eps (4 + sqrt(T) + sqrt(K) / 4) (1 + ln K), in float32 with 8 at the most
+            for sqrt(K) / 4: 4e-6 for 32 replicas and ten classes.
         samples: (T, N, ...) raw outputs of the replicas, where kept.
         snapshots: (T,) int64, row of the bank that each replica used; sampler "bank" only.
         targets: what the loader gave beside the inputs: one tensor, or a list of one entry a batch.
@@ -143,9 +143,11 @@ def entropies(mean: Tensor, expected_entropy: Tensor, count: int) -> dict[str, T
 
 
 def _information(entropy: Tensor, expected_entropy: Tensor, count: int, classes: int) -> Tensor:
-    # Both terms, of at most ln K, come from T steps of a recursion and K of a sum, which round; those
-    # of long sums of float32 are made in parts, or in float64.
-    summing = classes**0.5 / 4 if entropy.dtype == torch.float64 else min(classes**0.5 / 4, 8)
+    # Both terms, of at most ln K, come from T steps of a recursion and K of a sum, which round.
+    # Long sums of float32 are made in parts, or in float64.
+    summing = classes**0.5 / 4
+    if entropy.dtype == torch.float32:
+        summing = min(summing, 8)
     steps = 4 + count**0.5 + summing
     noise = torch.finfo(entropy.dtype).eps * steps * (1 + log(classes or 1))
     return torch.threshold_(entropy - expected_entropy, noise, 0.0)

@@ -64,6 +64,7 @@ class Reads:
         counts: whether truth values of rows did, as where a mask gives positions.
         draws: whether random numbers were drawn by operations of torch.
         largest: bytes of the largest activation since a stochastic layer was called.
+        apart: whether one was called, so that replicas are no longer the same.
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
@@ -121,7 +122,7 @@ class Reads:
         active = begun_pass()
         self.apart |= active is not None and bool(active.calls)
         if self.apart:
-            made = [held_bytes(t) for t in tensors(result) if not self.constant(t)]
+            made = [_held_bytes(t) for t in tensors(result) if not self.constant(t)]
             self.largest = max([self.largest, *made])
 
     def keep(self, given, result) -> bool:
@@ -225,8 +226,8 @@ def storage_of(tensor: Tensor) -> int | None:
         return None
 
 
-def held_bytes(tensor: Tensor) -> int:
-    """Memory that a tensor needs, less than its numbers where they are one that is expanded."""
+def _held_bytes(tensor: Tensor) -> int:
+    """Bytes of its storage that a tensor uses: fewer than it shows if it repeats numbers."""
     try:
         held = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError, ValueError):  # of parts, which have their own

@@ -270,7 +270,7 @@ def test_it(benchmark, device):
 
 
 def test_times_of_launches_are_not_in_the_records(tmp_path):
-    pytest.importorskip("pytest_benchmark")
+    pytest.importorskip("pytest_benchmark", reason="what it writes is looked at")
     (tmp_path / "bench_it.py").write_text(CASES)
     shutil.copy(ROOT / "benchmarks" / "conftest.py", tmp_path)
     command = [sys.executable, "-m", "pytest", "bench_it.py", "--benchmark-json=raw.json"]

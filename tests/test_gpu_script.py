@@ -199,7 +199,7 @@ def test_bench_steps_are_files_or_cases(tmp_path, monkeypatch):
 
 
 def test_a_bench_step_tells_why_all_its_cases_fail(tmp_path, monkeypatch):
-    pytest.importorskip("pytest_benchmark")
+    pytest.importorskip("pytest_benchmark", reason="what it writes is looked at")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # a worker takes no benchmarks
     (tmp_path / "benchmarks").mkdir()
     case = "def test_on_cuda(benchmark): raise ValueError('no such thing')\n"

@@ -38,7 +38,6 @@ SPLIT = 4.0  # on a GPU one instruction, of 16 bytes
 SMALL = 8.0  # of a few numbers, next to what its kernel or the one before it moves
 EXPECTED = {
     "unpack(load_stream<4>(from + 4 * h), z[h])": HALVES,
-    "v[slot] = m.from[k]": HALVES,
     "*reinterpret_cast<uint32_t*>(to + ": HALVES,
     "b[r][0] = __ldg(x[r]": HALVES,
     "b[r][1] = __ldg(x[r]": HALVES,
@@ -46,7 +45,7 @@ EXPECTED = {
     "grad[k] = p.grad_x[at]": HALVES,
     "p.grad_x[at] = grad[k]": HALVES,
     "mean[slot] = p.mu[k]": HALVES,
-    "sigma[slot] = p.rho[k]": HALVES,
+    "sigma[slot] = rho[k]": HALVES,
     "p.grad_mu[k] = ": HALVES,
     "p.grad_rho[k] = ": HALVES,
     "row[k % 2 + k / 2 * 8] = acc[0][n][k]": HALVES,

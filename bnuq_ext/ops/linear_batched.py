@@ -62,7 +62,8 @@ def add_noise_product_(
 
 
 def keeps_float_sums(dtype: torch.dtype) -> bool:
-    """Whether torch has `float_product` of a dtype: not of float16 where its sums may be float16."""
+    """Whether torch makes `float_product` of a dtype: it refuses where float16 may have float16
+    sums."""
     return dtype != torch.float16 or not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 

@@ -42,7 +42,7 @@ def goes_direct(x: Tensor, mu: Tensor) -> bool:
 
 
 def goes_fused(operand: Tensor) -> bool:
-    """Whether a product of 16-bit rows (T or 1, N, features) with the noise takes the fused kernel."""
+    """Whether the product of 16-bit rows (T or 1, N, *) and noise takes the fused kernel."""
     return operand.shape[1] <= MOST_FUSED_ROWS or not batched.keeps_float_sums(operand.dtype)
 
 

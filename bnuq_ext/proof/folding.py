@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..chunks import is_out_of_memory
+from ..chunks import OTHERS, is_out_of_memory
 from ..fingerprint import fingerprint
 from ..forward import Forward
 from ..inputs import expand, num_rows, tensors
@@ -47,9 +47,6 @@ WAYS = ("folded", "expanded")  # before the loop
 CHANGES = "its forward changes the model's state"
 DRAWS = "its forward draws random numbers, which replicas that go together would share"
 AT_ONCE = 2  # proofs of a model that are made at first sight of a shape
-# The caches bind the inputs of stochastic layers, memory alone what else there is: smaller chunks would
-# compute what the replicas share more often.
-_OTHERS = 8
 _MOST = 256  # plans of one model; after so many input shapes it starts over
 
 
@@ -59,8 +56,8 @@ class Plan(NamedTuple):
     Attributes:
         way: one of `WAYS`, or "loop"; "" where none has been tried.
         rows: rows that each stochastic call sees with T = 1.
-        largest: bytes of the largest input of a stochastic call with T = 1, or an eighth of those of
-            the largest activation behind the first.
+        largest: bytes of the largest input of a stochastic call with T = 1, or 1 / `OTHERS` of
+            those of the largest activation behind the first, whichever is more.
         shape: of the output with T = 1.
         shared: which calls share their input between the replicas.
         checked: numbers of replicas that were folded and agreed with the loop, each alone and with
@@ -189,7 +186,7 @@ class Folding:
             try:
                 before = random_states()
                 output, record, reads = self._record()
-                largest = max(record.largest, reads.largest // _OTHERS)
+                largest = max(record.largest, reads.largest // OTHERS)
                 plan = Plan("", record.rows, largest, tuple(output.shape), {}, set())
                 if not self.may_draw and drawn_since(before):
                     # Or another thread has, meanwhile: the next time it may not.

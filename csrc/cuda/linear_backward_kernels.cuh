@@ -126,6 +126,11 @@ constexpr int kGradWarpsO = 4, kGradWarpsI = 2, kGradTiles = 2;
 constexpr int kGradEdge = kGradWarpsO * kEdge;  // of the weights of a block
 static_assert(kGradEdge == kStage && kGradWarpsI * kGradTiles * kEdge == kStage);
 
+template <typename half_t>
+BNUQ_DEVICE float rho_scale(const BayesGradRhoArgs<half_t>& p) {
+  return kNormalScale * *p.grad_scale * *p.x_scale;
+}
+
 BNUQ_DEVICE float finished_rho(float sum, float rho, float scale) {
   return scale * sum * sigmoid(rho);
 }
@@ -232,7 +237,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
     each([&](float own, int, int64_t at) { sums[at] = own; });
     return;
   }
-  const float scale = kNormalScale * *p.grad_scale * *p.x_scale;
+  const float scale = rho_scale(p);
   float rho[kGradTiles * 8];  // all loads before the stores, as in grad_x
   each([&](float, int k, int64_t at) { rho[k] = p.rho[at]; });
   each([&](float own, int k, int64_t at) { p.grad_rho[at] = finished_rho(own, rho[k], scale); });
@@ -246,7 +251,7 @@ __global__ void __launch_bounds__(kLinearThreads)
   if (k >= n) return;
   float sum = 0;
   for (int part = 0; part < p.parts; ++part) sum += p.sums[part * n + k];
-  p.grad_rho[k] = finished_rho(sum, p.rho[k], kNormalScale * *p.grad_scale * *p.x_scale);
+  p.grad_rho[k] = finished_rho(sum, p.rho[k], rho_scale(p));
 }
 
 // ---- launches ----------------------------------------------------------------------------------

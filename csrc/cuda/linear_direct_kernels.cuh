@@ -36,15 +36,9 @@ struct LaneWeights {
   acc_t mean[8] = {}, sigma[8];
 
   BNUQ_DEVICE LaneWeights(const DirectArgs<acc_t>& p, int64_t tile_o, int64_t tile_i, int lane) {
-#pragma unroll
-    for (int slot = 0; slot < 8; ++slot) sigma[slot] = -acc_t(INFINITY);
-    for_lane_weights(tile_o, tile_i, lane, p.O, p.I, [&](int slot, int64_t k) {
-      mean[slot] = p.mu[k];
-      sigma[slot] = p.rho[k];
-    });
-    // After all loads, which would wait for one another's softplus.
-#pragma unroll
-    for (int slot = 0; slot < 8; ++slot) sigma[slot] = softplus(sigma[slot]);
+    for_lane_weights(
+        tile_o, tile_i, lane, p.O, p.I, [&](int slot, int64_t k) { mean[slot] = p.mu[k]; });
+    lane_sigma(sigma, p.rho, tile_o, tile_i, lane, p.O, p.I);
   }
 
   BNUQ_DEVICE void sample(acc_t (&weight)[8], const float (&z)[8]) const {

@@ -68,8 +68,6 @@ struct BayesForwardArgs {
   int parts = 1;
 };
 
-constexpr int kTogether = 2;  // blocks of rows that are stored at a time, as far as registers go
-
 // A warp owns 16 outputs, 8 kBlocks rows and kReplicas replicas, or a part of their sums; a block
 // 8 such, of the same rows and replicas.
 template <typename half_t, int kReplicas>
@@ -190,6 +188,8 @@ BNUQ_DEVICE void multiply_staged(
     }
   }
 }
+
+constexpr int kTogether = 2;  // blocks of rows that are stored at a time, as far as registers go
 
 // Writes y of replica r and blocks b, b + 1. All loads come before the stores, which might write
 // where they read, as far as the compiler knows.

@@ -114,14 +114,9 @@ template <typename half_t>
 BNUQ_DEVICE void pack_sigma(const Operand& m, float inverse, int64_t i) {
   const int64_t tiles_i = ceil_div<int64_t>(m.columns, kEdge), tile = i / kWarp;
   float v[8];
+  lane_sigma(v, m.from, tile / tiles_i, tile % tiles_i, int(i % kWarp), m.rows, m.columns);
 #pragma unroll
-  for (int slot = 0; slot < 8; ++slot) v[slot] = -INFINITY;
-  for_lane_weights(
-      tile / tiles_i, tile % tiles_i, int(i % kWarp), m.rows, m.columns,
-      [&](int slot, int64_t k) { v[slot] = m.from[k]; });
-  // After all loads, which would wait for one another's softplus.
-#pragma unroll
-  for (int slot = 0; slot < 8; ++slot) v[slot] = softplus(v[slot]) * (kNormalScale * inverse);
+  for (int slot = 0; slot < 8; ++slot) v[slot] *= kNormalScale * inverse;
   m.to[i] = {
       pack2<half_t>(v[0], v[1]), pack2<half_t>(v[2], v[3]), pack2<half_t>(v[4], v[5]),
       pack2<half_t>(v[6], v[7])};
