@@ -56,6 +56,8 @@ BNUQ_HD double rsqrt_of(double v) {
 // Statistics of replica t as a row of a table: the row given, or drawn from the seed.
 template <typename acc_t>
 struct BankSource {
+  static constexpr bool kDrawn = false;
+
   const acc_t* mean;        // (B, C)
   const acc_t* var;         // (B, C)
   const int64_t* snapshot;  // (T,) or null
@@ -79,6 +81,8 @@ enum Family : int { kNormal = 0, kLogNormal = 1 };
 // mean, then of the spread (normal) or of its logarithm (lognormal).
 template <typename acc_t>
 struct FittedSource {
+  static constexpr bool kDrawn = true;
+
   const acc_t* params;  // (4, C)
   const int64_t* seed;  // (2,)
   uint32_t stream;

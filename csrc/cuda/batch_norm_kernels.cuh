@@ -177,14 +177,15 @@ struct PlanesPlan {
   int64_t replicas_per_split;
 };
 
-inline PlanesPlan plan_planes(Extents d, int V, bool shared) {
+// `drawn`: statistics cost so much that a warp is to have more segments for them.
+inline PlanesPlan plan_planes(Extents d, int V, bool shared, bool drawn) {
   PlanesPlan p;
   p.planes = (shared ? 1 : d.T) * d.N * d.C;
   p.segments = ceil_div<int64_t>(d.S, kWarp * V);
   const int64_t warps = kTargetBlocks * kThreads / kWarp, all = p.planes * p.segments;
   // Folded: segments in a row. Shared: kUnroll segments of one plane.
   const int64_t even = ceil_div<int64_t>(ceil_div(all, warps), kUnroll) * kUnroll;
-  p.task = shared ? kUnroll : int(smaller<int64_t>(kWarp, even));
+  p.task = drawn && !shared ? int(smaller<int64_t>(kWarp, even)) : kUnroll;
   p.tasks =
       shared ? p.planes * ceil_div<int64_t>(p.segments, kUnroll) : ceil_div<int64_t>(all, p.task);
   const int64_t blocks = ceil_div<int64_t>(p.tasks, kThreads / kWarp);
@@ -218,22 +219,16 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int count = int(smaller<int64_t>(p.task, all - first));
   const int64_t first_plane = first / p.segments;
 
-  // A task of at most 32 segments touches at most 32 planes.
-  const int64_t plane = first_plane + lane, t = plane / (d.N * d.C), c = plane % d.C;
-  Affine<acc_t> mine = {0, 0, 0};
-  if (plane < p.planes && plane * p.segments < first + count)
-    mine = affine(source.at(source.row(t), c), args.par.weight, args.par.bias, c, args.par.eps);
-
   int64_t segment = first - first_plane * p.segments, s = segment * (kWarp * V) + lane * V;
   int64_t row = first_plane * d.S;
-  int local = 0;
-  for (int i = 0; i < count; i += kUnroll) {
-    Pack<scalar_t, V> x[kUnroll], residual[kUnroll];
-    int64_t at[kUnroll];
-    int source_lane[kUnroll];
+  int done = 0, local = 0;
+  Pack<scalar_t, V> x[kUnroll], residual[kUnroll];
+  int64_t at[kUnroll];
+  int source_lane[kUnroll];
+  const auto load = [&] {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      at[u] = i + u < count && s < d.S ? row + s : -1;
+      at[u] = done + u < count && s < d.S ? row + s : -1;
       source_lane[u] = local;
       if (at[u] >= 0) {
         x[u] = load_stream<V>(args.x + at[u]);
@@ -247,6 +242,15 @@ __global__ void __launch_bounds__(kThreads, 3)
         ++local;
       }
     }
+  };
+  load();  // in flight while the affine maps are made
+
+  // A task of at most 32 segments touches at most 32 planes.
+  const int64_t plane = first_plane + lane, t = plane / (d.N * d.C), c = plane % d.C;
+  Affine<acc_t> mine = {0, 0, 0};
+  if (plane < p.planes && plane * p.segments < first + count)
+    mine = affine(source.at(source.row(t), c), args.par.weight, args.par.bias, c, args.par.eps);
+  while (true) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       Affine<acc_t> a[V];
@@ -255,6 +259,9 @@ __global__ void __launch_bounds__(kThreads, 3)
         write_elements(
             args.y + at[u], x[u], residual[u], args.residual != nullptr, a, args.par.slope);
     }
+    done += kUnroll;
+    if (done >= count) break;
+    load();
   }
 }
 
@@ -310,8 +317,9 @@ template <int V, typename scalar_t, typename Source>
 void run_columns(
     const ForwardArgs<scalar_t>& args, const Source& source, bool shared, int merged,
     cudaStream_t stream) {
-  const ColumnsPlan p =
-      plan_columns(args.d, V, unroll_of(V), shared, int(sizeof(acc_type<scalar_t>)), merged);
+  const int most_passes = V == 1 || Source::kDrawn ? kMostPasses : 1;
+  const ColumnsPlan p = plan_columns(
+      args.d, V, unroll_of(V), shared, int(sizeof(acc_type<scalar_t>)), merged, most_passes);
   const auto kernel =
       shared ? shared_columns_kernel<scalar_t, V, Source> : columns_kernel<scalar_t, V, Source>;
   BNUQ_LAUNCH(kernel, p.grid, p.block, p.shared, stream, args, source, p);
@@ -325,7 +333,7 @@ void run_batch_norm(
   const Extents d = args.d;
   const bool wide = aligned(args.x) && aligned(args.y) && aligned(args.residual);
   if (wide && d.S % V == 0 && d.S >= kPlaneLength) {
-    const PlanesPlan p = plan_planes(d, V, shared);
+    const PlanesPlan p = plan_planes(d, V, shared, Source::kDrawn);
     const auto kernel =
         shared ? shared_planes_kernel<scalar_t, Source> : planes_kernel<scalar_t, Source>;
     BNUQ_LAUNCH(kernel, p.grid, p.block, 0, stream, args, source, p);

@@ -15,6 +15,7 @@ constexpr int kTableBytes = 32 * 1024;
 constexpr int kTableReplicas = 32;
 constexpr int64_t kTileChannels = 256;
 constexpr int64_t kTargetBlocks = 132 * 3 * 4;  // four waves of an H200
+constexpr int kMostPasses = 8;
 
 struct Extents {
   int64_t T, N, C, S;
@@ -52,9 +53,12 @@ constexpr int slot_of(int i) {
   return i + (i >> 5);
 }
 
-// `unroll` rows a thread at a time. Shared x: a block keeps its rows while it passes over replicas.
+// `unroll` rows a thread at a time, `most_passes` times: one where a table costs little, for the
+// rest of a wave of short blocks ends soon. Shared x: a block keeps its rows while it passes over
+// replicas.
 inline ColumnsPlan plan_columns(
-    Extents d, int V, int unroll, bool shared, int acc_size, int merged = 1) {
+    Extents d, int V, int unroll, bool shared, int acc_size, int merged = 1,
+    int most_passes = kMostPasses) {
   ColumnsPlan p;
   p.merged = merged;
   p.rows = d.N / merged;
@@ -75,7 +79,7 @@ inline ColumnsPlan plan_columns(
   const int64_t step = int64_t(by) * unroll, steps = ceil_div(p.rows, step);
   const int64_t replicas = shared ? 1 : d.T, blocks = replicas * p.tiles * steps;
   const int64_t passes =
-      shared ? 1 : smaller<int64_t>(8, larger<int64_t>(1, blocks / kTargetBlocks));
+      shared ? 1 : smaller<int64_t>(most_passes, larger<int64_t>(1, blocks / kTargetBlocks));
   p.rows_per_block = step * passes;
   p.chunks = ceil_div(p.rows, p.rows_per_block);
   const int64_t splits =

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
+#include <utility>
 
 #include "batch_norm_kernels.cuh"
 #include "predictive_team.cuh"
@@ -32,8 +33,8 @@ bool covers_replicas(const dim3& grid, int64_t per_split, Extents d, bool shared
 void check_columns(Extents d, int V, bool shared, int acc_size) {
   const int merged = merged_rows(d, V);
   if (merged == 0) return;
-  for (int unroll : {2, 4, 8}) {
-    const ColumnsPlan p = plan_columns(d, V, unroll, shared, acc_size, merged);
+  for (auto [unroll, most_passes] : {std::pair(2, 8), {4, 1}, {4, 8}, {8, 8}}) {
+    const ColumnsPlan p = plan_columns(d, V, unroll, shared, acc_size, merged, most_passes);
     REQUIRE(launchable(p, p.shared));
     REQUIRE(p.rows * p.length == d.N * d.C * d.S && p.length % V == 0);
     REQUIRE(p.tiles * p.block.x >= p.columns && (p.tiles - 1) * p.block.x < p.columns);
@@ -46,8 +47,8 @@ void check_columns(Extents d, int V, bool shared, int acc_size) {
   }
 }
 
-void check_planes(Extents d, int V, bool shared) {
-  const PlanesPlan p = plan_planes(d, V, shared);
+void check_planes(Extents d, int V, bool shared, bool drawn) {
+  const PlanesPlan p = plan_planes(d, V, shared, drawn);
   REQUIRE(launchable(p, 0));
   REQUIRE(p.segments * kWarp * V >= d.S && (p.segments - 1) * kWarp * V < d.S);
   REQUIRE(int64_t(p.grid.x) * (kThreads / kWarp) >= p.tasks);
@@ -80,7 +81,8 @@ int main() {
           for (bool shared : {false, true})
             for (int V : {1, 2, 4, 8}) {
               check_columns(d, V, shared, V == 2 ? 8 : 4);
-              if (V > 1 && S % V == 0 && S >= kPlaneLength) check_planes(d, V, shared);
+              if (V > 1 && S % V == 0 && S >= kPlaneLength)
+                for (bool drawn : {false, true}) check_planes(d, V, shared, drawn);
             }
           for (int slots : {4, 8})
             if (N * S < int64_t(1) << 31) check_predictive(d, slots);
