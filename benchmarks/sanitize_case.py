@@ -77,6 +77,8 @@ def run_bayes():
     run_products([torch.float32, torch.bfloat16, torch.float64], [*few, (9, 17, 33)])
     with patch.object(linear_cuda, "goes_direct", lambda x, mu: False):
         run_products([torch.float32, torch.float16, torch.bfloat16], [*few, *more])
+        many = 352  # with three tiles of outputs enough warps for 128 rows each
+        run_products([torch.float32, torch.bfloat16], [(65, 33, 5)], [many])
     seed = torch.tensor([7, 3]).to(DEVICE)
     for dtype in (torch.float32, torch.float64):
         mu, rho = (made(17, 33, dtype=dtype).requires_grad_() for _ in range(2))
@@ -84,9 +86,9 @@ def run_bayes():
         ops.mixture_kl(mu, rho, seed, 1, T).backward()
 
 
-def run_products(dtypes, sizes):
+def run_products(dtypes, sizes, samples=(1, 3)):
     seed = torch.tensor([7, 3]).to(DEVICE)
-    for dtype, num_samples, (rows, outputs, inputs) in itertools.product(dtypes, (1, 3, 4), sizes):
+    for dtype, num_samples, (rows, outputs, inputs) in itertools.product(dtypes, samples, sizes):
         for leading in ((), (num_samples,)):
             x = made(*leading, rows, inputs, dtype=dtype).requires_grad_()
             acc = torch.float64 if dtype == torch.float64 else torch.float32

@@ -25,10 +25,10 @@ def hopper():
 
 @pytest.fixture(scope="session")
 def fused(hopper):
-    """{(rows / 8, replicas, shared): kernel} of the forward for float16."""
-    pattern = re.compile(r"bayes_forward_kernelI6__halfLi(\d+)ELi(\d+)ELb([01])E")
+    """{rows / 8: kernel} of the forward for float16."""
+    pattern = re.compile(r"bayes_forward_kernelI6__halfLi(\d+)E")
     found = {pattern.search(name): kernel for name, kernel in hopper.items()}
-    return {tuple(map(int, m.groups())): kernel for m, kernel in found.items() if m}
+    return {int(m[1]): kernel for m, kernel in found.items() if m}
 
 
 @pytest.fixture(scope="session")
@@ -52,13 +52,13 @@ def noise_loop(kernel):
 def test_fused_loops_are_bound_by_their_noise(fused):
     """2 MUFU a weight are 8 weights a clock of an SM. 14.5 other issue slots are 8.8:
     the MUFU rate binds."""
-    assert len(fused) == 2 * (3 + 3 + 2 + 1)
-    for (blocks, replicas, shared), kernel in fused.items():
+    assert sorted(fused) == [1, 4, 8, 16]
+    for blocks, kernel in fused.items():
         loop = noise_loop(kernel)
         weights = loop["MUFU"] / 2
-        assert weights in (WEIGHTS * replicas, 2 * WEIGHTS * replicas)  # one turn, or two
+        assert weights in (WEIGHTS, 2 * WEIGHTS)  # one turn, or two
         assert loop["HMMA"] == blocks * weights / WEIGHTS
-        assert (sum(loop.values()) - loop["HMMA"]) / weights <= 14.5, (blocks, replicas, shared)
+        assert (sum(loop.values()) - loop["HMMA"]) / weights <= 14.5, blocks
         assert not loop["I2F"] and not loop["LDL"] and not loop["STL"]
         # x by whole matrices, or by the lane that needs it; no word by word through shared memory.
         assert not loop["LDS"] and bool(loop["LDSM"]) == (blocks > 1)
@@ -70,19 +70,15 @@ def test_one_row_costs_little_more_than_its_noise(fused):
     add at least 12 (two and a half for a pair of weights, half of one for sigma),
     the product by mma adds 10 to 19."""
     floor = 88 / WEIGHTS
-    for (blocks, replicas, _), kernel in fused.items():
-        if blocks == 1:
-            loop = noise_loop(kernel)
-            assert (
-                sum(loop.values()) / (loop["MUFU"] / 2) <= floor + (20 if replicas == 1 else 17) / 8
-            )
+    loop = noise_loop(fused[1])
+    assert sum(loop.values()) / (loop["MUFU"] / 2) <= floor + 20 / 8
 
 
 @needs_code
 def test_gradient_loops_are_bound_by_their_noise(backward):
     """That by x as the forward; that by rho has 20 slots a weight for a replica of 64 rows,
     products and all."""
-    for tiles in (1, 2, 8):
+    for tiles in (1, 2, 4, 8):
         loop = noise_loop(backward["grad_x", tiles])
         assert loop["MUFU"] == 2 * WEIGHTS and loop["HMMA"] == 2 * tiles
         assert sum(loop.values()) - loop["HMMA"] <= 14.5 * WEIGHTS
@@ -102,11 +98,11 @@ def test_results_are_stored_several_at_a_time(fused, backward):
         accesses = [name for name in names(kernel.code) if name in ("LDG", "STG")]
         return [len([*run]) for name, run in itertools.groupby(accesses) if name == "STG"]
 
-    for (blocks, replicas, _), kernel in fused.items():
+    for blocks, kernel in fused.items():
         stores = groups(kernel)
         assert min(stores) >= 4 * min(blocks, 2)
-        assert sum(stores) >= 4 * blocks * replicas
-    for tiles in (1, 2, 8):
+        assert sum(stores) >= 4 * blocks
+    for tiles in (1, 2, 4, 8):
         assert len(groups(backward["grad_x", tiles])) <= 3 * tiles
     assert len(groups(backward["grad_rho", 0])) == 1
 
@@ -153,8 +149,8 @@ def test_the_mixture_reads_a_weight_once_for_all_replicas(hopper):
 def test_a_stage_costs_a_fraction_of_its_noise(fused, backward):
     """What lies between two loops over the tiles of a stage: copies of the next, a barrier.
     No place is found anew."""
-    staged = [kernel for (blocks, _, _), kernel in fused.items() if blocks > 1]
-    for kernel in [*staged, *(backward["grad_x", tiles] for tiles in (1, 2, 8))]:
+    staged = [kernel for blocks, kernel in fused.items() if blocks > 1]
+    for kernel in [*staged, *(backward["grad_x", tiles] for tiles in (1, 2, 4, 8))]:
         tiles, stage, *_ = sorted(len(lp) for lp in kernel.loops() if "MUFU" in names(lp))
         assert stage - tiles <= 110
 
@@ -163,9 +159,9 @@ def test_a_stage_costs_a_fraction_of_its_noise(fused, backward):
 def test_registers_leave_room_for_independent_fragments(hopper):
     """A fragment is a chain of some 150 clocks; four or more on each quarter of an SM cover it."""
     for name, kernel in hopper.items():
-        if form := re.search(r"bayes_forward_kernelI\w+?Li(\d+)ELi(\d+)ELb", name):
+        if "bayes_forward_kernel" in name:
             warps = 65536 // (256 * (-(-kernel.registers // 8) * 8)) * 8
-            assert warps / 4 * int(form[2]) >= 4, (name, kernel.registers)
+            assert warps / 4 >= 4, (name, kernel.registers)
 
 
 NVCC = find_tool("nvcc")
@@ -183,6 +179,6 @@ def test_noise_alone_is_what_the_fused_loop_is_measured_by(fused, tmp_path):
     subprocess.run([*command, ROOT / "benchmarks" / "noise_floor.cu", "-o", cubin], check=True)
     (kernel,) = sass.read_cubin(cubin).values()
     assert kernel.stack == 0
-    alone, product = noise_loop(kernel), noise_loop(fused[1, 4, 1])
-    assert alone["MUFU"] == product["MUFU"] == 2 * 4 * WEIGHTS
+    alone = noise_loop(kernel)
+    assert alone["MUFU"] == 2 * 4 * WEIGHTS
     assert sum(alone.values()) <= 12.5 * 4 * WEIGHTS and not alone["LDG"]

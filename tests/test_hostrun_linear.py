@@ -74,6 +74,12 @@ def test_fused_products_of_so_many_tiles_that_no_warps_share_one(kernels, N, sha
 
 
 @pytest.mark.parametrize("kernels", [1], indirect=True, ids=["order1"])
+@pytest.mark.parametrize("shared,half", [(False, torch.bfloat16), (True, torch.float16)])
+def test_fused_products_of_so_many_tiles_that_a_warp_has_128_rows(kernels, shared, half):
+    Products(70, 17, 33, 352, shared, half).check_forward()
+
+
+@pytest.mark.parametrize("kernels", [1], indirect=True, ids=["order1"])
 @pytest.mark.parametrize("N,shared,half", [(1, False, torch.bfloat16), (9, True, torch.float16)])
 def test_gradients_of_so_many_replicas(kernels, N, shared, half):
     """Of an x for each, whose tiles no warps share; and of one x, a sum over them all."""

@@ -36,14 +36,6 @@ SLOW_ON_A_GPU = [
     "784", "1024", "400-400", "bit_equal", "more_replicas", "peak", "weight_matrix",
     "(direct and 600)", "(direct and 64-70)",
 ]  # fmt: skip
-UNREACHED = {
-    # One replica is always shared, unless it is one of many for more than 64 rows.
-    *(
-        f"bayes_forward_kernel<{half}, {rows}, 1, false>"
-        for half in ("__half", "__nv_bfloat16")
-        for rows in (1, 4, 8)
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +118,7 @@ def test_every_form_of_a_kernel_runs_as_compiled(compiled):
     launches, (carried_out, instructions) = json.loads(
         run("-c", SANITIZED_CASE, **compiled).splitlines()[-1]
     )
-    assert idle(launches) == UNREACHED
+    assert not idle(launches)
     assert carried_out > 0.6 * instructions
 
 
@@ -136,4 +128,4 @@ def test_every_form_of_a_kernel_stays_within_what_the_ops_allocate():
     env = build.sanitizer_environment() | {"HOSTRUN_VARIANT": "torch_sanitized"}
     launches, _ = json.loads(run("-c", SANITIZED_CASE, **env).splitlines()[-1])
     assert len(launches) > 150
-    assert idle(launches) == UNREACHED
+    assert not idle(launches)

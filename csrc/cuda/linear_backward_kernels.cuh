@@ -260,7 +260,8 @@ template <typename half_t, int kTiles>
 void launch_grad_x(BayesGradXArgs<half_t> p, cudaStream_t stream) {
   const int64_t replicas = p.shared ? 1 : p.T, row_blocks = ceil_div<int64_t>(p.N, kTiles * kEdge),
                 tiles_i = ceil_div<int64_t>(p.I, kEdge);
-  p.parts = count_parts(replicas * row_blocks * tiles_i, kStage / kEdge);
+  p.parts =
+      count_parts(replicas * row_blocks * tiles_i, kStage / kEdge, busy_warps(kTiles * kEdge));
   const dim3 grid(
       unsigned(replicas), unsigned(ceil_div<int64_t>(tiles_i, kLinearWarps / p.parts)),
       unsigned(row_blocks));
@@ -273,6 +274,7 @@ template <typename half_t>
 void run_bayes_grad_x(const BayesGradXArgs<half_t>& p, cudaStream_t stream) {
   if (p.N <= 16) return launch_grad_x<half_t, 1>(p, stream);
   if (p.N <= 32) return launch_grad_x<half_t, 2>(p, stream);
+  if (p.N <= 64) return launch_grad_x<half_t, 4>(p, stream);
   launch_grad_x<half_t, 8>(p, stream);
 }
 
