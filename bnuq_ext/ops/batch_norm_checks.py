@@ -1,6 +1,7 @@
 """Argument checks of the batch-norm ops; cheap, for they run once a layer."""
 
 import math
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -170,8 +171,14 @@ def check_out(op, out, x, num_samples, residual, shared, needs_grad) -> None:
     check_device(op, "out", out, x.device)
     if not out.is_contiguous(memory_format=result_format(x)):
         refuse(op, "out", "have the memory format of the result", f"strides {out.stride()}")
+    if not (has_values(out) and has_values(x)) or out.numel() == 0:
+        return
+    begin, end = _extent(out)
     for name, source in (("x", x), ("residual", residual)):
-        if source is not None and _overlap(out, source) and not _same(out, source, shared):
+        if source is None:
+            continue
+        first, past = _extent(source)
+        if first < end and begin < past and not _same(out, source, shared):
             refuse(op, "out", f"be {name} itself or not overlap it", "overlapping memory")
 
 
@@ -181,15 +188,8 @@ def _same(out: Tensor, source: Tensor, shared: bool) -> bool:
     return not shared or out.shape == source.shape
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    if not (has_values(a) and has_values(b)) or a.numel() == 0 or b.numel() == 0:
-        return False
-    (first, past), (begin, end) = _extent(a), _extent(b)
-    return first < end and begin < past
-
-
 def _extent(t: Tensor) -> tuple[int, int]:
-    """First and past-the-end address."""
-    first = t.data_ptr()
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    """First and past-the-end address of a tensor that is not empty."""
+    first, strides = t.data_ptr(), t.stride()
+    last = sum(map(mul, t.shape, strides)) - sum(strides)
     return first, first + (last + 1) * t.element_size()
