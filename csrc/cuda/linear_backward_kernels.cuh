@@ -24,7 +24,8 @@ struct BayesGradXArgs {
 // same rows, which share grad_y. The fragment of the weights is transposed, 8 x 8 at a time, into
 // that of the second operand.
 template <typename half_t, int kTiles>
-__global__ void __launch_bounds__(kLinearThreads) bayes_grad_x_kernel(BayesGradXArgs<half_t> p) {
+__global__ void __launch_bounds__(kLinearThreads, kTiles <= 2 ? 4 : 2)
+    bayes_grad_x_kernel(BayesGradXArgs<half_t> p) {
   BNUQ_DYNAMIC_SHARED(half_t, shared);
   constexpr int kBuffer = kTiles * kEdge * kPitchBytes, kSteps = kStage / kEdge;
   const Lane at;
