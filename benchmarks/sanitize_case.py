@@ -75,7 +75,9 @@ def run_bayes():
     few = [(1, 1, 1), (5, 17, 33)]  # go direct, but the fused way has forms for them too
     more = [(9, 17, 33), (20, 7, 16), (33, 40, 20), (65, 3, 5), (600, 16, 24)]
     run_products([torch.float32, torch.bfloat16, torch.float64], [*few, (9, 17, 33)])
-    with patch.object(linear_cuda, "goes_direct", lambda x, mu: False):
+    with patch.object(linear_cuda, "way_of", lambda x, mu: "sampled"):
+        run_products([torch.float32, torch.bfloat16], [*few, (9, 18, 34)])
+    with patch.object(linear_cuda, "way_of", lambda x, mu: "fused"):
         run_products([torch.float32, torch.float16, torch.bfloat16], [*few, *more])
         many = 352  # with three tiles of outputs enough warps for 128 rows each
         run_products([torch.float32, torch.bfloat16], [(65, 33, 5)], [many])

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-12}  # of the largest number
 @pytest.fixture(params=[0, 1], ids=lambda order: f"order{order}")
 def direct(request, monkeypatch):
     made = Direct(request.param)
-    monkeypatch.setattr(linear_cuda, "goes_direct", lambda *call: True)
+    monkeypatch.setattr(linear_cuda, "way_of", lambda *call: "direct")
     monkeypatch.setattr(linear_cuda, "_ops", made)
     return made
 
@@ -99,27 +99,33 @@ def test_only_what_is_needed_is_made(direct, needs):
         assert torch.equal(actual, wanted) if kept else actual.numel() == 0
 
 
-def test_which_calls_go_direct():
-    """float64, and few rows of few weights; whatever the number of replicas,
-    which `goes_direct` does not know."""
-    mu = {size: torch.empty(size, size, device="meta") for size in (16, 443, 444)}
+def test_which_way_a_call_goes():
+    """By rows, weights and float64; whatever the number of replicas, which `way_of` does not know."""
+    mu = {
+        size: torch.empty(size, size, device="meta")
+        for size in (16, 443, 444, 724, 725, 1024, 1025)
+    }
 
-    def goes(N, size, dtype=torch.float32):
-        return linear_cuda.goes_direct(torch.empty(3, N, size, dtype=dtype), mu[size])
+    def way(N, size, dtype=torch.float32):
+        return linear_cuda.way_of(torch.empty(3, N, size, dtype=dtype, device="meta"), mu[size])
 
-    assert goes(1, 16) and goes(8, 443) and goes(1000, 444, torch.float64)
-    assert not goes(9, 16) and not goes(1, 444) and not goes(1, 444, torch.bfloat16)
+    direct = [(1, 16), (8, 443), (1000, 1025, torch.float64)]
+    sampled = [(9, 16), (1, 444), (64, 724, torch.bfloat16), (65, 1024), (512, 1024)]
+    fused = [(1, 725), (64, 725), (512, 1025), (513, 16)]
+    for name, calls in (("direct", direct), ("sampled", sampled), ("fused", fused)):
+        assert all(way(*call) == name for call in calls), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("N", [8, 9])
-def test_a_replica_alone_is_what_it_is_among_others(monkeypatch, N, dtype):
+@pytest.mark.parametrize("way", ["direct", "fused"])
+def test_a_replica_alone_is_what_it_is_among_others(monkeypatch, way, dtype):
     """To far less than the rounding of 16-bit operands:
     `predict` promises it for every chunk and strategy."""
     both = Ops(1)
     for module in (linear_cuda, linear_parts):
         monkeypatch.setattr(module, "_ops", both)
-    x, *weights = make(N, 40, 20, 6, True, dtype)
+    monkeypatch.setattr(linear_cuda, "way_of", lambda *call: way)
+    x, *weights = make(9, 40, 20, 6, True, dtype)
     weights[1] += 3.0  # noise as large as the rest
     seed = ops.new_seed(2)
     together = linear_cuda._forward(x, *weights, seed, STREAM, 6).float()

@@ -18,7 +18,7 @@ HALF_STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 @pytest.fixture(params=[0, 1], ids=lambda order: f"order{order}")
 def kernels(request, monkeypatch):
     made = Ops(request.param)
-    monkeypatch.setattr(linear_cuda, "goes_direct", lambda *call: False)
+    monkeypatch.setattr(linear_cuda, "way_of", lambda *call: "fused")
     for module in (linear_cuda, linear_batched, linear_parts):
         monkeypatch.setattr(module, "_ops", made)
     monkeypatch.setattr(

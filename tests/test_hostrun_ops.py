@@ -34,7 +34,7 @@ SLOW = [
 ]  # fmt: skip
 SLOW_ON_A_GPU = [
     "784", "1024", "400-400", "bit_equal", "more_replicas", "peak", "weight_matrix",
-    "(direct and 600)", "(direct and 64-70)",
+    "((direct or sampled) and 600)", "(direct and 64-70)",
 ]  # fmt: skip
 
 
@@ -79,17 +79,24 @@ def run_tests(report, files, slow, *plugins, **variables):
 
 def test_the_ops_pass_their_tests(tmp_path, compiled):
     report = tmp_path / "report.json"
-    passed, _, absent = run_tests(report, FILES, SLOW, HOSTRUN_FUSED="1", **compiled)
+    passed, _, absent = run_tests(report, FILES, SLOW, HOSTRUN_WAY="fused", **compiled)
     assert passed >= 1400
     assert not absent
 
 
-def test_bayes_linear_passes_its_tests_the_direct_way_too(tmp_path, compiled):
+OTHER_WAYS = {
+    "direct": {"direct_forward_kernel", "direct_grad_weight_kernel", "direct_grad_x_kernel"},
+    "sampled": {"sample_weights_kernel", "reduce_grads_kernel"},
+}
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_bayes_linear_passes_its_tests_by_the_other_ways_too(tmp_path, compiled, way):
     report, files = tmp_path / "report.json", ["linear", "bayes_forward"]
-    passed, launched, _ = run_tests(report, files, [*SLOW, "moments"], **compiled)
+    slow = [*SLOW, "moments"]
+    passed, launched, _ = run_tests(report, files, slow, HOSTRUN_WAY=way, **compiled)
     assert passed >= 200
-    direct = {"direct_forward_kernel", "direct_grad_weight_kernel", "direct_grad_x_kernel"}
-    assert direct <= launched
+    assert OTHER_WAYS[way] <= launched
 
 
 def test_the_tests_for_a_gpu_pass_as_far_as_the_cpu_has_an_answer(tmp_path):

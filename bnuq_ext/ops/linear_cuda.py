@@ -1,4 +1,4 @@
-"""bayes_linear on CUDA, in one of two ways.
+"""bayes_linear on CUDA, in one of three ways.
 
     y[t] = x[t] @ mu^T + bias[t] + x[t] @ (sigma * eps[t])^T
 
@@ -9,6 +9,9 @@ off by about 2^-11 (2^-8) of its own size.
 
 Direct: one kernel for all of it, two for the gradients, in the precision of the weights. For
 float64, and for few rows of few weights, whose price are launches.
+
+Sampled: the weights of a chunk of replicas in memory, and float32 products of torch's. For more
+rows of not many weights, whose price are launches too.
 """
 
 import functools
@@ -19,26 +22,31 @@ from torch import Tensor
 
 from . import linear_batched as batched
 from . import linear_parts as parts
+from . import linear_sampled as sampled
 from .linear_parts import Noise
 from .modes import past_autocast
 
-# The fused kernel makes a weight's noise once for 128 rows. At the rate of its loop that costs more
-# than writing the weight for a product of torch's from about 5 times on.
-MOST_FUSED_ROWS = 512
+# The fused kernel makes a weight's noise once for 128 rows. Measured on an H200: with so many it
+# takes 2.5 times its noise, about as long as writing the noise for a product of torch's.
+MOST_FUSED_ROWS = 128
 
-# The fused way has five launches where the direct one has one, some 8 us more by counting. So long
-# the direct one takes, at the 69 instructions of its loop, for 20 replicas of so many weights and
-# rows. T has no say: a replica alone is what it is among others.
+# A launch less is 10 us of a call, of which the fused way takes 135, the sampled one with its two
+# half of that. 20 replicas of these sizes take the direct and the sampled way no longer. T has no
+# say: a replica alone is what it is among others.
 MOST_DIRECT_ROWS = 8
 MOST_DIRECT_WEIGHTS = 3 * 2**16
+MOST_SAMPLED_WEIGHTS = {64: 2**19, 512: 2**20}  # for at most so many rows
 
 _ops = torch.ops.bnuq
 
 
-def goes_direct(x: Tensor, mu: Tensor) -> bool:
-    """Whether a call takes the direct way."""
-    few = x.shape[-2] <= MOST_DIRECT_ROWS and mu.numel() <= MOST_DIRECT_WEIGHTS
-    return few or x.dtype == torch.float64
+def way_of(x: Tensor, mu: Tensor) -> str:
+    """The way that a call takes: "direct", "sampled" or "fused"."""
+    rows, weights = x.shape[-2], mu.numel()
+    if x.dtype == torch.float64 or (rows <= MOST_DIRECT_ROWS and weights <= MOST_DIRECT_WEIGHTS):
+        return "direct"
+    limits = (limit for most, limit in MOST_SAMPLED_WEIGHTS.items() if rows <= most)
+    return "sampled" if weights <= next(limits, 0) else "fused"
 
 
 def goes_fused(operand: Tensor) -> bool:
@@ -58,9 +66,12 @@ def _past_autocast(kernel: Callable) -> Callable:
 @_past_autocast
 def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
     noise, xs = Noise(seed, stream, num_samples), parts.replicas(x)
-    if goes_direct(x, mu):
+    way = way_of(x, mu)
+    if way == "direct":
         weights = parts.contiguous(mu, rho, bias_mu, bias_rho)
         return _ops.bayes_direct(xs, *weights, *noise).to(x.dtype)
+    if way == "sampled":
+        return sampled.forward(xs, mu, rho, bias_mu, bias_rho, noise).to(x.dtype)
     bias = parts.sample_bias(bias_mu, bias_rho, noise)
     base = (xs @ mu.t()).contiguous()
     made = _ops.bayes_operands(None, xs, rho.contiguous(), x.dtype == torch.bfloat16)
@@ -82,13 +93,20 @@ def _backward(
 ):
     noise, xs = Noise(seed, stream, num_samples), parts.replicas(x)
     grad_y = grad_y.to(mu.dtype).contiguous()
-    if goes_direct(x, mu):
+    way = way_of(x, mu)
+    if way == "direct":
         weights = parts.contiguous(mu, rho, bias_rho)
         grad_x, grad_mu, grad_rho, *bias_grads = _ops.bayes_direct_backward(
             grad_y, xs, *weights, seed, stream, need_x, need_weight, need_bias
         )
         grads = grad_x if need_x else None, grad_mu, grad_rho
         return parts.pack_grads(x, rho, *grads, bias_grads)
+    if way == "sampled":
+        needed = need_x, need_weight, need_bias
+        *grads, by_bias_mu, by_bias_rho = sampled.backward(
+            grad_y, xs, mu, rho, bias_rho, noise, *needed
+        )
+        return parts.pack_grads(x, rho, *grads, (by_bias_mu, by_bias_rho) if need_bias else None)
     grad_x = grad_mu = grad_rho = bias_grads = None
     if need_x or need_weight:
         grad_x, grad_mu, grad_rho = _fused_backward(

@@ -35,7 +35,9 @@ template <typename acc_t>
 struct LaneWeights {
   acc_t mean[8] = {}, sigma[8];
 
-  BNUQ_DEVICE LaneWeights(const DirectArgs<acc_t>& p, int64_t tile_o, int64_t tile_i, int lane) {
+  // Of what has mu and rho (O, I).
+  template <typename Args>
+  BNUQ_DEVICE LaneWeights(const Args& p, int64_t tile_o, int64_t tile_i, int lane) {
     for_lane_weights(
         tile_o, tile_i, lane, p.O, p.I, [&](int slot, int64_t k) { mean[slot] = p.mu[k]; });
     lane_sigma(sigma, p.rho, tile_o, tile_i, lane, p.O, p.I);

@@ -201,22 +201,27 @@ void run_operands(Operands p, float* partial, cudaStream_t stream) {
       partials);
 }
 
+// For weights of R replicas: rows of tiles, their columns, and groups of replicas, evenly, into as
+// few as keep a GPU busy.
+inline dim3 sample_grid(int64_t R, int64_t O, int64_t tiles_i) {
+  const int64_t tiles_o = ceil_div<int64_t>(O, kEdge);
+  const int64_t steps = larger<int64_t>(1, ceil_div<int64_t>(tiles_i * kWarp, kOperandThreads));
+  const auto split = [](int64_t work, int64_t blocks) {
+    const int64_t parts = smaller(work, ceil_div<int64_t>(kSampleBlocks, blocks));
+    return ceil_div(work, ceil_div(work, parts));
+  };
+  const int64_t columns = split(steps, tiles_o), groups = split(R, tiles_o * columns);
+  return dim3(unsigned(tiles_o), unsigned(columns), unsigned(groups));
+}
+
 template <typename half_t>
 void run_sample_noise(
     half_t* weight, const uint4* sigma, const int64_t* seed, uint32_t stream_id, int64_t first,
     int64_t R, int64_t O, int64_t tiles_i, cudaStream_t stream) {
   const auto kernel = sample_noise_kernel<half_t>;
-  const int64_t tiles_o = ceil_div<int64_t>(O, kEdge);
-  const int64_t steps = ceil_div<int64_t>(tiles_i * kWarp, kOperandThreads);
-  const auto split = [](int64_t work, int64_t blocks) {  // evenly, into as few as keep a GPU busy
-    const int64_t parts = smaller(work, ceil_div<int64_t>(kSampleBlocks, blocks));
-    return ceil_div(work, ceil_div(work, parts));
-  };
-  const int64_t columns = split(steps, tiles_o), groups = split(R, tiles_o * columns);
-  const auto grid = dim3(unsigned(tiles_o), unsigned(columns), unsigned(groups));
   BNUQ_LAUNCH(
-      kernel, grid, dim3(kOperandThreads), 0, stream, weight, sigma, seed, stream_id, first, R, O,
-      tiles_i);
+      kernel, sample_grid(R, O, tiles_i), dim3(kOperandThreads), 0, stream, weight, sigma, seed,
+      stream_id, first, R, O, tiles_i);
 }
 
 }  // namespace bnuq

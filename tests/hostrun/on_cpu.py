@@ -84,8 +84,8 @@ def install():
         torch.library.impl(f"bnuq::{name.__name__}", "CPU", name)
     # torch has products of 16-bit matrices with float32 results on CUDA only.
     linear_batched.float_product = lambda a, b: torch.bmm(a.float(), b.float())
-    if os.environ.get("HOSTRUN_FUSED"):  # calls so small would go direct
-        linear_cuda.goes_direct = lambda x, mu: x.dtype == torch.float64
+    if way := os.environ.get("HOSTRUN_WAY"):  # calls so small would go another
+        linear_cuda.way_of = lambda x, mu: "direct" if x.dtype == torch.float64 else way
     return ctypes.CDLL(path)
 
 

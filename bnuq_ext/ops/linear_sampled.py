@@ -1,0 +1,88 @@
+"""bayes_linear on CUDA by float32 products of torch's with the weights themselves, a chunk of
+replicas in memory at a time."""
+
+import torch
+from torch import Tensor
+
+from . import linear_parts as parts
+from .linear_batched import chunks, rows_of
+from .linear_parts import Noise
+
+_ops = torch.ops.bnuq
+
+
+def forward(
+    xs: Tensor,
+    mu: Tensor,
+    rho: Tensor,
+    bias_mu: Tensor | None,
+    bias_rho: Tensor | None,
+    noise: Noise,
+) -> Tensor:
+    """y (T, N, O) of xs (T or 1, N, I)."""
+    y = xs.new_empty((noise.num_samples, xs.shape[1], len(mu)))
+    bias = None if bias_mu is None else xs.new_empty((noise.num_samples, len(mu)))
+    weights = parts.contiguous(mu, rho, bias_mu, bias_rho)
+    for replicas, room in chunks(noise.num_samples, mu, mu.numel()):
+        weight, added = room.view(len(room), *mu.shape), None if bias is None else bias[replicas]
+        _ops.sample_weights_(weight, added, *weights, noise.seed, noise.stream, replicas.start)
+        _multiply(y[replicas], rows_of(xs, replicas), weight.transpose(1, 2), added)
+    return y
+
+
+def _multiply(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """out (R, N, O) = rows (R, N, I) @ weight (R, I, O) + bias (R, O)."""
+    if bias is None:
+        torch.bmm(rows, weight, out=out)
+    elif len(out) == 1:  # one launch, with the bias
+        torch.addmm(bias[0], rows[0], weight[0], out=out[0])
+    else:
+        torch.baddbmm(bias[:, None], rows, weight, out=out)
+
+
+def backward(
+    grad_y: Tensor,
+    xs: Tensor,
+    mu: Tensor,
+    rho: Tensor,
+    bias_rho: Tensor | None,
+    noise: Noise,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor | None, ...]:
+    """Gradients by xs, mu, rho, and by the two of the bias, of grad_y (T, N, O);
+    None for those that are not needed."""
+    grad_x, grads, summed = xs.new_empty(xs.shape) if need_x else None, [None] * 4, None
+    mu, rho, bias_rho = parts.contiguous(mu, rho, bias_rho)
+    if need_bias:
+        summed = grad_y.sum(1)
+        grads[2:] = bias_rho.new_empty(bias_rho.shape), bias_rho.new_empty(bias_rho.shape)
+    if need_weight:
+        grads[:2] = mu.new_empty(mu.shape), mu.new_empty(mu.shape)
+    elif need_bias:
+        return None, None, None, *parts.grad_bias(grad_y, bias_rho, noise)
+    for replicas, room in chunks(len(grad_y), mu, mu.numel()):
+        weight, grad = room.view(len(room), *mu.shape), grad_y[replicas]
+        place = noise.seed, noise.stream, replicas.start
+        if need_x:
+            _ops.sample_weights_(weight, None, mu, rho, None, None, *place)
+            _add_grad_x(grad_x, replicas, grad, weight)
+        if need_weight:
+            torch.bmm(grad.transpose(1, 2), rows_of(xs, replicas), out=weight)
+            by_bias = None if summed is None else summed[replicas]
+            _ops.reduce_grads_(*grads, weight, by_bias, rho, bias_rho, *place)
+    return grad_x, *grads
+
+
+def _add_grad_x(grad_x: Tensor, replicas: slice, grad: Tensor, weight: Tensor) -> None:
+    """grad (R, N, O) @ weight (R, O, I) into grad_x[replicas], or, where all share x,
+    added up into grad_x[0], which the first replicas write."""
+    if len(grad_x) > 1:
+        torch.bmm(grad, weight, out=grad_x[replicas])
+        return
+    rows, weight = grad.transpose(0, 1).flatten(1), weight.flatten(0, 1)
+    if replicas.start == 0:
+        torch.mm(rows, weight, out=grad_x[0])
+    else:
+        grad_x[0].addmm_(rows, weight)

@@ -1,0 +1,146 @@
+// bayes_linear by torch's products in float32: the weights of a chunk of replicas in memory, and
+// the sums over replicas of the gradients by them.
+//
+// The floor is bytes: a weight's 4 are written once, and read once by the product, from the
+// second-level cache.
+#pragma once
+#include "linear_direct_kernels.cuh"
+#include "operand_kernels.cuh"
+
+namespace bnuq {
+
+struct SampleArgs {
+  const float *mu, *rho;            // (O, I)
+  const float *bias_mu, *bias_rho;  // (O,) or null
+  const int64_t* seed;
+  float* weight;           // (R, O, I)
+  float* bias;             // (R, O) or null
+  int64_t first, R, O, I;  // replicas first .. first + R - 1
+  uint32_t stream;
+  bool wide;  // two neighbours lie on 8 bytes
+};
+
+BNUQ_DEVICE void store_weights(
+    float* weight, const float (&v)[8], const SampleArgs& p, int64_t tile_o, int64_t tile_i,
+    int lane) {
+  for_lane_weights(tile_o, tile_i, lane, p.O, p.I, [&](int slot, int64_t k) {
+    if (!p.wide)
+      weight[k] = v[slot];
+    else if (slot % 2 == 0)
+      *reinterpret_cast<float2*>(weight + k) = make_float2(v[slot], v[slot + 1]);
+  });
+}
+
+// weight[t] = mu + sigma * eps[t], and the biases. A block has a row of tiles, or some of it, and
+// some replicas; that of the first columns the biases of its rows too.
+template <typename = void>
+__global__ void __launch_bounds__(kOperandThreads) sample_weights_kernel(SampleArgs p) {
+  const int64_t tile_o = blockIdx.x;
+  const uint32_t places = uint32_t(ceil_div<int64_t>(p.I, kEdge) * kWarp);
+  const int64_t begin = p.R * blockIdx.z / gridDim.z, end = p.R * (blockIdx.z + 1) / gridDim.z;
+  const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
+  const uint64_t replica = uint64_t(p.seed[1] + p.first);
+  const uint32_t step = gridDim.y * kOperandThreads;
+  for (uint32_t place = blockIdx.y * kOperandThreads + threadIdx.x; place < places; place += step) {
+    const int lane = int(place % kWarp);
+    const LaneWeights<float> w(p, tile_o, place / kWarp, lane);
+    for (int64_t t = begin; t < end; ++t) {
+      float z[8], weight[8];
+      normals8(keys.words(uint32_t(tile_o), place, replica + t), z);
+      w.sample(weight, z);
+      store_weights(p.weight + t * p.O * p.I, weight, p, tile_o, place / kWarp, lane);
+    }
+  }
+  const int64_t o = tile_o * kEdge + threadIdx.x;
+  if (!p.bias || blockIdx.y > 0 || threadIdx.x >= kEdge || o >= p.O) return;
+  const Key key = subkey(p.seed[0], p.stream, kTagBias);
+  const float mean = p.bias_mu[o], sigma = softplus(p.bias_rho[o]);
+  for (int64_t t = begin; t < end; ++t)
+    p.bias[t * p.O + o] = mean + sigma * vector_normal(key, o, replica + t);
+}
+
+struct ReduceArgs {
+  const float* grad_weight;     // (R, O, I)
+  const float* grad_bias;       // (R, O) or null
+  const float *rho, *bias_rho;  // (O, I), (O,)
+  const int64_t* seed;
+  float *grad_mu, *grad_rho;            // (O, I)
+  float *grad_bias_mu, *grad_bias_rho;  // (O,) or null
+  int64_t first, R, O, I;               // replicas first .. first + R - 1
+  uint32_t stream;
+  int parts = 1;  // the warps of a block that share a tile
+};
+
+// += where there are gradients of earlier replicas.
+BNUQ_DEVICE void write_sum(float* to, float sum, int64_t first) {
+  *to = first > 0 ? *to + sum : sum;
+}
+
+// The sums over the replicas, by mu and rho. A warp owns a tile of weights, or a part of its sum;
+// that of the first columns the biases of its rows too.
+template <typename = void>
+__global__ void __launch_bounds__(kLinearThreads, 2) reduce_grads_kernel(ReduceArgs p) {
+  BNUQ_DYNAMIC_SHARED(float, shared);
+  const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
+  const Key bias_key = subkey(p.seed[0], p.stream, kTagBias);
+  const Lane at;
+  const int part = at.warp % p.parts;
+  const int64_t tile_i = blockIdx.x;
+  const int64_t tile_o = int64_t(blockIdx.y) * (kLinearWarps / p.parts) + at.warp / p.parts;
+  const int64_t o = tile_o * kEdge + at.g;
+  const bool biases = p.grad_bias && tile_i == 0 && at.pair == 0;
+  float sums[1][5][4] = {};  // by mu in two rows, by sigma in two; by mu and sigma of two biases
+  for (int64_t t = part; t < p.R; t += p.parts) {
+    const uint64_t replica = uint64_t(p.seed[1] + p.first + t);
+    const float* grad = p.grad_weight + t * p.O * p.I;
+    float g[8] = {}, z[8];
+    for_lane_weights(
+        tile_o, tile_i, at.lane, p.O, p.I, [&](int slot, int64_t k) { g[slot] = grad[k]; });
+    lane_noise(z, keys, tile_o, tile_i, at.lane, replica);
+#pragma unroll
+    for (int slot = 0; slot < 8; ++slot) {
+      sums[0][slot / 4][slot % 4] += g[slot];
+      sums[0][2 + slot / 4][slot % 4] += g[slot] * z[slot];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (biases && o + h * 8 < p.O) {
+        const float by_bias = p.grad_bias[t * p.O + o + h * 8];
+        sums[0][4][h] += by_bias;
+        sums[0][4][2 + h] += by_bias * vector_normal(bias_key, o + h * 8, replica);
+      }
+  }
+  add_parts(sums, shared, part, p.parts);
+  if (part > 0) return;
+  for_lane_weights(tile_o, tile_i, at.lane, p.O, p.I, [&](int slot, int64_t k) {
+    write_sum(p.grad_mu + k, sums[0][slot / 4][slot % 4], p.first);
+    write_sum(p.grad_rho + k, sums[0][2 + slot / 4][slot % 4] * sigmoid(p.rho[k]), p.first);
+  });
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    if (biases && o + h * 8 < p.O) {
+      const int64_t k = o + h * 8;
+      write_sum(p.grad_bias_mu + k, sums[0][4][h], p.first);
+      write_sum(p.grad_bias_rho + k, sums[0][4][2 + h] * sigmoid(p.bias_rho[k]), p.first);
+    }
+}
+
+// ---- launches ----------------------------------------------------------------------------------
+
+inline void run_sample_weights(SampleArgs p, cudaStream_t stream) {
+  p.wide = p.I % 2 == 0 && aligned(p.weight);
+  const auto kernel = sample_weights_kernel<>;
+  const dim3 grid = sample_grid(p.R, p.O, ceil_div<int64_t>(p.I, kEdge));
+  BNUQ_LAUNCH(kernel, grid, dim3(kOperandThreads), 0, stream, p);
+}
+
+inline void run_reduce_grads(ReduceArgs p, cudaStream_t stream) {
+  const int64_t tiles_o = ceil_div<int64_t>(p.O, kEdge),
+                tiles_i = larger<int64_t>(1, ceil_div<int64_t>(p.I, kEdge));
+  p.parts = count_parts(tiles_o * tiles_i, smaller<int64_t>(kLinearWarps, p.R));
+  const dim3 grid(unsigned(tiles_i), unsigned(ceil_div<int64_t>(tiles_o, kLinearWarps / p.parts)));
+  const auto kernel = reduce_grads_kernel<>;
+  BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), parts_bytes(5 * 4, p.parts), stream, p);
+}
+
+}  // namespace bnuq
