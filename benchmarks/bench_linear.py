@@ -153,7 +153,7 @@ def test_fused_product_on_cuda(benchmark, size, rows, T):
     operand, scale, sigma, sigma_scale = operands
     runs = {
         "ours": lambda: fused.bayes_forward(
-            operand, sigma, base, None, scale, sigma_scale, seed, 0, T
+            operand, sigma, base, None, None, scale, sigma_scale, seed, 0, T
         ),
         "noise alone": noise_alone(seed, T, size, size),
     }

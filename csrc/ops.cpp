@@ -81,15 +81,15 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " -> (Tensor grad_x, Tensor grad_mu, Tensor grad_rho, Tensor grad_bias_mu,"
       " Tensor grad_bias_rho)");
   m.def(
-      "sample_weights_(Tensor(a!) weight, Tensor(b!)? bias, Tensor mu, Tensor rho, Tensor? bias_mu,"
+      "sample_weights_(Tensor(a!) weight, Tensor(b!)? y, Tensor mu, Tensor rho, Tensor? bias_mu,"
       " Tensor? bias_rho, Tensor seed, int stream, int first) -> ()");
   m.def(
       "reduce_grads_(Tensor(a!) grad_mu, Tensor(b!) grad_rho, Tensor(c!)? grad_bias_mu,"
-      " Tensor(d!)? grad_bias_rho, Tensor grad_weight, Tensor? grad_bias, Tensor rho,"
+      " Tensor(d!)? grad_bias_rho, Tensor grad_weight, Tensor grad_y, Tensor rho,"
       " Tensor? bias_rho, Tensor seed, int stream, int first) -> ()");
   m.def(
-      "bayes_forward(Tensor x, Tensor sigma, Tensor base, Tensor? bias, Tensor x_scale,"
-      " Tensor sigma_scale, Tensor seed, int stream, int num_samples) -> Tensor");
+      "bayes_forward(Tensor x, Tensor sigma, Tensor base, Tensor? bias_mu, Tensor? bias_rho,"
+      " Tensor x_scale, Tensor sigma_scale, Tensor seed, int stream, int num_samples) -> Tensor");
   m.def(
       "bayes_grad_x_(Tensor(a!) grad_x, Tensor grad_y, Tensor sigma, Tensor grad_scale,"
       " Tensor sigma_scale, Tensor seed, int stream) -> ()");

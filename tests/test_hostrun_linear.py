@@ -141,7 +141,7 @@ def test_the_noise_is_as_far_off_as_stated(kernels, I, half):  # noqa: E741
     sigma, sigma_scale = sigma_of(kernels, rho, bfloat16)
     seed, nothing = ops.new_seed(5), torch.zeros(1, 10, O)
     noise = kernels.bayes_forward(
-        operand, sigma, nothing, None, scale, sigma_scale, seed, STREAM, T
+        operand, sigma, nothing, None, None, scale, sigma_scale, seed, STREAM, T
     ).double()
     eps, _ = noise64(seed, T, O, I)
     weights = reference.softplus(rho.double()) * eps
@@ -286,10 +286,12 @@ def test_noise_stays_in_the_range_of_16_bits(kernels, largest):
 def test_sums_of_nothing(kernels, N):
     """No inputs leave the rest of the output, no outputs the gradient as it is."""
     T, seed, one, none = 2, ops.new_seed(0), torch.ones(()), torch.empty(0, dtype=torch.float16)
-    base, bias = torch.randn(1, N, 5), torch.randn(T, 5)
+    base, bias_mu, bias_rho = torch.randn(1, N, 5), torch.randn(5), torch.randn(5)
     x = none.view(1, N, 0)
-    y = kernels.bayes_forward(x, none, base, bias, one, one, seed, STREAM, T)
-    torch.testing.assert_close(y, base + bias[:, None])
+    y = kernels.bayes_forward(x, none, base, bias_mu, bias_rho, one, one, seed, STREAM, T)
+    eps = ops.philox_normal(seed, STREAM, (T, 5), tag="bias")
+    bias = bias_mu + reference.softplus(bias_rho) * eps
+    torch.testing.assert_close(y, base + bias[:, None], rtol=1e-5, atol=2e-6)
     grad_x = torch.randn(T, N, 5)
     before = grad_x.clone()
     kernels.bayes_grad_x_(grad_x, none.view(T, N, 0), none, one, one, seed, STREAM)
@@ -304,7 +306,9 @@ def test_thread_order_does_not_matter():
         operand, scale = half_of(made, x, False)
         packed, sigma_scale = sigma_of(made, parameters[1], False)
         base = torch.zeros(3, 40, 20)
-        y = made.bayes_forward(operand, packed, base, None, scale, sigma_scale, seed, STREAM, 3)
+        y = made.bayes_forward(
+            operand, packed, base, None, None, scale, sigma_scale, seed, STREAM, 3
+        )
         grad, grad_scale = half_of(made, y, False)
         results.append(
             [y, made.bayes_grad_rho(grad, operand, parameters[1], grad_scale, scale, seed, STREAM)]

@@ -47,8 +47,8 @@ def bayes_linear(
     Returns:
         (T, N, O) in the dtype of x. Sums and gradients are float32 (float64 for float64).
         Deterministic. Gradients with respect to x, mu, rho, bias_mu and bias_rho. On CUDA, with
-        more than 2^19 weights (2^20 from 65 rows on) or 512 rows and x not in float64, the noise of
-        an output is off by about 2^-11 of its own size, 2^-8 for bfloat16 x.
+        more than 2^19 weights or 512 rows and x not in float64, the noise of an output is off by
+        about 2^-11 of its own size, 2^-8 for bfloat16 x.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
@@ -59,7 +59,10 @@ def bayes_linear(
     args = (x, mu, rho, bias_mu, bias_rho, seed.contiguous(), stream, num_samples)
     if not is_eager():
         return torch.ops.bnuq.bayes_linear(*args)
-    return _Eager.apply(*args)
+    if torch.is_grad_enabled():
+        return _Eager.apply(*args)
+    with past_autograd():
+        return torch.ops.bnuq.bayes_linear(*args)
 
 
 def bayes_linear_kl(

@@ -30,12 +30,13 @@ from .modes import past_autocast
 # takes 2.5 times its noise, about as long as writing the noise for a product of torch's.
 MOST_FUSED_ROWS = 128
 
-# A launch less is 10 us of a call, of which the fused way takes 135, the sampled one with its two
-# half of that. 20 replicas of these sizes take the direct and the sampled way no longer. T has no
-# say: a replica alone is what it is among others.
+# Measured on an H200: a call by the fused way takes 130 us before the GPU has all of its launches,
+# which are one the direct way and two the sampled one. For a few replicas of so many rows and
+# weights these are the shorter way; a hundred the fused one makes in half the time. T has no say: a
+# replica alone is what it is among others.
 MOST_DIRECT_ROWS = 8
 MOST_DIRECT_WEIGHTS = 3 * 2**16
-MOST_SAMPLED_WEIGHTS = {64: 2**19, 512: 2**20}  # for at most so many rows
+MOST_SAMPLED_ROWS, MOST_SAMPLED_WEIGHTS = 512, 2**19
 
 _ops = torch.ops.bnuq
 
@@ -45,8 +46,8 @@ def way_of(x: Tensor, mu: Tensor) -> str:
     rows, weights = x.shape[-2], mu.numel()
     if x.dtype == torch.float64 or (rows <= MOST_DIRECT_ROWS and weights <= MOST_DIRECT_WEIGHTS):
         return "direct"
-    limits = (limit for most, limit in MOST_SAMPLED_WEIGHTS.items() if rows <= most)
-    return "sampled" if weights <= next(limits, 0) else "fused"
+    few = rows <= MOST_SAMPLED_ROWS and weights <= MOST_SAMPLED_WEIGHTS
+    return "sampled" if few else "fused"
 
 
 def goes_fused(operand: Tensor) -> bool:
@@ -72,13 +73,14 @@ def _forward(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples):
         return _ops.bayes_direct(xs, *weights, *noise).to(x.dtype)
     if way == "sampled":
         return sampled.forward(xs, mu, rho, bias_mu, bias_rho, noise).to(x.dtype)
-    bias = parts.sample_bias(bias_mu, bias_rho, noise)
-    base = (xs @ mu.t()).contiguous()
+    base = torch.mm(xs.flatten(0, 1), mu.t()).unflatten(0, xs.shape[:2])
     made = _ops.bayes_operands(None, xs, rho.contiguous(), x.dtype == torch.bfloat16)
     _, _, operand, scale, sigma, sigma_scale = made
     if goes_fused(operand):
-        y = _ops.bayes_forward(operand, sigma, base, bias, scale, sigma_scale, *noise)
+        biases = parts.contiguous(bias_mu, bias_rho)
+        y = _ops.bayes_forward(operand, sigma, base, *biases, scale, sigma_scale, *noise)
     else:
+        bias = parts.sample_bias(bias_mu, bias_rho, noise)
         y = base if bias is None else base + bias[:, None]
         y = y if len(y) == num_samples else y.repeat(num_samples, 1, 1)
         batched.add_noise_product_(
@@ -131,7 +133,7 @@ def _fused_backward(grad_y, xs, mu, rho, noise, bfloat16, need_x, need_weight):
             operand, x_operand, rho, scale, x_scale, noise.seed, noise.stream
         )
     if need_x:
-        grad_x = (summed @ mu).contiguous()
+        grad_x = torch.mm(summed.flatten(0, 1), mu).unflatten(0, summed.shape[:2])
         if goes_fused(operand):
             _ops.bayes_grad_x_(grad_x, operand, sigma, scale, sigma_scale, noise.seed, noise.stream)
         else:

@@ -21,23 +21,14 @@ def forward(
 ) -> Tensor:
     """y (T, N, O) of xs (T or 1, N, I)."""
     y = xs.new_empty((noise.num_samples, xs.shape[1], len(mu)))
-    bias = None if bias_mu is None else xs.new_empty((noise.num_samples, len(mu)))
     weights = parts.contiguous(mu, rho, bias_mu, bias_rho)
     for replicas, room in chunks(noise.num_samples, mu, mu.numel()):
-        weight, added = room.view(len(room), *mu.shape), None if bias is None else bias[replicas]
-        _ops.sample_weights_(weight, added, *weights, noise.seed, noise.stream, replicas.start)
-        _multiply(y[replicas], rows_of(xs, replicas), weight.transpose(1, 2), added)
+        weight, out = room.view(len(room), *mu.shape), y[replicas]
+        biased = None if bias_mu is None else out
+        _ops.sample_weights_(weight, biased, *weights, noise.seed, noise.stream, replicas.start)
+        # beta = 0 reads nothing: there may be NaN.
+        out.baddbmm_(rows_of(xs, replicas), weight.transpose(1, 2), beta=0 if biased is None else 1)
     return y
-
-
-def _multiply(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """out (R, N, O) = rows (R, N, I) @ weight (R, I, O) + bias (R, O)."""
-    if bias is None:
-        torch.bmm(rows, weight, out=out)
-    elif len(out) == 1:  # one launch, with the bias
-        torch.addmm(bias[0], rows[0], weight[0], out=out[0])
-    else:
-        torch.baddbmm(bias[:, None], rows, weight, out=out)
 
 
 def backward(
@@ -53,15 +44,15 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients by xs, mu, rho, and by the two of the bias, of grad_y (T, N, O);
     None for those that are not needed."""
-    grad_x, grads, summed = xs.new_empty(xs.shape) if need_x else None, [None] * 4, None
+    if need_bias and not need_weight:
+        bias_grads = parts.grad_bias(grad_y, bias_rho, noise)
+        needed = need_x, False, False
+        return *backward(grad_y, xs, mu, rho, None, noise, *needed)[:3], *bias_grads
+    grad_x = xs.new_empty(xs.shape) if need_x else None
+    like = [mu, mu] if need_weight else [None] * 2
+    like += [bias_rho, bias_rho] if need_bias else [None] * 2
+    grads = [v if v is None else v.new_empty(v.shape) for v in like]
     mu, rho, bias_rho = parts.contiguous(mu, rho, bias_rho)
-    if need_bias:
-        summed = grad_y.sum(1)
-        grads[2:] = bias_rho.new_empty(bias_rho.shape), bias_rho.new_empty(bias_rho.shape)
-    if need_weight:
-        grads[:2] = mu.new_empty(mu.shape), mu.new_empty(mu.shape)
-    elif need_bias:
-        return None, None, None, *parts.grad_bias(grad_y, bias_rho, noise)
     for replicas, room in chunks(len(grad_y), mu, mu.numel()):
         weight, grad = room.view(len(room), *mu.shape), grad_y[replicas]
         place = noise.seed, noise.stream, replicas.start
@@ -70,8 +61,7 @@ def backward(
             _add_grad_x(grad_x, replicas, grad, weight)
         if need_weight:
             torch.bmm(grad.transpose(1, 2), rows_of(xs, replicas), out=weight)
-            by_bias = None if summed is None else summed[replicas]
-            _ops.reduce_grads_(*grads, weight, by_bias, rho, bias_rho, *place)
+            _ops.reduce_grads_(*grads, weight, grad, rho, bias_rho, *place)
     return grad_x, *grads
 
 

@@ -88,26 +88,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bayes_operands_cuda(
   return {grad, grad_scale, rows, x_scale, sigma, sigma_scale};
 }
 
-// y (T, N, O) = base (T or 1, N, O) + bias (T, O) + x (T or 1, N, padded I) @ noise^T.
+// y (T, N, O) = base (T or 1, N, O) + the sampled bias + x (T or 1, N, padded I) @ noise^T.
 Tensor bayes_forward_cuda(
-    Tensor x, Tensor sigma, Tensor base, std::optional<Tensor> bias, Tensor x_scale,
-    Tensor sigma_scale, Tensor seed, int64_t stream, int64_t num_samples) {
-  check_on_device_of(x, {sigma, base, bias, x_scale, sigma_scale, seed});
+    Tensor x, Tensor sigma, Tensor base, std::optional<Tensor> bias_mu,
+    std::optional<Tensor> bias_rho, Tensor x_scale, Tensor sigma_scale, Tensor seed, int64_t stream,
+    int64_t num_samples) {
+  check_on_device_of(x, {sigma, base, bias_mu, bias_rho, x_scale, sigma_scale, seed});
   check_padded(x);
   check_replicas(x, num_samples);
   const int64_t T = num_samples, N = x.size(1), O = base.size(2), I = x.size(2);
   check_floats(base, x.size(0) * N * O);
-  if (bias) check_floats(*bias, T * O);
+  STD_TORCH_CHECK(
+      bias_mu.has_value() == bias_rho.has_value(), "bayes_linear: a bias must have both halves");
+  if (bias_mu) check_floats(*bias_mu, O), check_floats(*bias_rho, O);
   const DeviceGuard guard(x.get_device_index());
   const Tensor y = torch::stable::new_empty(base, {T, N, O});
+  const Tensor bias = torch::stable::new_empty(base, {bias_mu ? T : 0, O});
   if (y.numel() == 0) return y;
+  if (bias_mu)
+    run_sample_bias(
+        output<float>(bias), pointer<float>(bias_mu), pointer<float>(bias_rho), seed_of(seed),
+        uint32_t(stream), T, O, current_stream(x));
   dispatch_half(x, [&](auto zero) {
     using half_t = decltype(zero);
     run_bayes_forward<half_t>(
         {static_cast<const half_t*>(x.const_data_ptr()), fragments_of(sigma, O, I),
-         base.const_data_ptr<float>(), bias ? bias->const_data_ptr<float>() : nullptr,
-         x_scale.const_data_ptr<float>(), sigma_scale.const_data_ptr<float>(), seed_of(seed),
-         y.mutable_data_ptr<float>(), T, N, O, I, uint32_t(stream), x.size(0) == 1},
+         base.const_data_ptr<float>(), output<float>(bias), x_scale.const_data_ptr<float>(),
+         sigma_scale.const_data_ptr<float>(), seed_of(seed), y.mutable_data_ptr<float>(), T, N, O,
+         I, uint32_t(stream), x.size(0) == 1},
         current_stream(x));
   });
   return y;

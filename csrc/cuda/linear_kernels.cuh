@@ -24,9 +24,9 @@ inline int count_parts(int64_t warps, int64_t most, int64_t busy = kBusyWarps) {
   return parts;
 }
 
-// Measured on an H200: up to 16 rows a second wave pays; beyond 32, few warps fill it.
+// Measured on an H200: up to 32 rows a second wave pays; beyond 64, few warps fill it.
 constexpr int64_t busy_warps(int rows) {
-  return kBusyWarps * 32 / larger(rows, 16);
+  return rows <= 32 ? 2 * kBusyWarps : kBusyWarps * 32 / rows;
 }
 
 struct Lane {
@@ -54,6 +54,34 @@ BNUQ_DEVICE void add_parts(acc_t (&acc)[A][B][C], acc_t* shared, int part, int p
 
 constexpr int parts_bytes(int sums, int parts, int bytes = sizeof(float)) {
   return parts == 1 ? 0 : kLinearWarps / parts * sums * kWarp * bytes;
+}
+
+// ---- bias[t] = bias_mu + softplus(bias_rho) * eps[t] -------------------------------------------
+
+// (T, O): a thread makes eight neighbours of one row.
+template <typename = void>
+__global__ void __launch_bounds__(kLinearThreads) sample_bias_kernel(
+    float* __restrict__ bias, const float* __restrict__ mu, const float* __restrict__ rho,
+    const int64_t* __restrict__ seed, uint32_t stream, int64_t T, int64_t O) {
+  const int64_t groups = ceil_div<int64_t>(O, 8);
+  const int64_t i = int64_t(blockIdx.x) * kLinearThreads + threadIdx.x;
+  if (i >= T * groups) return;
+  const int64_t t = i / groups, first = i % groups * 8;
+  float z[8];
+  normals8(philox_at(subkey(seed[0], stream, kTagBias), first >> 3, uint64_t(seed[1] + t)), z);
+#pragma unroll
+  for (int e = 0; e < 8; ++e)
+    if (first + e < O) bias[t * O + first + e] = mu[first + e] + softplus(rho[first + e]) * z[e];
+}
+
+inline void run_sample_bias(
+    float* bias, const float* mu, const float* rho, const int64_t* seed, uint32_t stream_id,
+    int64_t T, int64_t O, cudaStream_t stream) {
+  const int64_t blocks = ceil_div<int64_t>(T * ceil_div<int64_t>(O, 8), kLinearThreads);
+  const auto kernel = sample_bias_kernel<>;
+  BNUQ_LAUNCH(
+      kernel, dim3(unsigned(blocks)), dim3(kLinearThreads), 0, stream, bias, mu, rho, seed,
+      stream_id, T, O);
 }
 
 // ---- y[t] = base[t] + bias[t] + x[t] @ (sigma * eps[t])^T --------------------------------------
@@ -122,20 +150,27 @@ BNUQ_DEVICE void multiply_direct(
   }
 }
 
+// Columns of x in shared memory at a time: the longer, the fewer barriers; measured, with more rows
+// blocks that take more of it lose as much.
+constexpr int forward_columns(int kBlocks) {
+  return kBlocks <= 4 ? 4 * kStage : kStage;
+}
+
 // More rows: x passes through shared memory, the next columns while these are used.
 template <typename half_t, int kBlocks>
 BNUQ_DEVICE void multiply_staged(
     float (&acc)[kBlocks][4], half_t* shared, const BayesForwardArgs<half_t>& p,
     const RoundKeys& keys, const ForwardPlace<half_t>& at) {
-  constexpr int kBuffer = kBlocks * 8 * kPitchBytes, kTiles = kStage / kEdge;
+  constexpr int kColumns = forward_columns(kBlocks), kPitchBytes = pitch_bytes(kColumns);
+  constexpr int kBuffer = kBlocks * 8 * kPitchBytes, kTiles = kColumns / kEdge;
   const SharedAddress start = shared_address(shared);
-  RowCopy<half_t> x = RowCopy<half_t>::at(p.x + at.first_row * p.I, p.I);
+  auto x = RowCopy<half_t, kColumns>::at(p.x + at.first_row * p.I, p.I);
   const int rows = int(smaller<int64_t>(kBlocks * 8, p.N - at.row));
   int column = x.column();
   const auto stage = [&](int buffer) {
     x.template begin<kBlocks * 8>(start + buffer * kBuffer, kBlocks * 8, column < p.I ? rows : 0);
-    x.from += kStage;
-    column += kStage;
+    x.from += kColumns;
+    column += kColumns;
   };
   // Of matrices (rows 0, columns 0), (0, 8), (8, 0), (8, 8).
   const SharedAddress own =
@@ -231,7 +266,8 @@ void launch_forward(BayesForwardArgs<half_t> p, cudaStream_t stream) {
       unsigned(p.T), unsigned(ceil_div<int64_t>(tiles_o, kLinearWarps / p.parts)),
       unsigned(row_blocks));
   const int rows = kBlocks > 1 ? 2 * kBlocks * 8 : 0;
-  const int shared = larger(rows * kPitchBytes, parts_bytes(kBlocks * 4, p.parts));
+  const int staged = rows * pitch_bytes(forward_columns(kBlocks));
+  const int shared = larger(staged, parts_bytes(kBlocks * 4, p.parts));
   const auto kernel = bayes_forward_kernel<half_t, kBlocks>;
   BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), shared, stream, p);
 }

@@ -13,9 +13,9 @@ struct SampleArgs {
   const float *mu, *rho;            // (O, I)
   const float *bias_mu, *bias_rho;  // (O,) or null
   const int64_t* seed;
-  float* weight;           // (R, O, I)
-  float* bias;             // (R, O) or null
-  int64_t first, R, O, I;  // replicas first .. first + R - 1
+  float* weight;              // (R, O, I)
+  float* y;                   // (R, N, O), whose rows begin with the biases; null without them
+  int64_t first, R, N, O, I;  // replicas first .. first + R - 1
   uint32_t stream;
   bool wide;  // two neighbours lie on 8 bytes
 };
@@ -29,6 +29,22 @@ BNUQ_DEVICE void store_weights(
     else if (slot % 2 == 0)
       *reinterpret_cast<float2*>(weight + k) = make_float2(v[slot], v[slot + 1]);
   });
+}
+
+constexpr int kBiasRows = kOperandThreads / kEdge;
+
+// Of 16 outputs and replicas begin .. end - 1; 16 rows at a time. All threads of the block.
+BNUQ_DEVICE void write_biases(
+    const SampleArgs& p, int64_t tile_o, int64_t begin, int64_t end, uint64_t replica) {
+  const int64_t o = tile_o * kEdge + threadIdx.x % kEdge;
+  if (o >= p.O) return;
+  const Key key = subkey(p.seed[0], p.stream, kTagBias);
+  const float mean = p.bias_mu[o], sigma = softplus(p.bias_rho[o]);
+  for (int64_t t = begin; t < end; ++t) {
+    const float bias = mean + sigma * vector_normal(key, o, replica + t);
+    for (int64_t n = threadIdx.x / kEdge; n < p.N; n += kBiasRows)
+      p.y[(t * p.N + n) * p.O + o] = bias;
+  }
 }
 
 // weight[t] = mu + sigma * eps[t], and the biases. A block has a row of tiles, or some of it, and
@@ -51,22 +67,17 @@ __global__ void __launch_bounds__(kOperandThreads) sample_weights_kernel(SampleA
       store_weights(p.weight + t * p.O * p.I, weight, p, tile_o, place / kWarp, lane);
     }
   }
-  const int64_t o = tile_o * kEdge + threadIdx.x;
-  if (!p.bias || blockIdx.y > 0 || threadIdx.x >= kEdge || o >= p.O) return;
-  const Key key = subkey(p.seed[0], p.stream, kTagBias);
-  const float mean = p.bias_mu[o], sigma = softplus(p.bias_rho[o]);
-  for (int64_t t = begin; t < end; ++t)
-    p.bias[t * p.O + o] = mean + sigma * vector_normal(key, o, replica + t);
+  if (p.y && blockIdx.y == 0) write_biases(p, tile_o, begin, end, replica);
 }
 
 struct ReduceArgs {
   const float* grad_weight;     // (R, O, I)
-  const float* grad_bias;       // (R, O) or null
+  const float* grad_y;          // (R, N, O)
   const float *rho, *bias_rho;  // (O, I), (O,)
   const int64_t* seed;
   float *grad_mu, *grad_rho;            // (O, I)
   float *grad_bias_mu, *grad_bias_rho;  // (O,) or null
-  int64_t first, R, O, I;               // replicas first .. first + R - 1
+  int64_t first, R, N, O, I;            // replicas first .. first + R - 1
   uint32_t stream;
   int parts = 1;  // the warps of a block that share a tile
 };
@@ -76,53 +87,66 @@ BNUQ_DEVICE void write_sum(float* to, float sum, int64_t first) {
   *to = first > 0 ? *to + sum : sum;
 }
 
-// The sums over the replicas, by mu and rho. A warp owns a tile of weights, or a part of its sum;
-// that of the first columns the biases of its rows too.
-template <typename = void>
-__global__ void __launch_bounds__(kLinearThreads, 2) reduce_grads_kernel(ReduceArgs p) {
-  BNUQ_DYNAMIC_SHARED(float, shared);
+// By mu and sigma of a tile's weights, in two rows each.
+BNUQ_DEVICE void sum_weights(
+    float (&sums)[1][4][4], const ReduceArgs& p, int64_t tile_o, int64_t tile_i, int part) {
   const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
-  const Key bias_key = subkey(p.seed[0], p.stream, kTagBias);
-  const Lane at;
-  const int part = at.warp % p.parts;
-  const int64_t tile_i = blockIdx.x;
-  const int64_t tile_o = int64_t(blockIdx.y) * (kLinearWarps / p.parts) + at.warp / p.parts;
-  const int64_t o = tile_o * kEdge + at.g;
-  const bool biases = p.grad_bias && tile_i == 0 && at.pair == 0;
-  float sums[1][5][4] = {};  // by mu in two rows, by sigma in two; by mu and sigma of two biases
+  const int lane = threadIdx.x % kWarp;
   for (int64_t t = part; t < p.R; t += p.parts) {
-    const uint64_t replica = uint64_t(p.seed[1] + p.first + t);
     const float* grad = p.grad_weight + t * p.O * p.I;
     float g[8] = {}, z[8];
     for_lane_weights(
-        tile_o, tile_i, at.lane, p.O, p.I, [&](int slot, int64_t k) { g[slot] = grad[k]; });
-    lane_noise(z, keys, tile_o, tile_i, at.lane, replica);
+        tile_o, tile_i, lane, p.O, p.I, [&](int slot, int64_t k) { g[slot] = grad[k]; });
+    lane_noise(z, keys, tile_o, tile_i, lane, uint64_t(p.seed[1] + p.first + t));
 #pragma unroll
     for (int slot = 0; slot < 8; ++slot) {
       sums[0][slot / 4][slot % 4] += g[slot];
       sums[0][2 + slot / 4][slot % 4] += g[slot] * z[slot];
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (biases && o + h * 8 < p.O) {
-        const float by_bias = p.grad_bias[t * p.O + o + h * 8];
-        sums[0][4][h] += by_bias;
-        sums[0][4][2 + h] += by_bias * vector_normal(bias_key, o + h * 8, replica);
-      }
   }
+}
+
+// By mu and sigma of bias tile_o * 16 + lane % 16, in the first two; every other row a lane.
+BNUQ_DEVICE void sum_biases(float (&sums)[1][4][4], const ReduceArgs& p, int64_t tile_o, int part) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t o = tile_o * kEdge + lane % kEdge;
+  const Key key = subkey(p.seed[0], p.stream, kTagBias);
+  for (int64_t t = part; t < p.R; t += p.parts) {
+    float by_bias = 0.0f;
+#pragma unroll 8
+    for (int64_t n = lane / kEdge; n < p.N; n += 2)
+      if (o < p.O) by_bias += p.grad_y[(t * p.N + n) * p.O + o];
+    by_bias += __shfl_xor_sync(kAllLanes, by_bias, kEdge);
+    sums[0][0][0] += by_bias;
+    sums[0][0][1] += by_bias * vector_normal(key, o, uint64_t(p.seed[1] + p.first + t));
+  }
+}
+
+// The sums over the replicas. A warp owns a tile of weights, or a part of its sum; beyond the last
+// column of tiles, 16 biases.
+template <typename = void>
+__global__ void __launch_bounds__(kLinearThreads, 2) reduce_grads_kernel(ReduceArgs p) {
+  BNUQ_DYNAMIC_SHARED(float, shared);
+  const Lane at;
+  const int part = at.warp % p.parts;
+  const int64_t tile_i = blockIdx.x;
+  const int64_t tile_o = int64_t(blockIdx.y) * (kLinearWarps / p.parts) + at.warp / p.parts;
+  const bool biases = tile_i * kEdge >= p.I;
+  float sums[1][4][4] = {};
+  biases ? sum_biases(sums, p, tile_o, part) : sum_weights(sums, p, tile_o, tile_i, part);
   add_parts(sums, shared, part, p.parts);
   if (part > 0) return;
-  for_lane_weights(tile_o, tile_i, at.lane, p.O, p.I, [&](int slot, int64_t k) {
-    write_sum(p.grad_mu + k, sums[0][slot / 4][slot % 4], p.first);
-    write_sum(p.grad_rho + k, sums[0][2 + slot / 4][slot % 4] * sigmoid(p.rho[k]), p.first);
-  });
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-    if (biases && o + h * 8 < p.O) {
-      const int64_t k = o + h * 8;
-      write_sum(p.grad_bias_mu + k, sums[0][4][h], p.first);
-      write_sum(p.grad_bias_rho + k, sums[0][4][2 + h] * sigmoid(p.bias_rho[k]), p.first);
-    }
+  if (!biases) {
+    for_lane_weights(tile_o, tile_i, at.lane, p.O, p.I, [&](int slot, int64_t k) {
+      write_sum(p.grad_mu + k, sums[0][slot / 4][slot % 4], p.first);
+      write_sum(p.grad_rho + k, sums[0][2 + slot / 4][slot % 4] * sigmoid(p.rho[k]), p.first);
+    });
+    return;
+  }
+  const int64_t o = tile_o * kEdge + at.lane;
+  if (at.lane >= kEdge || o >= p.O) return;
+  write_sum(p.grad_bias_mu + o, sums[0][0][0], p.first);
+  write_sum(p.grad_bias_rho + o, sums[0][0][1] * sigmoid(p.bias_rho[o]), p.first);
 }
 
 // ---- launches ----------------------------------------------------------------------------------
@@ -136,11 +160,12 @@ inline void run_sample_weights(SampleArgs p, cudaStream_t stream) {
 
 inline void run_reduce_grads(ReduceArgs p, cudaStream_t stream) {
   const int64_t tiles_o = ceil_div<int64_t>(p.O, kEdge),
-                tiles_i = larger<int64_t>(1, ceil_div<int64_t>(p.I, kEdge));
-  p.parts = count_parts(tiles_o * tiles_i, smaller<int64_t>(kLinearWarps, p.R));
-  const dim3 grid(unsigned(tiles_i), unsigned(ceil_div<int64_t>(tiles_o, kLinearWarps / p.parts)));
+                columns = ceil_div<int64_t>(p.I, kEdge) + (p.grad_bias_mu ? 1 : 0);
+  if (columns == 0) return;
+  p.parts = count_parts(tiles_o * columns, smaller<int64_t>(kLinearWarps, p.R));
+  const dim3 grid(unsigned(columns), unsigned(ceil_div<int64_t>(tiles_o, kLinearWarps / p.parts)));
   const auto kernel = reduce_grads_kernel<>;
-  BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), parts_bytes(5 * 4, p.parts), stream, p);
+  BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), parts_bytes(4 * 4, p.parts), stream, p);
 }
 
 }  // namespace bnuq

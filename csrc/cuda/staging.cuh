@@ -7,9 +7,12 @@ namespace bnuq {
 
 constexpr int kLinearWarps = 8;
 constexpr int kLinearThreads = kLinearWarps * kWarp;
-constexpr int kStage = 64;          // columns of a matrix that are in shared memory at a time
-constexpr int kPitch = kStage + 8;  // 36 words a row: eight rows of 16 bytes meet 32 banks
-constexpr int kPitchBytes = 2 * kPitch;
+constexpr int kStage = 64;  // columns of a matrix that are in shared memory at a time
+// Of a row of so many columns in shared memory: eight rows of 16 bytes meet 32 banks.
+constexpr int pitch_bytes(int columns) {
+  return 2 * (columns + 8);
+}
+constexpr int kPitchBytes = pitch_bytes(kStage);
 
 #ifdef BNUQ_HOSTRUN
 
@@ -74,10 +77,9 @@ BNUQ_DEVICE void load_matrices(uint32_t (&matrix)[4], SharedAddress row) {
 // What a thread copies of a 16-bit matrix, whose rows are padded with zeros to a multiple of 16
 // columns: eight columns of every kCopyRows-th row of a stage. It is moved on by its owner, since
 // to find a place anew takes as many instructions as a quarter of the noise.
-constexpr int kCopyRows = kLinearThreads / (kStage / 8);
-
-template <typename half_t>
+template <typename half_t, int kColumns = kStage>
 struct RowCopy {
+  static constexpr int kCopyRows = kLinearThreads / (kColumns / 8);
   const half_t* from;  // of its first row
   int64_t step;        // to its next
 
@@ -85,13 +87,14 @@ struct RowCopy {
   BNUQ_DEVICE static RowCopy at(const half_t* stage, int64_t pitch) {
     return {stage + row() * pitch + column(), kCopyRows * pitch};
   }
-  BNUQ_DEVICE static int row() { return threadIdx.x / (kStage / 8); }
-  BNUQ_DEVICE static int column() { return threadIdx.x % (kStage / 8) * 8; }
+  BNUQ_DEVICE static int row() { return threadIdx.x / (kColumns / 8); }
+  BNUQ_DEVICE static int column() { return threadIdx.x % (kColumns / 8) * 8; }
 
   // Begins to copy `rows` rows, and zeros up to num_rows <= kMost or more. All threads of the
   // block.
   template <int kMost>
   BNUQ_DEVICE void begin(SharedAddress shared, int num_rows, int rows) const {
+    constexpr int kPitchBytes = pitch_bytes(kColumns);
     shared += row() * kPitchBytes + column() * 2;
 #pragma unroll
     for (int k = 0; k < kMost; k += kCopyRows)

@@ -116,12 +116,14 @@ class Ops:
             )
         )  # fmt: skip
 
-    def bayes_forward(self, x, sigma, base, bias, x_scale, sigma_scale, seed, stream, num_samples):
+    def bayes_forward(
+        self, x, sigma, base, bias_mu, bias_rho, x_scale, sigma_scale, seed, stream, num_samples
+    ):
         N, O = base.shape[1:]  # noqa: E741
         return self.run(
             "forward", x.dtype, fresh((num_samples, N, O), np.float32), x=x, sigma=sigma, base=base,
-            bias=bias, x_scale=x_scale, sigma_scale=sigma_scale, seed=seed, stream=stream,
-            T=num_samples, N=N, O=O, I=x.shape[2], shared=len(x) == 1,
+            bias=bias_mu, bias_rho=bias_rho, x_scale=x_scale, sigma_scale=sigma_scale, seed=seed,
+            stream=stream, T=num_samples, N=N, O=O, I=x.shape[2], shared=len(x) == 1,
         )  # fmt: skip
 
     def bayes_grad_x_(self, grad_x, grad_y, sigma, grad_scale, sigma_scale, seed, stream):

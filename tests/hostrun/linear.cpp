@@ -43,9 +43,12 @@ void fused(const Bayes& c) {
     run_sample_noise<half_t>(
         to<half_t>(c.out), sigma, c.seed, c.stream, c.first, c.T, c.O, c.I / kEdge, nullptr);
   } else if (c.kernel == "forward") {
+    std::vector<float> bias(c.bias ? c.T * c.O : 0, NAN);
+    if (c.bias)
+      run_sample_bias(bias.data(), f(c.bias), f(c.bias_rho), c.seed, c.stream, c.T, c.O, nullptr);
     run_bayes_forward<half_t>(
-        {h(c.x), sigma, f(c.base), f(c.bias), f(c.x_scale), f(c.sigma_scale), c.seed,
-         to<float>(c.out), c.T, c.N, c.O, c.I, c.stream, c.shared},
+        {h(c.x), sigma, f(c.base), c.bias ? bias.data() : nullptr, f(c.x_scale), f(c.sigma_scale),
+         c.seed, to<float>(c.out), c.T, c.N, c.O, c.I, c.stream, c.shared},
         nullptr);
   } else if (c.kernel == "grad_x") {
     run_bayes_grad_x<half_t>(

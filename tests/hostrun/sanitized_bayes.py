@@ -48,7 +48,8 @@ def run_products(kernels, random_bits, random, dtype, shape, shared):
         | sizes
         | {"I": I16, "sigma": sigma, "x": random_bits(random, (first, N, I16), dtype)}
     )
-    given |= {"base": np.zeros((T, N, O), np.float32), "bias": np.zeros((T, O), np.float32)}
+    bias = np.zeros((O,), np.float32)
+    given |= {"base": np.zeros((T, N, O), np.float32), "bias": bias, "bias_rho": bias}
     run(kernels, "forward", dtype, {"out": fresh((T, N, O), np.float32)}, **given)
 
     given = (
