@@ -33,7 +33,8 @@ def bayes_linear(
         y[t] = x[t] @ (mu + softplus(rho) * eps[t])^T + bias_mu + softplus(bias_rho) * eps_bias[t]
 
     eps is `philox_normal(seed, stream, (T, O, I))`, eps_bias `philox_normal(seed, stream, (T, O),
-    tag="bias")`; both are made again in the backward. Nothing of size T*O*I is ever held.
+    tag="bias")`; both are made again in the backward. Of T*O*I numbers no more than 32 MiB are
+    held at a time, or one replica's.
 
     Args:
         x: (N, I), shared by the replicas, or (T, N, I); float32, float64, float16 or bfloat16.
