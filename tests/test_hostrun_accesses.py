@@ -39,8 +39,7 @@ SMALL = 8.0  # of a few numbers, next to what its kernel or the one before it mo
 EXPECTED = {
     "unpack(load_stream<4>(from + 4 * h), z[h])": HALVES,
     "*reinterpret_cast<uint32_t*>(to + ": HALVES,
-    "b[r][0] = __ldg(x[r]": HALVES,
-    "b[r][1] = __ldg(x[r]": HALVES,
+    "b[2] = {__ldg(columns)": HALVES,
     "sums[at] = own": HALVES,
     "grad[k] = p.grad_x[at]": HALVES,
     "p.grad_x[at] = grad[k]": HALVES,

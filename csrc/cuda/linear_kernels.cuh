@@ -58,30 +58,25 @@ constexpr int parts_bytes(int sums, int parts, int bytes = sizeof(float)) {
 
 // ---- bias[t] = bias_mu + softplus(bias_rho) * eps[t] -------------------------------------------
 
-// (T, O): a thread makes eight neighbours of one row.
+// (T, O), a thread each: all of a Philox call but one number is thrown away, lest stores be apart.
 template <typename = void>
 __global__ void __launch_bounds__(kLinearThreads) sample_bias_kernel(
     float* __restrict__ bias, const float* __restrict__ mu, const float* __restrict__ rho,
     const int64_t* __restrict__ seed, uint32_t stream, int64_t T, int64_t O) {
-  const int64_t groups = ceil_div<int64_t>(O, 8);
   const int64_t i = int64_t(blockIdx.x) * kLinearThreads + threadIdx.x;
-  if (i >= T * groups) return;
-  const int64_t t = i / groups, first = i % groups * 8;
-  float z[8];
-  normals8(philox_at(subkey(seed[0], stream, kTagBias), first >> 3, uint64_t(seed[1] + t)), z);
-#pragma unroll
-  for (int e = 0; e < 8; ++e)
-    if (first + e < O) bias[t * O + first + e] = mu[first + e] + softplus(rho[first + e]) * z[e];
+  if (i >= T * O) return;
+  const int64_t t = i / O, o = i % O;
+  const Key key = subkey(seed[0], stream, kTagBias);
+  bias[i] = mu[o] + softplus(rho[o]) * vector_normal(key, o, uint64_t(seed[1] + t));
 }
 
 inline void run_sample_bias(
     float* bias, const float* mu, const float* rho, const int64_t* seed, uint32_t stream_id,
     int64_t T, int64_t O, cudaStream_t stream) {
-  const int64_t blocks = ceil_div<int64_t>(T * ceil_div<int64_t>(O, 8), kLinearThreads);
+  const dim3 blocks(unsigned(ceil_div<int64_t>(T * O, kLinearThreads)));
   const auto kernel = sample_bias_kernel<>;
   BNUQ_LAUNCH(
-      kernel, dim3(unsigned(blocks)), dim3(kLinearThreads), 0, stream, bias, mu, rho, seed,
-      stream_id, T, O);
+      kernel, blocks, dim3(kLinearThreads), 0, stream, bias, mu, rho, seed, stream_id, T, O);
 }
 
 // ---- y[t] = base[t] + bias[t] + x[t] @ (sigma * eps[t])^T --------------------------------------
