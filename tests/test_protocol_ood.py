@@ -86,6 +86,7 @@ def test_scores_are_those_of_another_package(done):
             values = np.array(scores[name])
             expected = values.mean(), values.std(ddof=1) / math.sqrt(len(values))
             printed = [float(part) for part in row[place].split(" ± ")]
+            assert row[place] == " ± ".join(f"{part:.{digits}f}" for part in printed)
             # Half a unit of the last digit, and what the two packages round apart.
             np.testing.assert_allclose(printed, expected, rtol=0, atol=0.501 * 10.0**-digits)
 

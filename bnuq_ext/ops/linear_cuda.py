@@ -104,11 +104,8 @@ def _backward(
         grads = grad_x if need_x else None, grad_mu, grad_rho
         return parts.pack_grads(x, rho, *grads, bias_grads)
     if way == "sampled":
-        needed = need_x, need_weight, need_bias
-        *grads, by_bias_mu, by_bias_rho = sampled.backward(
-            grad_y, xs, mu, rho, bias_rho, noise, *needed
-        )
-        return parts.pack_grads(x, rho, *grads, (by_bias_mu, by_bias_rho) if need_bias else None)
+        given = grad_y, xs, mu, rho, bias_rho, noise, need_x, need_weight, need_bias
+        return parts.pack_grads(x, rho, *sampled.backward(*given))
     grad_x = grad_mu = grad_rho = bias_grads = None
     if need_x or need_weight:
         grad_x, grad_mu, grad_rho = _fused_backward(

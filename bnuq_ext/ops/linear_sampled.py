@@ -41,13 +41,12 @@ def backward(
     need_x: bool,
     need_weight: bool,
     need_bias: bool,
-) -> tuple[Tensor | None, ...]:
-    """Gradients by xs, mu, rho, and by the two of the bias, of grad_y (T, N, O);
+) -> tuple:
+    """Gradients by xs, mu and rho, and a pair of those by the bias, of grad_y (T, N, O);
     None for those that are not needed."""
     if need_bias and not need_weight:
-        bias_grads = parts.grad_bias(grad_y, bias_rho, noise)
-        needed = need_x, False, False
-        return *backward(grad_y, xs, mu, rho, None, noise, *needed)[:3], *bias_grads
+        grads = backward(grad_y, xs, mu, rho, None, noise, need_x, False, False)
+        return *grads[:3], parts.grad_bias(grad_y, bias_rho, noise)
     grad_x = xs.new_empty(xs.shape) if need_x else None
     like = [mu, mu] if need_weight else [None] * 2
     like += [bias_rho, bias_rho] if need_bias else [None] * 2
@@ -62,7 +61,7 @@ def backward(
         if need_weight:
             torch.bmm(grad.transpose(1, 2), rows_of(xs, replicas), out=weight)
             _ops.reduce_grads_(*grads, weight, grad, rho, bias_rho, *place)
-    return grad_x, *grads
+    return grad_x, *grads[:2], grads[2:] if need_bias else None
 
 
 def _add_grad_x(grad_x: Tensor, replicas: slice, grad: Tensor, weight: Tensor) -> None:

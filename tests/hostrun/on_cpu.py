@@ -32,6 +32,7 @@ LEFT_OUT = {
     "test_statistics_kl.py::test_devices": "compares devices by their names",
     "test_more_than_2_to_the_31_elements": "takes minutes",
     "test_bayes.py::test_replicas_have_the_noise": "noise to 24 bits; it has 11 here",
+    "test_pruning_is_reversible": "bits of MKL's sums, which hang on addresses",
     # There the sums of parts of the replicas are some megabytes at the most, and no less for few.
     "test_holds_no_more_for_more_replicas": "a bound of the CPU's",
 }
