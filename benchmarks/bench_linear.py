@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bnuq_ext import BayesLinear, elbo_loss, kl_divergence, ops
-from bnuq_ext.ops import linear_cuda
+from bnuq_ext.ops.linear_ways import going
 
 from . import bayes_yardsticks as yardsticks
 from .bayes_yardsticks import Posterior
@@ -152,9 +152,7 @@ def test_fused_product_on_cuda(benchmark, size, rows, T):
     _, _, *operands = fused.bayes_operands(None, x, q.rho, False)
     operand, scale, sigma, sigma_scale = operands
     runs = {
-        "ours": lambda: fused.bayes_forward(
-            operand, sigma, base, None, None, scale, sigma_scale, seed, 0, T
-        ),
+        "ours": lambda: fused.bayes_forward(operand, sigma, base, scale, sigma_scale, seed, 0, T),
         "noise alone": noise_alone(seed, T, size, size),
     }
     times = compare(runs, rounds=25, seconds=1.5, device="cuda")
@@ -169,11 +167,8 @@ NEAR_THE_LIMIT += [(1024, rows, T) for rows in (8, 32, 128) for T in (1, 20)]
 
 def by_way(way: str, run):
     def forced():
-        chosen, linear_cuda.way_of = linear_cuda.way_of, lambda *call: way
-        try:
+        with going(way):
             return run()
-        finally:
-            linear_cuda.way_of = chosen
 
     return forced
 
@@ -187,7 +182,7 @@ def test_the_better_way_on_cuda(benchmark, size, rows, T, backward):
     x, q = make(case, "cuda")
     run = with_backward({"ours": None}, case, "cuda")["ours"] if backward else ours_of(x, q, T)
     ways = ("direct", "sampled", "fused")
-    runs = {"ours": run} | {way: by_way(way, run) for way in ways}
+    runs = {"ours": by_way("by size", run)} | {way: by_way(way, run) for way in ways}
     with torch.set_grad_enabled(backward):
         times = compare(runs, rounds=25, seconds=1, device="cuda")
         benchmark.pedantic(run, rounds=3)

@@ -42,7 +42,13 @@ from benchmarks.gpu_verdicts import (
 
 STAGE_SECONDS = 450  # of nine minutes: what goes before, and the report, take some
 SCRATCH = ROOT / ".gpu-build"
-SANITIZED = ["philox", "batch_norm", "predictive", "bayes"]  # each by itself: it may take minutes
+SANITIZED = [
+    "philox",
+    "batch_norm",
+    "predictive",
+    "bayes",
+    "batched",
+]  # each by itself: it may take minutes
 # Each version of torch and Python deprecates something else.
 DEPRECATIONS = ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
 # Of pytest-benchmark, where cases fail: as errors they would stand in place of what has failed.
@@ -62,7 +68,7 @@ FIRST_PORT, PORTS = 49152, 16  # sixteen of their own for each sanitizer: severa
 SPLIT = {"bench_linear.py": r"[^\[]+(\[cuda-\(\d+)?", "bench_models.py": r".+"}
 # What no other machine can show comes first, in case the time ends.
 FIRST_TESTS = """
-test_gpu test_gpu_bayes test_autocast test_philox test_batch_norm test_batch_norm_grad
+test_gpu test_gpu_bayes test_gpu_ways test_autocast test_philox test_batch_norm test_batch_norm_grad
 test_batch_norm_layout test_predictive test_linear test_kl test_nan_payloads test_collect
 test_collect_data test_collect_state test_bank test_batch_size test_normality test_statistics_kl
 test_drop_in

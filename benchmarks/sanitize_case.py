@@ -9,13 +9,12 @@ device than "cuda" may be named, to try the script itself.
 import itertools
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bnuq_ext import ops
-from bnuq_ext.ops import linear_cuda
+from bnuq_ext.ops.linear_ways import going
 
 T, N, C, B = 3, 2, 5, 4
 SHAPES = [(N, C), (3, C), (N, C, 7, 7), (N, C, 4, 4), (N, C, 1, 1), (N, C, 16, 16)]
@@ -73,11 +72,11 @@ def run_predictive():
 
 def run_bayes():
     few = [(1, 1, 1), (5, 17, 33)]  # go direct, but the fused way has forms for them too
-    more = [(9, 17, 33), (20, 7, 16), (33, 40, 20), (65, 3, 5), (600, 16, 24)]
+    more = [(9, 17, 33), (20, 7, 16), (33, 40, 20), (65, 3, 5)]
     run_products([torch.float32, torch.bfloat16, torch.float64], [*few, (9, 17, 33)])
-    with patch.object(linear_cuda, "way_of", lambda x, mu: "sampled"):
+    with going("sampled"):
         run_products([torch.float32, torch.bfloat16], [*few, (9, 18, 34)])
-    with patch.object(linear_cuda, "way_of", lambda x, mu: "fused"):
+    with going("fused"):
         run_products([torch.float32, torch.float16, torch.bfloat16], [*few, *more])
         many = 352  # with three tiles of outputs enough warps for 128 rows each
         run_products([torch.float32, torch.bfloat16], [(65, 33, 5)], [many])
@@ -86,6 +85,11 @@ def run_bayes():
         mu, rho = (made(17, 33, dtype=dtype).requires_grad_() for _ in range(2))
         ops.gaussian_kl(mu, rho, 0.7).backward()
         ops.mixture_kl(mu, rho, seed, 1, T).backward()
+
+
+def run_batched():
+    """By themselves: most of it are products of torch's."""
+    run_products([torch.float32, torch.float16, torch.bfloat16], [(600, 16, 24)])
 
 
 def run_products(dtypes, sizes, samples=(1, 3)):
@@ -113,6 +117,7 @@ FAMILIES = {
     "batch_norm": run_batch_norm,
     "predictive": run_predictive,
     "bayes": run_bayes,
+    "batched": run_batched,
 }
 
 

@@ -1,5 +1,4 @@
-// The table of every op. Each backend registers its kernels in its own files; those of
-// `bayes_linear` for CUDA are put together in bnuq_ext/ops/linear_cuda.py.
+// The table of every op. Each backend registers its kernels in its own files.
 //
 // T replicas, N rows, C channels, B snapshots, K classes. `seed` is int64[2]: the key and the
 // global number of the first replica. Parameters and statistics come in the accumulation type.
@@ -67,35 +66,16 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " bool need_bias) -> (Tensor grad_x, Tensor grad_mu, Tensor grad_rho, Tensor grad_bias_mu,"
       " Tensor grad_bias_rho)");
 
-  // The pieces of bayes_linear on CUDA: products with sigma * eps, whose weights stay in registers.
+  // For benchmarks and tests: the fused product by itself, the way that a call takes
+  // (csrc/cuda/linear_ways.cu).
   m.def(
       "bayes_operands(Tensor? grad_y, Tensor? x, Tensor? rho, bool bfloat16) -> (Tensor grad_y,"
       " Tensor grad_scale, Tensor x, Tensor x_scale, Tensor sigma, Tensor sigma_scale)");
-  m.def("sample_noise_(Tensor(a!) weight, Tensor sigma, Tensor seed, int stream, int first) -> ()");
   m.def(
-      "bayes_direct(Tensor x, Tensor mu, Tensor rho, Tensor? bias_mu, Tensor? bias_rho,"
+      "bayes_forward(Tensor x, Tensor sigma, Tensor base, Tensor x_scale, Tensor sigma_scale,"
       " Tensor seed, int stream, int num_samples) -> Tensor");
-  m.def(
-      "bayes_direct_backward(Tensor grad_y, Tensor x, Tensor mu, Tensor rho, Tensor? bias_rho,"
-      " Tensor seed, int stream, bool need_x, bool need_weight, bool need_bias)"
-      " -> (Tensor grad_x, Tensor grad_mu, Tensor grad_rho, Tensor grad_bias_mu,"
-      " Tensor grad_bias_rho)");
-  m.def(
-      "sample_weights_(Tensor(a!) weight, Tensor(b!)? y, Tensor mu, Tensor rho, Tensor? bias_mu,"
-      " Tensor? bias_rho, Tensor seed, int stream, int first) -> ()");
-  m.def(
-      "reduce_grads_(Tensor(a!) grad_mu, Tensor(b!) grad_rho, Tensor(c!)? grad_bias_mu,"
-      " Tensor(d!)? grad_bias_rho, Tensor grad_weight, Tensor grad_y, Tensor rho,"
-      " Tensor? bias_rho, Tensor seed, int stream, int first) -> ()");
-  m.def(
-      "bayes_forward(Tensor x, Tensor sigma, Tensor base, Tensor? bias_mu, Tensor? bias_rho,"
-      " Tensor x_scale, Tensor sigma_scale, Tensor seed, int stream, int num_samples) -> Tensor");
-  m.def(
-      "bayes_grad_x_(Tensor(a!) grad_x, Tensor grad_y, Tensor sigma, Tensor grad_scale,"
-      " Tensor sigma_scale, Tensor seed, int stream) -> ()");
-  m.def(
-      "bayes_grad_rho(Tensor grad_y, Tensor x, Tensor rho, Tensor grad_scale, Tensor x_scale,"
-      " Tensor seed, int stream) -> Tensor");
+  m.def("ask_bayes_linear_way(int way, int chunk_bytes) -> ()");
+  m.def("bayes_linear_way(Tensor x, Tensor mu) -> int");
 
   m.def("gaussian_kl(Tensor mu, Tensor rho, float prior_std) -> Tensor");
   m.def(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops, reference
-from bnuq_ext.ops import linear_batched, linear_cuda
+from bnuq_ext.ops.linear_ways import going
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -38,9 +38,10 @@ def assert_near(actual, expected, share=2e-3):
 
 
 @pytest.fixture(params=["fused", "direct", "sampled"])
-def way(request, monkeypatch):
-    """Of all calls of a test, whatever their sizes."""
-    monkeypatch.setattr(linear_cuda, "way_of", lambda *call: request.param)
+def way(request):
+    """Of all calls of a test, whatever their sizes; with many rows the fused one is batched."""
+    with going(request.param):
+        yield
 
 
 @pytest.mark.usefixtures("way")
@@ -145,34 +146,6 @@ def test_more_replicas_than_a_grid_has_rows(shared):
     torch.testing.assert_close(y[-3:], last, rtol=1e-3, atol=1e-3)
     (grad,) = torch.autograd.grad(y, xs, torch.ones_like(y))
     assert grad.isfinite().all() and (shared or grad[-1].abs().sum() > 0)
-
-
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("N", [1, 40])
-def test_a_replica_alone_is_what_it_is_among_others(N):
-    T, x, weights = 5, made(N, 70), [v.detach() for v in parameters(33, 70)]
-    together = run(x, weights, ops.new_seed(4, 2, "cuda"), T)
-    for t in range(T):
-        alone = run(x, weights, ops.new_seed(4, 2 + t, "cuda"), 1)
-        torch.testing.assert_close(alone[0], together[t], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_weights_in_chunks_of_two_replicas_and_one(shared, monkeypatch):
-    T, N, I, O = 5, 9, 70, 33  # noqa: E741
-    monkeypatch.setattr(linear_cuda, "way_of", lambda *call: "sampled")
-    x = (made(N, I) if shared else made(T, N, I)).requires_grad_()
-    weights, seed = parameters(O, I), ops.new_seed(4, 2, "cuda")
-    grad_y = made(T, N, O)
-
-    def results():
-        y = run(x, weights, seed, T)
-        return y, *torch.autograd.grad(y, [x, *weights], grad_y)
-
-    expected = results()
-    monkeypatch.setattr(linear_batched, "CHUNK_BYTES", 2 * 4 * O * I)
-    for actual, wanted in zip(results(), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
 def peak(N, T, dtype):

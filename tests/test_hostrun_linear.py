@@ -7,8 +7,6 @@ from hostrun import build
 from hostrun.bayes import STREAM, Ops
 
 from bnuq_ext import ops, reference
-from bnuq_ext.ops import linear_batched, linear_cuda, linear_parts
-from bnuq_ext.ops.linear_parts import Noise
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
 
@@ -16,15 +14,8 @@ HALF_STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
 @pytest.fixture(params=[0, 1], ids=lambda order: f"order{order}")
-def kernels(request, monkeypatch):
-    made = Ops(request.param)
-    monkeypatch.setattr(linear_cuda, "way_of", lambda *call: "fused")
-    for module in (linear_cuda, linear_batched, linear_parts):
-        monkeypatch.setattr(module, "_ops", made)
-    monkeypatch.setattr(
-        linear_batched, "float_product", lambda a, b: torch.bmm(a.float(), b.float())
-    )
-    return made
+def kernels(request):
+    return Ops(request.param)
 
 
 def make(N, I, O, T, shared, dtype):  # noqa: E741
@@ -62,7 +53,7 @@ CASES = [
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("N,I,O,T,shared", CASES)
 def test_fused_products_match_the_reference(kernels, N, I, O, T, shared, half):  # noqa: E741
-    products = Products(N, I, O, T, shared, half)
+    products = Products(kernels, N, I, O, T, shared, half)
     products.check_forward()
     products.check_gradients()
 
@@ -70,20 +61,20 @@ def test_fused_products_match_the_reference(kernels, N, I, O, T, shared, half): 
 @pytest.mark.parametrize("kernels", [1], indirect=True, ids=["order1"])
 @pytest.mark.parametrize("N,shared,half", [(1, False, torch.bfloat16), (9, True, torch.float16)])
 def test_fused_products_of_so_many_tiles_that_no_warps_share_one(kernels, N, shared, half):
-    Products(N, 17, 250, 1056, shared, half).check_forward()
+    Products(kernels, N, 17, 250, 1056, shared, half).check_forward()
 
 
 @pytest.mark.parametrize("kernels", [1], indirect=True, ids=["order1"])
 @pytest.mark.parametrize("shared,half", [(False, torch.bfloat16), (True, torch.float16)])
 def test_fused_products_of_so_many_tiles_that_a_warp_has_128_rows(kernels, shared, half):
-    Products(70, 17, 33, 352, shared, half).check_forward()
+    Products(kernels, 70, 17, 33, 352, shared, half).check_forward()
 
 
 @pytest.mark.parametrize("kernels", [1], indirect=True, ids=["order1"])
 @pytest.mark.parametrize("N,shared,half", [(1, False, torch.bfloat16), (9, True, torch.float16)])
 def test_gradients_of_so_many_replicas(kernels, N, shared, half):
     """Of an x for each, whose tiles no warps share; and of one x, a sum over them all."""
-    Products(N, 50, 17, 1056, shared, half).check_gradients()
+    Products(kernels, N, 50, 17, 1056, shared, half).check_gradients()
 
 
 class Products:
@@ -91,8 +82,8 @@ class Products:
     its sum of squares. Six times that is allowed; one wrong weight is off
     by about the root over sqrt(I)."""
 
-    def __init__(self, N, I, O, T, shared, half):  # noqa: E741
-        self.half, self.shared = half, shared
+    def __init__(self, kernels, N, I, O, T, shared, half):  # noqa: E741
+        self.kernels, self.half, self.shared = kernels, half, shared
         self.dtype = torch.float32 if half == torch.float16 else torch.bfloat16
         x, mu, rho, bias_mu, bias_rho = make(N, I, O, T, shared, self.dtype)
         self.x, self.parameters = x, (mu, rho, bias_mu, bias_rho)
@@ -109,7 +100,7 @@ class Products:
         assert ((actual.double() - wanted).abs() <= bound + rounding).all()
 
     def check_forward(self):
-        y = linear_cuda._forward(self.x, *self.parameters, *self.draw)
+        y = self.kernels.forward(self.x, *self.parameters, *self.draw)
         assert y.dtype == self.dtype
         squares = torch.einsum("tni,toi->tno", self.x2, self.noise2)
         self.check(y, self.expected.detach(), squares)
@@ -117,17 +108,16 @@ class Products:
     def check_gradients(self):
         generator = torch.Generator().manual_seed(1)
         grad_y = torch.randn(self.expected.shape, generator=generator).to(self.dtype)
-        mu, rho, _, bias_rho = self.parameters
-        every = (True, True, True)
-        grads = linear_cuda._backward(grad_y, self.x, mu, rho, bias_rho, *self.draw, *every)
+        grads = self.kernels.backward(grad_y, self.x, *self.parameters[:2], *self.draw)
         wanted = torch.autograd.grad(self.expected, self.inputs64, grad_y.double())
         grad2 = grad_y.double().square()
         by_x = torch.einsum("tno,toi->tni", grad2, self.noise2)
         self.check(grads[0], wanted[0], by_x.sum(0) if self.shared else by_x)
         by_sigma = torch.einsum("tno,tni,toi->oi", grad2, self.x2, self.eps.square())
-        self.check(grads[2], wanted[2], by_sigma * torch.sigmoid(rho.double()).square())
-        for k in (1, 3, 4):  # no 16-bit operand here
-            self.check(grads[k], wanted[k], torch.zeros_like(wanted[k]))
+        self.check(
+            grads[2], wanted[2], by_sigma * torch.sigmoid(self.parameters[1].double()).square()
+        )
+        self.check(grads[1], wanted[1], torch.zeros_like(wanted[1]))  # no 16-bit operand here
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -148,54 +138,6 @@ def test_the_noise_is_as_far_off_as_stated(kernels, I, half):  # noqa: E741
     expected = torch.einsum("ni,toi->tno", x.double(), weights)
     error = (noise - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert HALF_STEP[half] / 2 < error < HALF_STEP[half]
-
-
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("shared", [True, False])
-def test_batched_products_are_the_fused_ones(kernels, monkeypatch, shared, half):
-    """The same operands and noise: what differs is the order of the sums.
-    Chunks of two replicas, and one."""
-    dtype = torch.float32 if half == torch.float16 else torch.bfloat16
-    N, I, O, T = 9, 21, 19, 5  # noqa: E741
-    x, *parameters = make(N, I, O, T, shared, dtype)
-    seed, grad_y = ops.new_seed(2), torch.randn(T, N, O).to(dtype)
-
-    def results():
-        y = linear_cuda._forward(x, *parameters, seed, STREAM, T)
-        mu, rho, _, bias_rho = parameters
-        every = (True, True, True)
-        return y, *linear_cuda._backward(grad_y, x, mu, rho, bias_rho, seed, STREAM, T, *every)
-
-    expected = results()
-    monkeypatch.setattr(linear_cuda, "MOST_FUSED_ROWS", N - 1)
-    monkeypatch.setattr(linear_batched, "CHUNK_BYTES", 2 * 2 * O * 32)
-    tolerance = (
-        dict(rtol=1.6e-2, atol=1e-2) if half == torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
-    )
-    for actual, wanted in zip(results(), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, **tolerance)
-
-
-@pytest.fixture
-def half_sums():
-    torch.backends.cuda.matmul.allow_fp16_accumulation = True
-    yield
-    torch.backends.cuda.matmul.allow_fp16_accumulation = False
-
-
-@pytest.mark.usefixtures("half_sums")
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-def test_many_rows_where_torch_may_sum_in_float16(kernels, monkeypatch, half):
-    """Then it refuses float32 results of float16 matrices."""
-    met, product = [], linear_batched.float_product
-    monkeypatch.setattr(
-        linear_batched, "float_product", lambda a, b: met.append(a.dtype) or product(a, b)
-    )
-    monkeypatch.setattr(linear_cuda, "MOST_FUSED_ROWS", 8)
-    products = Products(9, 20, 17, 2, True, half)
-    products.check_forward()
-    products.check_gradients()
-    assert met == ([torch.bfloat16] * 2 if half == torch.bfloat16 else [])
 
 
 @pytest.mark.parametrize("bfloat16", [False, True])
@@ -222,7 +164,7 @@ def test_weights_are_the_noise_of_the_cpu(kernels):
     x = torch.eye(I)
     rho = torch.zeros(O, I)
     seed = ops.new_seed(-9, 2**33)
-    y = linear_cuda._forward(x, torch.zeros(O, I), rho, None, None, seed, STREAM, T)
+    y = kernels.forward(x, torch.zeros(O, I), rho, None, None, seed, STREAM, T)
     eps = ops.philox_normal(seed, STREAM, (T, O, I))
     sigma = float(reference.softplus(torch.zeros(()).double()))
     torch.testing.assert_close(y, sigma * eps.transpose(1, 2), rtol=2e-3, atol=2e-3)
@@ -234,14 +176,12 @@ def test_operands_are_scaled_to_float16s_range(kernels, scale):
     x, *parameters = make(16, 24, 8, 2, True, torch.float32)
     x = x * scale
     seed = ops.new_seed(0)
-    y = linear_cuda._forward(x, *parameters, seed, STREAM, 2)
+    y = kernels.forward(x, *parameters, seed, STREAM, 2)
     expected = reference.bayes_linear(
         x.double(), *(p.double() for p in parameters), *noise64(seed, 2, 8, 24)
     )
     torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=1e-2 * scale + 1e-6)
-    grads = linear_cuda._backward(
-        scale * torch.ones_like(y), x, *parameters[:2], None, seed, STREAM, 2, True, True, False
-    )
+    grads = kernels.backward(scale * torch.ones_like(y), x, *parameters[:2], seed, STREAM, 2)
     inputs64 = [t.double().requires_grad_() for t in (x, *parameters)]
     wanted = torch.autograd.grad(
         reference.bayes_linear(*inputs64, *noise64(seed, 2, 8, 24)),
@@ -315,18 +255,3 @@ def test_thread_order_does_not_matter():
         )
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@pytest.mark.parametrize("O,T", [(1, 1), (17, 40), (250, 300)])
-def test_biases_match_the_cpu(kernels, O, T):  # noqa: E741
-    _, _, _, mu, rho = make(1, 1, O, 1, True, torch.float32)
-    noise = Noise(ops.new_seed(3, 8), STREAM, T)
-    eps = ops.philox_normal(noise.seed, STREAM, (T, O), tag="bias")
-    actual = linear_parts.sample_bias(mu, rho, noise)
-    torch.testing.assert_close(actual, mu + reference.softplus(rho) * eps, rtol=1e-5, atol=2e-6)
-    grad_y = torch.randn(T, 3, O, generator=torch.Generator().manual_seed(2))
-    by_mu, by_rho = linear_parts.grad_bias(grad_y, rho, noise)
-    summed = grad_y.double().sum(1)
-    expected = summed.sum(0), (summed * eps).sum(0) * torch.sigmoid(rho.double())
-    for actual, wanted in zip((by_mu, by_rho), expected, strict=True):
-        torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=2e-6 * T**0.5)

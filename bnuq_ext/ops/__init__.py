@@ -1,7 +1,7 @@
 """The ops: one Python function each, over kernels for CPU and CUDA."""
 
 from .. import _library  # noqa: F401 - first: it brings the ops that the modules call
-from . import batch_norm_grad, linear_cuda  # noqa: F401 - they register rules for them
+from . import batch_norm_grad  # noqa: F401 - it registers rules for them
 from .batch_norm import batch_norm_bank as batch_norm_bank
 from .batch_norm import batch_norm_fitted as batch_norm_fitted
 from .kl import gaussian_kl as gaussian_kl

@@ -26,7 +26,7 @@ void run_backward(
   if (args.grad_x || args.grad_residual) run_gradients(args, source, shared, stream);
   if (!args.x) return;
   const SumsPlan plan = plan_sums(args);
-  const Tensor partial = st::new_empty(grad_y, {plan.partials}, acc_of(grad_y.scalar_type()));
+  const Tensor partial = empty(grad_y, {plan.partials}, acc_of(grad_y.scalar_type()));
   run_sums(args, source, shared, output<acc_t>(partial), output<acc_t>(sums), plan, stream);
 }
 
@@ -41,15 +41,14 @@ Gradients backward(
   const Extent e = in.extent;
   const Tensor& grad_y = in.grad_y;
   const ScalarType acc = acc_of(grad_y.scalar_type());
-  const auto none = [&] { return st::new_empty(grad_y, {0}); };  // results must not alias
+  const auto none = [&] { return empty(grad_y, {0}); };  // results must not alias
   const Tensor grad_x = needs.x ? empty_rows(grad_y, in.rows, in.format) : none();
   const Tensor grad_residual = needs.residual ? empty_rows(grad_y, in.rows, in.format) : none();
   if (e.numel() == 0)
     return {
         grad_x, grad_residual,
-        needs.sums ? st::new_zeros(grad_y, {2, T, e.C}, acc) : st::new_empty(grad_y, {0}, acc)};
-  const Tensor sums =
-      needs.sums ? st::new_empty(grad_y, {2, T, e.C}, acc) : st::new_empty(grad_y, {0}, acc);
+        needs.sums ? st::new_zeros(grad_y, {2, T, e.C}, acc) : empty(grad_y, {0}, acc)};
+  const Tensor sums = needs.sums ? empty(grad_y, {2, T, e.C}, acc) : empty(grad_y, {0}, acc);
   dispatch<__half, __nv_bfloat16>(grad_y.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
@@ -71,8 +70,8 @@ Bank drawn(const Fitted& fitted, const Tensor& grad_y, int64_t T) {
   const ScalarType acc = acc_of(grad_y.scalar_type());
   const int64_t C = grad_y.size(1);
   const DeviceGuard guard(grad_y.get_device_index());
-  const Tensor mean = st::new_empty(grad_y, {T, C}, acc), var = st::new_empty(grad_y, {T, C}, acc);
-  const Tensor snapshot = st::new_empty(grad_y, {T}, ScalarType::Long);
+  const Tensor mean = empty(grad_y, {T, C}, acc), var = empty(grad_y, {T, C}, acc);
+  const Tensor snapshot = empty(grad_y, {T}, ScalarType::Long);
   if (mean.numel() > 0)
     dispatch<__half, __nv_bfloat16>(acc, [&](auto zero) {
       using acc_t = acc_type<decltype(zero)>;

@@ -19,7 +19,7 @@ void dispatch_kl(const Tensor& mu, const Tensor& rho, const F& body) {
 }
 
 Tensor partials(const Tensor& mu, int64_t count = 1) {
-  return torch::stable::new_empty(mu, {count * kKlBlocks}, ScalarType::Double);
+  return empty(mu, {count * kKlBlocks}, ScalarType::Double);
 }
 
 // ---- the Gaussian prior ------------------------------------------------------------------------
@@ -58,7 +58,7 @@ struct GaussianCall {
 Tensor gaussian_kl_sum_cuda(Tensors mu, Tensors rho, std::vector<double> prior_std) {
   const GaussianCall call = {mu, rho, prior_std};
   const DeviceGuard guard(call.first().get_device_index());
-  const Tensor out = torch::stable::new_empty(call.first(), {});
+  const Tensor out = empty(call.first(), {});
   const Tensor partial = partials(call.first(), int64_t(mu.size()));
   dispatch_acc(call.first(), [&](auto zero) {
     using acc_t = decltype(zero);
@@ -128,7 +128,7 @@ Tensor mixture_kl_cuda(
     Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64_t num_samples, double pi, double std1,
     double std2) {
   const MixtureCall call = {mu, rho, seed, stream, num_samples, pi, std1, std2};
-  const Tensor out = torch::stable::new_empty(mu, {}), partial = partials(mu);
+  const Tensor out = empty(mu, {}), partial = partials(mu);
   dispatch_kl(mu, rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const DeviceGuard guard(mu.get_device_index());

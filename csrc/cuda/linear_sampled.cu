@@ -1,6 +1,7 @@
-#include "launch.h"
+#include "linear_ways.h"
 
 #include "linear_sampled_kernels.cuh"
+#include "products.h"
 
 namespace bnuq {
 namespace {
@@ -14,80 +15,101 @@ const float* floats(const std::optional<Tensor>& t, int64_t numel) {
   return pointer<float>(*t);
 }
 
-float* floats_to_write(const std::optional<Tensor>& t, int64_t numel) {
-  return const_cast<float*>(floats(t, numel));
-}
-
-void check_replicas_of_weights(const Tensor& t) {
-  STD_TORCH_CHECK(t.dim() == 3, "bayes_linear: weights must have shape (R, O, I)");
-}
-
-// weight (R, O, I) of replicas first .. first + R - 1, and the biases in every row of y (R, N, O).
-void sample_weights_cuda(
-    Tensor weight, std::optional<Tensor> y, Tensor mu, Tensor rho, std::optional<Tensor> bias_mu,
-    std::optional<Tensor> bias_rho, Tensor seed, int64_t stream, int64_t first) {
-  check_on_device_of(weight, {y, mu, rho, bias_mu, bias_rho, seed});
-  check_replicas_of_weights(weight);
-  STD_TORCH_CHECK(!y || (bias_mu && bias_rho), "bayes_linear: a bias must have both halves");
-  const int64_t R = weight.size(0), O = weight.size(1), I = weight.size(2);
-  const int64_t N = y ? y->size(1) : 0;
-  const SampleArgs args = {
-      floats(mu, O * I),
-      floats(rho, O * I),
-      floats(bias_mu, O),
-      floats(bias_rho, O),
-      seed_of(seed),
-      floats_to_write(weight, R * O * I),
-      floats_to_write(y, R * N * O),
-      first,
-      R,
-      N,
-      O,
-      I,
-      uint32_t(stream),
-      false};
-  const DeviceGuard guard(weight.get_device_index());
-  if (R * O > 0) run_sample_weights(args, current_stream(weight));
-}
-
-// The gradients by mu and rho, and by those of the bias where these are given, of replicas
-// first .. first + R - 1 of grad_y (R, N, O): written for first = 0, else added to what is there.
-void reduce_grads_cuda(
-    Tensor grad_mu, Tensor grad_rho, std::optional<Tensor> grad_bias_mu,
-    std::optional<Tensor> grad_bias_rho, Tensor grad_weight, Tensor grad_y, Tensor rho,
-    std::optional<Tensor> bias_rho, Tensor seed, int64_t stream, int64_t first) {
-  check_on_device_of(
-      grad_weight, {grad_mu, grad_rho, grad_bias_mu, grad_bias_rho, grad_y, rho, bias_rho, seed});
-  check_replicas_of_weights(grad_weight);
+void check_rows(const Tensor& x, const Posterior& q, int64_t T) {
   STD_TORCH_CHECK(
-      grad_bias_mu.has_value() == grad_bias_rho.has_value() && (!grad_bias_mu || bias_rho),
-      "bayes_linear: bias_rho is needed for its gradient");
-  const int64_t R = grad_weight.size(0), O = grad_weight.size(1), I = grad_weight.size(2);
-  const int64_t N = grad_y.size(1);
-  const ReduceArgs args = {
-      floats(grad_weight, R * O * I),
-      floats(grad_y, R * N * O),
-      floats(rho, O * I),
-      floats(bias_rho, O),
-      seed_of(seed),
-      floats_to_write(grad_mu, O * I),
-      floats_to_write(grad_rho, O * I),
-      floats_to_write(grad_bias_mu, O),
-      floats_to_write(grad_bias_rho, O),
-      first,
-      R,
-      N,
-      O,
-      I,
-      uint32_t(stream)};
-  const DeviceGuard guard(grad_weight.get_device_index());
-  if (O > 0) run_reduce_grads(args, current_stream(grad_weight));
+      x.dim() == 3 && (x.size(0) == 1 || x.size(0) == T),
+      "bayes_linear: x must have one replica or all");
+  floats(x, x.size(0) * x.size(1) * q.I());
 }
 
-STABLE_TORCH_LIBRARY_IMPL(bnuq, CUDA, m) {
-  m.impl("sample_weights_", TORCH_BOX(&sample_weights_cuda));
-  m.impl("reduce_grads_", TORCH_BOX(&reduce_grads_cuda));
+// What samples the weights, but for where they go and of which replicas they are.
+SampleArgs sampling(const Posterior& q, int64_t N) {
+  const int64_t O = q.O(), I = q.I();
+  SampleArgs args = {};
+  args.mu = floats(q.mu, O * I), args.rho = floats(q.rho, O * I);
+  args.bias_mu = floats(q.bias_mu, O), args.bias_rho = floats(q.bias_rho, O);
+  args.seed = seed_of(q.seed), args.stream = uint32_t(q.stream);
+  args.N = N, args.O = O, args.I = I;
+  return args;
+}
+
+// y is where the biases go, null for none.
+void sample(SampleArgs args, int64_t first, const Tensor& weight, float* y, cudaStream_t stream) {
+  args.first = first, args.R = weight.size(0);
+  args.weight = output<float>(weight), args.y = y;
+  if (args.R * args.O > 0) run_sample_weights(args, stream);
+}
+
+// grad (R, N, O) @ weight (R, O, I) into replicas `first` and on of grad_x; where all share x, added
+// up in its one, which the first replicas write.
+void add_grad_x(const Tensor& grad_x, int64_t first, const Tensor& grad, const Tensor& weight) {
+  const int64_t R = grad.size(0), N = grad.size(1), O = grad.size(2), I = weight.size(2);
+  if (grad_x.size(0) > 1) {
+    multiply_each(matrices(grad_x, R, N, I, first * N * I), grad, weight);
+    return;
+  }
+  const Tensor rows = torch::stable::reshape(torch::stable::transpose(grad, 0, 1), {N, R * O});
+  (first == 0 ? multiply : multiply_add)(matrix(grad_x, N, I), rows, matrix(weight, R * O, I));
+}
+
+// What sums the gradients over replicas, but for which these are.
+ReduceArgs reducing(const Gradients& grads, const SampleArgs& from) {
+  const auto& [grad_x, grad_mu, grad_rho, grad_bias_mu, grad_bias_rho] = grads;
+  ReduceArgs args = {};
+  args.rho = from.rho, args.bias_rho = from.bias_rho;
+  args.seed = from.seed, args.stream = from.stream;
+  args.grad_mu = output<float>(grad_mu), args.grad_rho = output<float>(grad_rho);
+  args.grad_bias_mu = output<float>(grad_bias_mu);
+  args.grad_bias_rho = output<float>(grad_bias_rho);
+  args.N = from.N, args.O = from.O, args.I = args.grad_mu ? from.I : 0;
+  return args;
 }
 
 }  // namespace
+
+Tensor sampled_forward(const Tensor& x, const Posterior& q, int64_t T, int64_t chunk) {
+  check_rows(x, q, T);
+  const int64_t N = x.size(1), O = q.O(), I = q.I();
+  const Tensor y = empty(x, {T, N, O}), room = empty(x, {smaller(chunk, T), O, I});
+  const SampleArgs sampled = sampling(q, N);
+  for (int64_t first = 0; first < T; first += chunk) {
+    const int64_t count = smaller(chunk, T - first), place = first * N * O;
+    const Tensor weight = matrices(room, count, O, I);
+    float* biased = q.bias_mu ? output<float>(y) + place : nullptr;
+    sample(sampled, first, weight, biased, current_stream(x));
+    (q.bias_mu ? multiply_add_each : multiply_each)(
+        matrices(y, count, N, O, place), matrices_from(x, first, count),
+        transposed_matrices(weight, count, O, I));
+  }
+  return y;
+}
+
+Gradients sampled_backward(
+    const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, int64_t chunk) {
+  const int64_t T = grad_y.size(0), N = x.size(1), O = q.O(), I = q.I();
+  check_rows(x, q, T);
+  const float* grads_y = floats(grad_y, T * N * O);
+  const Gradients grads = gradients_like(x, x.size(0), q, needs);
+  const Tensor room = empty(x, {needs.x || needs.weight ? smaller(chunk, T) : 0, O, I});
+  const SampleArgs sampled = sampling(q, N);
+  ReduceArgs reduced = reducing(grads, sampled);
+  for (int64_t first = 0; first < T; first += chunk) {
+    const int64_t count = smaller(chunk, T - first), place = first * N * O;
+    const Tensor grad = matrices(grad_y, count, N, O, place);
+    const Tensor weight = matrices(room, smaller(count, room.size(0)), O, I);
+    if (needs.x) {
+      sample(sampled, first, weight, nullptr, current_stream(x));
+      add_grad_x(std::get<0>(grads), first, grad, weight);
+    }
+    if (needs.weight) {
+      const Tensor rows = matrices_from(x, first, count);
+      multiply_each(weight, transposed_matrices(grad, count, N, O), rows);
+    }
+    reduced.grad_weight = output<float>(weight), reduced.grad_y = grads_y + place;
+    reduced.first = first, reduced.R = count;
+    if (O > 0) run_reduce_grads(reduced, current_stream(x));
+  }
+  return grads;
+}
+
 }  // namespace bnuq

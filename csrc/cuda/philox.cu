@@ -13,7 +13,7 @@ Tensor philox_normal_cuda(
   STD_TORCH_CHECK(
       shape.size() == 2 || shape.size() == 3, "philox_normal: shape must have 2 or 3 entries");
   const DeviceGuard guard(seed.get_device_index());
-  const Tensor out = torch::stable::new_empty(seed, shape, ScalarType::Float);
+  const Tensor out = empty(seed, shape, ScalarType::Float);
   if (out.numel() == 0) return out;
   float* data = out.mutable_data_ptr<float>();
   if (shape.size() == 2)
@@ -30,7 +30,7 @@ Tensor snapshot_indices_cuda(const Tensor& seed, int64_t num_snapshots, int64_t 
   const int64_t* s = seed_of(seed);
   STD_TORCH_CHECK(num_snapshots >= 1, "snapshot_indices: num_snapshots must be positive");
   const DeviceGuard guard(seed.get_device_index());
-  const Tensor out = torch::stable::new_empty(seed, {num_samples}, ScalarType::Long);
+  const Tensor out = empty(seed, {num_samples}, ScalarType::Long);
   if (num_samples > 0)
     run_snapshot_indices(
         out.mutable_data_ptr<int64_t>(), s, num_snapshots, num_samples, current_stream(seed));

@@ -1,4 +1,4 @@
-"""The ops of bayes_linear by the host run's kernels, in place of those that run on a GPU."""
+"""bayes_linear by the host run's kernels, put together as csrc/cuda does it on a GPU."""
 
 import numpy as np
 import torch
@@ -22,8 +22,13 @@ def array(tensor):
     return placed(tensor.numpy())
 
 
+def replicas(x, weights):
+    """(T or 1, N, I) in the dtype of the weights."""
+    return (x if x.dim() == 3 else x[None]).to(weights.dtype)
+
+
 class Direct:
-    """The two ops of the direct way. `order` shuffles the threads."""
+    """bayes_linear the direct way. `order` shuffles the threads."""
 
     def __init__(self, order=0):
         self.kernels = Kernels(build.load(), order)
@@ -40,22 +45,19 @@ class Direct:
         self.kernels.call("bayes", written, **call, dtype=str(mu.dtype).removeprefix("torch."))
         return [None if r is None else torch.from_numpy(r) for r in results]
 
-    def bayes_direct(self, x, mu, rho, bias_mu, bias_rho, seed, stream, T):
-        given = (x, mu, rho, bias_mu, bias_rho, seed, T)
-        return self.run("direct_forward", [(T, x.shape[1], len(mu))], *given)[0]
+    def forward(self, x, mu, rho, bias_mu, bias_rho, seed, stream, T):
+        xs = replicas(x, mu)
+        given = (xs, mu, rho, bias_mu, bias_rho, seed, T)
+        return self.run("direct_forward", [(T, xs.shape[1], len(mu))], *given)[0]
 
-    def bayes_direct_backward(
-        self, grad_y, x, mu, rho, bias_rho, seed, stream, need_x, need_weight, need_bias
-    ):
-        given = (x, mu, rho, None, bias_rho, seed, len(grad_y), grad_y)
-        sums = (min(len(grad_y), 16) if len(x) == 1 else len(x), *x.shape[1:])
-        results = [x.new_empty(sums) if need_x else None, None, None, None, None]
-        if need_x and mu.numel():
-            results[:1] = self.run("direct_grad_x", [sums], *given)
-        if need_weight or need_bias:
-            weight, bias = mu.shape if need_weight else None, mu.shape[:1] if need_bias else None
-            results[1:] = self.run("direct_grad_weight", [weight, weight, bias, bias], *given)
-        return [x.new_empty(0) if r is None else r for r in results]
+    def backward(self, grad_y, x, mu, rho, bias_rho, seed, stream, T):
+        xs = replicas(x, mu)
+        given = (xs, mu, rho, None, bias_rho, seed, T, grad_y)
+        sums = (min(T, 16) if len(xs) == 1 else T, *xs.shape[1:])
+        grad_x = self.run("direct_grad_x", [sums], *given)[0] if mu.numel() else torch.zeros(sums)
+        shapes = [mu.shape, mu.shape, *[None if bias_rho is None else bias_rho.shape] * 2]
+        grads = self.run("direct_grad_weight", shapes, *given)
+        return (grad_x.sum(0) if x.dim() == 2 else grad_x).to(x.dtype), *grads
 
     def noise64(self, seed, T, O, I):  # noqa: E741
         """The noise of weights and biases to the last bit,
@@ -69,13 +71,29 @@ class Direct:
 
 
 class Ops:
-    """The ops of the fused way; a bias is the direct way's."""
+    """bayes_linear the fused way, and its parts."""
 
     def __init__(self, order):
         self.kernels = Kernels(build.load(), order)
-        direct = Direct(order)
-        self.bayes_direct = direct.bayes_direct
-        self.bayes_direct_backward = direct.bayes_direct_backward
+
+    def forward(self, x, mu, rho, bias_mu, bias_rho, seed, stream, T):
+        xs = replicas(x, mu)
+        made = self.bayes_operands(None, xs, rho, x.dtype == torch.bfloat16)
+        _, _, operand, scale, sigma, sigma_scale = made
+        given = (operand, sigma, xs @ mu.t(), bias_mu, bias_rho, scale, sigma_scale)
+        return self.bayes_forward(*given, seed, stream, T).to(x.dtype)
+
+    def backward(self, grad_y, x, mu, rho, seed, stream, T):
+        """By x, mu and rho."""
+        xs, grad_y = replicas(x, mu), grad_y.to(mu.dtype)
+        made = self.bayes_operands(grad_y, xs, rho, x.dtype == torch.bfloat16)
+        operand, scale, x_operand, x_scale, sigma, sigma_scale = made
+        summed = grad_y if len(xs) == T else grad_y.sum(0, keepdim=True)
+        grad_mu = summed.flatten(0, 1).t() @ xs.flatten(0, 1)
+        grad_rho = self.bayes_grad_rho(operand, x_operand, rho, scale, x_scale, seed, stream)
+        grad_x = summed @ mu
+        self.bayes_grad_x_(grad_x, operand, sigma, scale, sigma_scale, seed, stream)
+        return (grad_x[0] if x.dim() == 2 else grad_x).to(x.dtype), grad_mu, grad_rho
 
     def run(self, kernel, dtype, result, **arguments):
         tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor) or v is None}
@@ -106,15 +124,6 @@ class Ops:
         self.kernels.call("bayes", results, **call, dtype=str(dtype).removeprefix("torch."))
         packed = [torch.from_numpy(r).view(dtype) for r in results[:3]]
         return [v for pair in zip(packed, torch.from_numpy(results[3]), strict=True) for v in pair]
-
-    def sample_noise_(self, weight, sigma, seed, stream, first):
-        R, O, I = weight.shape  # noqa: E741
-        weight.view(torch.uint16).copy_(
-            self.run(
-                "sample_noise", weight.dtype, fresh((R, O, I), np.uint16), sigma=sigma, seed=seed,
-                stream=stream, first=first, T=R, O=O, I=I,
-            )
-        )  # fmt: skip
 
     def bayes_forward(
         self, x, sigma, base, bias_mu, bias_rho, x_scale, sigma_scale, seed, stream, num_samples

@@ -71,22 +71,12 @@ def install():
     path = build.build(os.environ.get("HOSTRUN_VARIANT", "torch"))
     torch.ops.load_library(path)
     sys.modules["bnuq_ext._library"] = types.SimpleNamespace(HAS_CUDA=False)
-    register = torch.library.Library.impl
+    from bnuq_ext.ops import linear_ways
 
-    def impl(library, name, function, key="", **options):
-        key = "CPU" if library.ns == "bnuq" and key == "CUDA" else key
-        return register(library, name, function, key, **options)
-
-    torch.library.Library.impl = impl
-    from bnuq_ext.ops import linear_batched, linear_cuda
-
-    torch.library.Library.impl = register
     for name in (bayes_linear_kl, bayes_linear_kl_backward):
         torch.library.impl(f"bnuq::{name.__name__}", "CPU", name)
-    # torch has products of 16-bit matrices with float32 results on CUDA only.
-    linear_batched.float_product = lambda a, b: torch.bmm(a.float(), b.float())
     if way := os.environ.get("HOSTRUN_WAY"):  # calls so small would go another
-        linear_cuda.way_of = lambda x, mu: "direct" if x.dtype == torch.float64 else way
+        torch.ops.bnuq.ask_bayes_linear_way(linear_ways.WAYS.index(way), 0)
     return ctypes.CDLL(path)
 
 

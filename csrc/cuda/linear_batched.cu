@@ -1,0 +1,88 @@
+#include "linear_ways.h"
+
+#include "linear_batched_kernels.cuh"
+#include "operand_kernels.cuh"
+#include "products.h"
+
+namespace bnuq {
+namespace {
+
+template <typename half_t>
+void sample_noise_of(
+    const Tensor& weight, const Tensor& sigma, const Posterior& q, int64_t first,
+    cudaStream_t stream) {
+  run_sample_noise<half_t>(
+      static_cast<half_t*>(weight.mutable_data_ptr()),
+      static_cast<const uint4*>(sigma.const_data_ptr()), seed_of(q.seed), uint32_t(q.stream), first,
+      weight.size(0), weight.size(1), weight.size(2) / kEdge, stream);
+}
+
+// sigma * eps of weight's replicas, from `first` on.
+void sample_noise(
+    const Tensor& weight, const Tensor& sigma, const Posterior& q, int64_t first,
+    cudaStream_t stream) {
+  if (weight.numel() == 0) return;
+  if (weight.scalar_type() == ScalarType::Half)
+    return sample_noise_of<__half>(weight, sigma, q, first, stream);
+  sample_noise_of<__nv_bfloat16>(weight, sigma, q, first, stream);
+}
+
+int64_t padded(int64_t size) {
+  return ceil_div<int64_t>(size, kEdge) * kEdge;
+}
+
+}  // namespace
+
+Tensor batched_forward(
+    const Tensor& x, const Posterior& q, int64_t T, ScalarType type, int64_t chunk) {
+  const int64_t N = x.size(1), O = q.O(), I = q.I(), rows = x.size(0) * N;
+  const Tensor base = empty(x, {x.size(0), N, O}), y = empty(x, {T, N, O});
+  multiply(matrix(base, rows, O), matrix(x, rows, I), transposed(q.mu, O, I));
+  const NoiseOperands o = operands_of(std::nullopt, x, q.rho, type);
+  const Tensor bias = sampled_bias(q, T), room = empty(x, {smaller(chunk, T), O, padded(I)}, type);
+  const bool one = x.size(0) == 1;
+  for (int64_t first = 0; first < T; first += chunk) {
+    const int64_t count = smaller(chunk, T - first), place = first * N * O;
+    const Tensor weight = matrices(room, count, O, padded(I));
+    sample_noise(weight, o.sigma, q, first, current_stream(x));
+    const Tensor product = float_products(
+        matrices_from(o.x, first, count), transposed_matrices(weight, count, O, padded(I)));
+    run_add_products(
+        {output<float>(product), pointer<float>(o.x_scale), pointer<float>(o.sigma_scale),
+         output<float>(base) + (one ? 0 : place),
+         q.bias_mu ? output<float>(bias) + first * O : nullptr, output<float>(y) + place, count, N,
+         O, O, one, false},
+        current_stream(x));
+  }
+  return y;
+}
+
+Gradients batched_backward(
+    const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, ScalarType type,
+    int64_t chunk) {
+  const int64_t T = grad_y.size(0), N = x.size(1), O = q.O(), I = q.I(), rows = x.size(0) * N;
+  const Gradients grads = gradients_like(x, x.size(0), q, needs);
+  const NoiseOperands o = operands_for(grad_y, x, q, needs, type);
+  const Tensor summed = write_weight_grads(grads, grad_y, x, q, needs, o);
+  if (!needs.x) return grads;
+  const Tensor& grad_x = std::get<0>(grads);
+  multiply(matrix(grad_x, rows, I), summed, q.mu);
+  const Tensor room = empty(x, {smaller(chunk, T), O, padded(I)}, type);
+  const bool one = x.size(0) == 1;
+  for (int64_t first = 0; first < T; first += chunk) {
+    const int64_t count = smaller(chunk, T - first);
+    const Tensor weight = matrices(room, count, O, padded(I));
+    sample_noise(weight, o.sigma, q, first, current_stream(x));
+    const Tensor grad =
+        strided(o.grad_y, {count, N, O}, {N * padded(O), padded(O), 1}, first * N * padded(O));
+    const Tensor product = float_products(grad, weight);
+    float* out = output<float>(grad_x) + (one ? 0 : first * N * I);
+    run_add_products(
+        {output<float>(product), pointer<float>(o.grad_scale), pointer<float>(o.sigma_scale), out,
+         nullptr, out, count, N, I, padded(I), false, one},
+        current_stream(x));
+  }
+  return grads;
+}
+
+}  // namespace bnuq

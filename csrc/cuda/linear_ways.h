@@ -1,0 +1,80 @@
+// The ways of bayes_linear on CUDA, which linear_ways.cu chooses from. Here x is (T or 1, N, I) and
+// contiguous, as grad_y (T, N, O) and the weights are, and all are of one dtype.
+#pragma once
+#include <tuple>
+
+#include "launch.h"
+
+namespace bnuq {
+
+// Of the noise of a call, and what it is the noise of.
+struct Posterior {
+  Tensor mu, rho;                           // (O, I)
+  std::optional<Tensor> bias_mu, bias_rho;  // (O,)
+  Tensor seed;
+  int64_t stream;
+
+  int64_t O() const { return mu.size(0); }
+  int64_t I() const { return mu.size(1); }
+};
+
+struct Needs {
+  bool x, weight, bias;
+};
+
+// By x, mu, rho, bias_mu and bias_rho; what is not needed is empty.
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// That by x is (sums, N, I), to be summed where x is shared.
+inline Gradients gradients_like(const Tensor& x, int64_t sums, const Posterior& q, Needs needs) {
+  const auto made = [&](bool needed, std::vector<int64_t> shape) {
+    return empty(q.mu, needed ? shape : std::vector<int64_t>{0});
+  };
+  return {
+      made(needs.x, {sums, x.size(1), q.I()}), made(needs.weight, {q.O(), q.I()}),
+      made(needs.weight, {q.O(), q.I()}), made(needs.bias, {q.O()}), made(needs.bias, {q.O()})};
+}
+
+Tensor direct_forward(const Tensor& x, const Posterior& q, int64_t T);
+Gradients direct_backward(const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs);
+
+// The weights of `chunk` replicas in memory at a time.
+Tensor sampled_forward(const Tensor& x, const Posterior& q, int64_t T, int64_t chunk);
+Gradients sampled_backward(
+    const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, int64_t chunk);
+
+// `type` is that of the noise product's operands.
+Tensor fused_forward(const Tensor& x, const Posterior& q, int64_t T, ScalarType type);
+Gradients fused_backward(
+    const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, ScalarType type);
+
+// The noise of `chunk` replicas in memory at a time.
+Tensor batched_forward(
+    const Tensor& x, const Posterior& q, int64_t T, ScalarType type, int64_t chunk);
+Gradients batched_backward(
+    const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, ScalarType type,
+    int64_t chunk);
+
+// ---- what the fused and the batched way share, in linear.cu -------------------------------------
+
+// 16-bit matrices with padded rows, and the powers of two that they lack; sigma in fragment order.
+struct NoiseOperands {
+  Tensor grad_y, grad_scale, x, x_scale, sigma, sigma_scale;  // empty for what was not given
+};
+NoiseOperands operands_of(
+    const std::optional<Tensor>& grad_y, const std::optional<Tensor>& x,
+    const std::optional<Tensor>& rho, ScalarType type);
+// Those of the gradients that are needed.
+NoiseOperands operands_for(
+    const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, ScalarType type);
+
+// (T, O), or empty without a bias.
+Tensor sampled_bias(const Posterior& q, int64_t T);
+
+// The gradients by mu and rho of the weights and of the biases, as far as they are needed, and the
+// sum of grad_y over the replicas of one row of x, (rows of x, O).
+Tensor write_weight_grads(
+    const Gradients& grads, const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs,
+    const NoiseOperands& operands);
+
+}  // namespace bnuq

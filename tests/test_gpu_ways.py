@@ -1,0 +1,132 @@
+"""The ways of bayes_linear on CUDA: which a call takes, and what all of them have to do alike."""
+
+import pytest
+import torch
+from test_gpu_bayes import STREAM, made, parameters, run
+
+from bnuq_ext import ops
+from bnuq_ext.ops.linear_ways import WAYS, going, way_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(params=WAYS[1:])
+def way(request):
+    with going(request.param):
+        yield request.param
+
+
+def gradients(x, weights, seed, grad_y, needs=(True,) * 3):
+    """Of the op itself: by x, mu, rho and the halves of the bias."""
+    mu, rho, _, bias_rho = (w.detach() for w in weights)
+    given = (grad_y, x.detach(), mu, rho, bias_rho, seed, STREAM, len(grad_y))
+    with torch.no_grad():
+        return torch.ops.bnuq.bayes_linear_backward(*given, *needs)
+
+
+def test_which_way_a_call_goes():
+    """By rows, weights and float64; whatever the number of replicas."""
+    mu = {size: torch.empty(size, size, device="meta") for size in (16, 443, 444, 724, 725)}
+
+    def way(N, size, dtype=torch.float32):
+        return way_of(torch.empty(3, N, size, dtype=dtype, device="meta"), mu[size])
+
+    direct = [(1, 16), (8, 443), (1000, 725, torch.float64)]
+    sampled = [(9, 16), (1, 444), (512, 724, torch.bfloat16)]
+    fused, batched = [(1, 725), (128, 725)], [(129, 725), (512, 725), (513, 16)]
+    for calls, name in zip((direct, sampled, fused, batched), WAYS[1:], strict=True):
+        assert all(way(*call) == name for call in calls), name
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("exact", ["direct", "sampled"])
+def test_inputs_of_16_bits_are_summed_in_float32(exact, shared, dtype):
+    x = (made(5, 20) if shared else made(3, 5, 20)).to(dtype)
+    weights, seed = parameters(9, 20), ops.new_seed(1, 0, "cuda")
+    with going(exact), torch.no_grad():
+        y, expected = run(x, weights, seed, 3), run(x.float(), weights, seed, 3)
+        assert y.dtype == dtype and torch.equal(y, expected.to(dtype))
+        grads = [gradients(v, weights, seed, y.to(v.dtype)) for v in (x, x.float())]
+    for actual, wanted in zip(*grads, strict=True):
+        assert torch.equal(actual, wanted.to(actual.dtype))
+    assert grads[0][0].dtype == dtype and grads[0][1].dtype == torch.float32
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)], ids=str)
+def test_only_what_is_needed_is_made(needs):
+    x, weights, seed = made(3, 20), parameters(9, 20), ops.new_seed(1, 0, "cuda")
+    grad_y, needs = made(2, 3, 9), tuple(map(bool, needs))
+    everything = gradients(x, weights, seed, grad_y)
+    some = gradients(x, weights, seed, grad_y, needs)
+    needed = (needs[0], needs[1], needs[1], needs[2], needs[2])
+    for actual, wanted, kept in zip(some, everything, needed, strict=True):
+        if kept:
+            torch.testing.assert_close(actual, wanted)
+        else:
+            assert actual.numel() == 0
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("N", [1, 40])
+def test_a_replica_alone_is_what_it_is_among_others(N, dtype):
+    """To far less than the rounding of 16-bit operands:
+    `predict` promises it for every chunk and strategy."""
+    T, x, weights = 5, made(N, 70, dtype=dtype), [v.detach() for v in parameters(33, 70)]
+    weights[1] += 4.0  # noise as large as the rest
+    together = run(x, weights, ops.new_seed(4, 2, "cuda"), T).float()
+    near = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2**-8, atol=1e-4)
+    for t in range(T):
+        alone = run(x, weights, ops.new_seed(4, 2 + t, "cuda"), 1).float()
+        torch.testing.assert_close(alone[0], together[t], **near)
+
+
+@pytest.mark.parametrize("way,weight_bytes", [("sampled", 4), ("batched", 2)])
+@pytest.mark.parametrize("shared", [True, False])
+def test_weights_in_chunks_of_two_replicas_and_one(way, weight_bytes, shared):
+    T, N, I, O = 5, 9, 70, 33  # noqa: E741
+    x, weights = (made(N, I) if shared else made(T, N, I)), parameters(O, I)
+    seed, grad_y = ops.new_seed(4, 2, "cuda"), made(T, N, O)
+
+    def results(chunk_bytes):
+        with going(way, chunk_bytes), torch.no_grad():
+            return run(x, weights, seed, T), *gradients(x, weights, seed, grad_y)
+
+    expected = results(0)
+    for actual, wanted in zip(results(2 * weight_bytes * O * I), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [True, False])
+def test_batched_products_are_the_fused_ones(shared, dtype):
+    """The same operands and noise: what differs is the order of the sums."""
+    T, N, I, O = 5, 9, 21, 19  # noqa: E741
+    x, weights = (made(N, I) if shared else made(T, N, I)).to(dtype), parameters(O, I)
+    seed, grad_y, results = ops.new_seed(2, 0, "cuda"), made(T, N, O).to(dtype), []
+    for way in ("fused", "batched"):
+        with going(way), torch.no_grad():
+            results.append([run(x, weights, seed, T), *gradients(x, weights, seed, grad_y)])
+    near = dict(rtol=1.6e-2, atol=1e-2) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
+    for actual, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(actual, wanted, **near)
+
+
+@pytest.fixture
+def half_sums():
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    yield
+    torch.backends.cuda.matmul.allow_fp16_accumulation = False
+
+
+@pytest.mark.usefixtures("half_sums")
+def test_many_rows_where_torch_may_sum_in_float16():
+    """Then it refuses float32 results of float16 matrices."""
+    x, weights, seed = made(200, 20), parameters(9, 20), ops.new_seed(1, 0, "cuda")
+    with going("batched"), torch.no_grad():
+        y = run(x, weights, seed, 3)
+    with going("sampled"), torch.no_grad():
+        expected = run(x, weights, seed, 3)
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
