@@ -38,6 +38,7 @@ SPLIT = 4.0  # on a GPU one instruction, of 16 bytes
 SMALL = 8.0  # of a few numbers, next to what its kernel or the one before it moves
 EXPECTED = {
     "unpack(load_stream<4>(from + 4 * h), z[h])": HALVES,
+    "unpack(load_again<kEach>(run + at + e), part)": HALVES,
     "*reinterpret_cast<uint32_t*>(to + ": HALVES,
     "b[2] = {__ldg(columns)": HALVES,
     "sums[at] = own": HALVES,

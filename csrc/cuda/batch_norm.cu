@@ -2,6 +2,7 @@
 
 #include "../statistics.h"
 #include "batch_norm_kernels.cuh"
+#include "philox_kernels.cuh"
 
 namespace bnuq {
 namespace {
@@ -30,11 +31,17 @@ void forward_into(
   });
 }
 
+// With the replicas' rows drawn, which a block of the kernels would take longer for than the rest of it.
 Bank make_bank(
     const Tensor& x, const Tensor& mean, const Tensor& var, const std::optional<Tensor>& seed,
-    const std::optional<Tensor>& snapshot) {
+    const std::optional<Tensor>& snapshot, int64_t T) {
   check_on_device_of(x, {mean, var, seed, snapshot});
-  return {mean, var, seed, snapshot};
+  if (!seed || snapshot) return {mean, var, seed, snapshot};
+  STD_TORCH_CHECK(mean.size(0) >= 1 && T >= 1, "batch_norm_bank: the bank must not be empty");
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor drawn = empty(*seed, {T});
+  run_snapshot_indices(output<int64_t>(drawn), seed_of(*seed), mean.size(0), T, current_stream(x));
+  return {mean, var, std::nullopt, drawn};
 }
 
 Fitted make_fitted(
@@ -48,7 +55,7 @@ void batch_norm_bank_out_cuda(
     std::optional<Tensor> snapshot, int64_t num_samples, std::optional<Tensor> weight,
     std::optional<Tensor> bias, std::optional<Tensor> residual, double eps, double slope,
     bool shared) {
-  const Bank bank = make_bank(x, mean, var, seed, snapshot);
+  const Bank bank = make_bank(x, mean, var, seed, snapshot, num_samples);
   forward_into(out, x, residual, bank, num_samples, weight, bias, eps, slope, shared);
 }
 
@@ -56,7 +63,7 @@ Tensor batch_norm_bank_cuda(
     Tensor x, Tensor mean, Tensor var, std::optional<Tensor> seed, std::optional<Tensor> snapshot,
     int64_t num_samples, std::optional<Tensor> weight, std::optional<Tensor> bias,
     std::optional<Tensor> residual, double eps, double slope, bool shared) {
-  const Bank bank = make_bank(x, mean, var, seed, snapshot);
+  const Bank bank = make_bank(x, mean, var, seed, snapshot, num_samples);
   const Tensor y = empty_rows(x, x.size(0) * (shared ? num_samples : 1), format_of(x));
   forward_into(y, x, residual, bank, num_samples, weight, bias, eps, slope, shared);
   return y;

@@ -4,7 +4,9 @@
 // bytes an element for folded x and (1/T + 1) b for shared x, b the size of a number (b more with a
 // residual); 5 operations an element. Statistics cost T*C numbers.
 //
-// Two ways over (T, N, C, S), C*S a row:
+// Three ways over (T, N, C, S), C*S a row:
+//   vectors  batch_norm_vectors.cuh; for folded x with statistics that need not be drawn, where V
+//            elements are of one plane or S = 1.
 //   columns  a thread keeps its V places in the row, hence its affine maps in registers, and walks
 //            over rows; for S = 1 (channels_last too), small S, and, with V = 1, what is unaligned.
 //   planes   a warp takes segments of 32*V elements of (n, c) planes; a lane makes the affine
@@ -12,52 +14,13 @@
 //            S.
 // Shared x stays in registers while its thread passes over the replicas.
 #pragma once
-#include "columns.cuh"
+#include "batch_norm_vectors.cuh"
 
 namespace bnuq {
 
 constexpr int kUnroll = 4;  // 16-byte loads in flight a thread
 constexpr int kScalarUnroll = 8;
 constexpr int64_t kPlaneLength = 256;  // elements from which a plane feeds a warp
-
-template <typename scalar_t>
-struct ForwardArgs {
-  const scalar_t* x;         // (N, C, S) if shared, else (T, N, C, S)
-  const scalar_t* residual;  // like x, or null
-  scalar_t* y;               // (T, N, C, S)
-  Parameters<acc_type<scalar_t>> par;
-  Extents d;
-};
-
-// activate() of each, with the slope's cases told apart once: no arithmetic without an activation.
-template <typename acc_t, int V>
-BNUQ_DEVICE void activate_all(acc_t (&z)[V], acc_t slope) {
-  if (slope == acc_t(0)) {
-#pragma unroll
-    for (int e = 0; e < V; ++e) z[e] = max_or_nan(z[e], acc_t(0));
-  } else if (slope != acc_t(1)) {
-#pragma unroll
-    for (int e = 0; e < V; ++e) z[e] = z[e] < acc_t(0) ? slope * z[e] : z[e];
-  }
-}
-
-template <typename scalar_t, int V, typename acc_t>
-BNUQ_DEVICE void write_elements(
-    scalar_t* y, const Pack<scalar_t, V>& x, const Pack<scalar_t, V>& residual, bool has_residual,
-    const Affine<acc_t> (&a)[V], acc_t slope) {
-  acc_t z[V];
-  unpack(x, z);
-#pragma unroll
-  for (int e = 0; e < V; ++e) z[e] = normalise(z[e], a[e]);
-  if (has_residual) {
-    acc_t r[V];
-    unpack(residual, r);
-#pragma unroll
-    for (int e = 0; e < V; ++e) z[e] += r[e];
-  }
-  activate_all(z, slope);
-  store_stream(y, z);
-}
 
 // ---- columns -----------------------------------------------------------------------------------
 
@@ -177,15 +140,14 @@ struct PlanesPlan {
   int64_t replicas_per_split;
 };
 
-// `drawn`: statistics cost so much that a warp is to have more segments for them.
-inline PlanesPlan plan_planes(Extents d, int V, bool shared, bool drawn) {
+inline PlanesPlan plan_planes(Extents d, int V, bool shared) {
   PlanesPlan p;
   p.planes = (shared ? 1 : d.T) * d.N * d.C;
   p.segments = ceil_div<int64_t>(d.S, kWarp * V);
   const int64_t warps = kTargetBlocks * kThreads / kWarp, all = p.planes * p.segments;
-  // Folded: segments in a row. Shared: kUnroll segments of one plane.
+  // Folded: segments in a row, many, for statistics cost much. Shared: kUnroll of one plane.
   const int64_t even = ceil_div<int64_t>(ceil_div(all, warps), kUnroll) * kUnroll;
-  p.task = drawn && !shared ? int(smaller<int64_t>(kWarp, even)) : kUnroll;
+  p.task = shared ? kUnroll : int(smaller<int64_t>(kWarp, even));
   p.tasks =
       shared ? p.planes * ceil_div<int64_t>(p.segments, kUnroll) : ceil_div<int64_t>(all, p.task);
   const int64_t blocks = ceil_div<int64_t>(p.tasks, kThreads / kWarp);
@@ -325,6 +287,16 @@ void run_columns(
   BNUQ_LAUNCH(kernel, p.grid, p.block, p.shared, stream, args, source, p);
 }
 
+template <typename scalar_t, typename Source>
+void run_planes(
+    const ForwardArgs<scalar_t>& args, const Source& source, bool shared, cudaStream_t stream) {
+  const PlanesPlan p = plan_planes(args.d, kVector<scalar_t>, shared);
+  auto kernel = shared_planes_kernel<scalar_t, Source>;
+  if constexpr (Source::kDrawn)
+    if (!shared) kernel = planes_kernel<scalar_t, Source>;
+  BNUQ_LAUNCH(kernel, p.grid, p.block, 0, stream, args, source, p);
+}
+
 // No size may be 0.
 template <typename scalar_t, typename Source>
 void run_batch_norm(
@@ -332,13 +304,11 @@ void run_batch_norm(
   constexpr int V = kVector<scalar_t>;
   const Extents d = args.d;
   const bool wide = aligned(args.x) && aligned(args.y) && aligned(args.residual);
-  if (wide && d.S % V == 0 && d.S >= kPlaneLength) {
-    const PlanesPlan p = plan_planes(d, V, shared, Source::kDrawn);
-    const auto kernel =
-        shared ? shared_planes_kernel<scalar_t, Source> : planes_kernel<scalar_t, Source>;
-    BNUQ_LAUNCH(kernel, p.grid, p.block, 0, stream, args, source, p);
-    return;
-  }
+  if constexpr (!Source::kDrawn)
+    if (wide && !shared && has_vectors(d, V) && has_runs(source, args.par))
+      return run_vectors(args, source, stream);
+  if (wide && d.S % V == 0 && d.S >= kPlaneLength && (shared || Source::kDrawn))
+    return run_planes(args, source, shared, stream);
   const int merged = wide ? merged_rows(d, V) : 0;
   if (merged > 0)
     run_columns<V>(args, source, shared, merged, stream);

@@ -47,14 +47,27 @@ void check_columns(Extents d, int V, bool shared, int acc_size) {
   }
 }
 
-void check_planes(Extents d, int V, bool shared, bool drawn) {
-  const PlanesPlan p = plan_planes(d, V, shared, drawn);
+void check_planes(Extents d, int V, bool shared) {
+  const PlanesPlan p = plan_planes(d, V, shared);
   REQUIRE(launchable(p, 0));
   REQUIRE(p.segments * kWarp * V >= d.S && (p.segments - 1) * kWarp * V < d.S);
   REQUIRE(int64_t(p.grid.x) * (kThreads / kWarp) >= p.tasks);
   REQUIRE(p.task >= kUnroll && p.task <= kWarp && p.task % kUnroll == 0);
   REQUIRE(shared || p.tasks * p.task >= p.planes * p.segments);
   REQUIRE(covers_replicas(p.grid, p.replicas_per_split, d, shared));
+}
+
+void check_vectors(Extents d, int V) {
+  const VectorsPlan p = plan_vectors(d, V);
+  REQUIRE(launchable(p, 0));
+  const int64_t block = int64_t(p.block.x) * kVectors, threads = p.grid.x * block;
+  REQUIRE(p.vectors * int64_t(V) == d.N * d.C * d.S);
+  REQUIRE(threads >= p.vectors && threads - block < p.vectors && threads < int64_t(1) << 31);
+  REQUIRE(p.planes ? d.S % V == 0 : d.S == 1 && p.block.x * V % d.C == 0);
+  for (uint32_t n : {0u, 1u, p.vectors / 3, p.vectors - 1, uint32_t(threads - 1)}) {
+    REQUIRE(p.per_plane.quotient(n) == n / (p.planes ? d.S / V : 1));
+    REQUIRE(p.channels.rest(n) == n % (p.planes ? d.C : d.C / V));
+  }
 }
 
 // V is the number of classes of a thread; the classes stand for the channels.
@@ -81,8 +94,8 @@ int main() {
           for (bool shared : {false, true})
             for (int V : {1, 2, 4, 8}) {
               check_columns(d, V, shared, V == 2 ? 8 : 4);
-              if (V > 1 && S % V == 0 && S >= kPlaneLength)
-                for (bool drawn : {false, true}) check_planes(d, V, shared, drawn);
+              if (V > 1 && S % V == 0 && S >= kPlaneLength) check_planes(d, V, shared);
+              if (V > 1 && has_vectors(d, V)) check_vectors(d, V);
             }
           for (int slots : {4, 8})
             if (N * S < int64_t(1) << 31) check_predictive(d, slots);
