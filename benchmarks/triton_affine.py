@@ -30,9 +30,16 @@ def affine_kernel(
     tl.store(y + start + i, value.to(y.dtype.element_ty), inside)
 
 
-def affine(x: Tensor, scale: Tensor, shift: Tensor, shared: bool, residual: Tensor | None = None):
+def affine(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    shared: bool,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+):
     """x * scale[t] + shift[t], or relu of that plus a residual like x; (N, C, *) shared or
-    (T*N, C, *) -> (T*N, C, *)."""
+    (T*N, C, *) -> (T*N, C, *), which `out` is for if it is given."""
     num_samples, channels = scale.shape
     last = x.dim() > 2 and not x.is_contiguous()  # channels_last, or the strides are not supported
     layout = (
@@ -44,7 +51,8 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor, shared: bool, residual: Tens
         raise ValueError("affine: x must be contiguous or channels_last")
     size = x.numel() if shared else x.numel() // num_samples
     rows = x.shape[0] * num_samples if shared else x.shape[0]
-    y = torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device, memory_format=layout)
+    shape, like = (rows, *x.shape[1:]), {"dtype": x.dtype, "device": x.device}
+    y = torch.empty(shape, memory_format=layout, **like) if out is None else out
     positions = 1 if last else x[0, 0].numel()
     block = 2048
     affine_kernel[(triton.cdiv(size, block), num_samples)](

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .nn import check_model
-from .ops import bayes_linear, new_seed, philox_normal
+from .ops import new_seed, philox_normal
 from .ops.checks import (
     acc_dtype,
     check_floating,
@@ -18,7 +18,7 @@ from .ops.checks import (
     check_one_of,
     refuse,
 )
-from .ops.linear import bayes_linear_kl
+from .ops.linear import bayes_linear_kl, bayes_linear_rows, shaped
 from .ops.modes import autocasted, is_eager, past_autocast
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
@@ -125,6 +125,9 @@ class BayesLinear(Replicated, nn.Module):
         _fill((self.weight_rho, self.bias_rho), self.rho_init)
 
     def __getattr__(self, name: str):
+        parameters = self.__dict__.get("_parameters", ())
+        if name in parameters:  # at once: a call of the layer asks twenty times
+            return parameters[name]
         if name == "weight" and not self._holds("weight"):
             raise AttributeError(
                 "a BayesLinear has no `weight` (its mean is weight_mu): what reads it of a layer, "
@@ -174,7 +177,7 @@ class BayesLinear(Replicated, nn.Module):
             return functional.linear(x, self.posterior()[0].to(x.dtype), bias)
         draw = Draw(1, new_seed(device=x.device), None, {})
         y = self.sample(rows.flatten(0, -2), draw, 0, shared=True)
-        return _shaped(y, (*x.shape[:-1], self.out_features))
+        return shaped(y, (*x.shape[:-1], self.out_features))
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
@@ -206,8 +209,8 @@ class BayesLinear(Replicated, nn.Module):
             y, kl = bayes_linear_kl(*given, **noise, prior_std=self.prior.std)
             draw.divergences[id(self)] = kl
         else:
-            y = bayes_linear(*given, **noise)
-        return _shaped(y, (folded, *inner, self.out_features))
+            y = bayes_linear_rows(*given, **noise)
+        return shaped(y, (folded, *inner, self.out_features))
 
     def _notes_divergence(self, draw: Draw) -> bool:
         """Whether the draw is to have it, it is that of the weights as they are,
@@ -274,13 +277,6 @@ class BayesLinear(Replicated, nn.Module):
                 found = f"{list(mask.shape)} in the checkpoint and {list(shape)} in the layer"
                 errors.append(f"size mismatch for {prefix}weight_mask: {found}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """y, which nobody else has, of another shape; no view: of one, `fully_shard` loses its hook at
-    the first write in place (an activation's), and the backward reads weights
-    that have been freed."""
-    return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape)
 
 
 def _local(

@@ -12,6 +12,7 @@ from .checks import (
     check_seed,
     check_shape,
     check_stream,
+    fits,
     refuse,
 )
 from .modes import is_eager, past_autograd, refuse_other_derivatives, refuse_second_derivatives
@@ -71,6 +72,33 @@ def bayes_linear(
         return _op(*args)
 
 
+def bayes_linear_rows(
+    x: Tensor,
+    mu: Tensor,
+    rho: Tensor,
+    bias_mu: Tensor | None = None,
+    bias_rho: Tensor | None = None,
+    *,
+    seed: Tensor,
+    stream: int,
+    num_samples: int,
+) -> Tensor:
+    """`bayes_linear` for a layer, (T*N, O): in one node of autograd."""
+    given = (x, mu, rho, bias_mu, bias_rho)
+    if is_eager() and torch.is_grad_enabled():
+        _check(*given, seed, stream, num_samples)
+        return _EagerRows.apply(*given, seed.contiguous(), stream, num_samples)
+    y = bayes_linear(*given, seed=seed, stream=stream, num_samples=num_samples)
+    return shaped(y, (num_samples * x.shape[-2], mu.shape[0]))
+
+
+def shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """y, which nobody else has, of another shape; no view: of one, `fully_shard` loses its hook at
+    the first write in place (an activation's), and the backward reads weights
+    that have been freed."""
+    return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape)
+
+
 def bayes_linear_kl(
     x: Tensor,
     mu: Tensor,
@@ -114,6 +142,8 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
     weights = (("mu", mu, mu.shape), ("rho", rho, mu.shape))
     biases = (("bias_mu", bias_mu, mu.shape[:1]), ("bias_rho", bias_rho, mu.shape[:1]))
     for name, value, shape in weights if bias_mu is None else weights + biases:
+        if fits(value, acc, shape, x.device):
+            continue
         check_floating(op, name, value)
         check_shape(op, name, value, shape)
         if value.dtype != acc:
@@ -186,6 +216,22 @@ class _Eager(torch.autograd.Function):
         return y
 
     backward = staticmethod(_backward)
+
+
+class _EagerRows(torch.autograd.Function):
+    """The same, of folded replicas."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        with past_autograd():
+            y = _op(*args)
+        _setup_context(ctx, args, y)
+        return shaped(y, (y.shape[0] * y.shape[1], y.shape[2]))
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        rows = grad_y.shape[0] // ctx.num_samples
+        return _backward(ctx, grad_y.reshape(ctx.num_samples, rows, grad_y.shape[1]))
 
 
 class _WithKl(torch.autograd.Function):
