@@ -11,7 +11,9 @@ from .untraced import untraced
 # Convolutions are slower per replica when their activations outgrow the cache: a ResNet-18 on 8
 # rows takes 0.90 of the loop's time in chunks of 8 MB, 1.01 with 14 MB, 1.06 with 20 MB.
 CPU_BYTES = 8 * 2**20
-CUDA_BYTES = 256 * 2**20
+# On a GPU larger chunks only fill it better: on an H200 a ResNet-50 on 256 rows in 16 bits takes 299 ms
+# with 0.4 GB, 259 with 1.6 GB, 254 with 2.9 GB, and plain PyTorch 258 for all in one.
+CUDA_BYTES = 2 * 2**30
 # Times as much for activations that are no input of a stochastic layer. Memory binds these, not the
 # cache, and the smaller the chunks the more often is computed what all replicas share.
 OTHERS = 8
@@ -50,12 +52,12 @@ def chunk_of(largest: int, chunk: int | str, num_samples: int, device: torch.dev
         largest: bytes of one replica's largest activation, as `Plan` counts it.
         chunk: "auto" or a number.
         num_samples: T; the chunks are about equally large.
-        device: where the model runs; on CUDA an eighth of the free memory is a bound too.
+        device: where the model runs; on CUDA a sixteenth of the free memory is a bound too.
     """
     if chunk == "auto":
         budget = CPU_BYTES
         if device.type == "cuda":
-            budget = min(CUDA_BYTES, _free_bytes(device) // 8)
+            budget = min(CUDA_BYTES, _free_bytes(device) // 16)
         chunk = budget // max(largest, 1)
     chunk = max(int(chunk), 1)
     return -(-num_samples // -(-num_samples // chunk))

@@ -44,7 +44,7 @@ def test_a_chunk_counts_what_torch_keeps_of_a_gpu_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GB)
     largest = 8 * 2**20
-    assert chunk_of(largest, "auto", 1000, torch.device("cuda")) == (GB + GB // 16) // 8 // largest
+    assert chunk_of(largest, "auto", 1000, torch.device("cuda")) == (GB + GB // 16) // 16 // largest
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GB)
     assert chunk_of(largest, "auto", 1000, torch.device("cuda")) == 1
 
