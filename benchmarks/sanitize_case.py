@@ -61,6 +61,7 @@ def run_batch_norm():
 def run_predictive():
     shapes = [(T, N, 10), (T, N, 3, 5, 5), (T, 1, 1), (40, 3, 130)]
     shapes += [(T, 1, 33, 2), (T, N, 300), (T, 1, 4100)]  # columns of a block, a block, a wide one
+    shapes += [(9, 1, 300), (8, 2, 3)]  # many replicas side by side
     for dtype, shape in itertools.product(DTYPES, shapes):
         logits = made(*shape, dtype=dtype).requires_grad_()
         sum(part.sum() for part in ops.predictive_statistics(logits)).backward()

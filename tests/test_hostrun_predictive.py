@@ -24,6 +24,11 @@ SHAPES = [
     (2, 1, 600, 3),
     (3, 2, 4100, 1),  # a block, the state in memory
     (2, 1, 4097, 2),
+    (40, 2, 5, 3),  # replicas side by side: by a thread each
+    (9, 3, 10, 1),  # by a few lanes
+    (17, 1, 250, 1),  # by a warp
+    (9, 1, 300, 1),  # by a block's part
+    (8, 2, 1000, 1),
 ]
 all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 

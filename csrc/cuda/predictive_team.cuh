@@ -74,6 +74,10 @@ struct Team {
     }
   }
 
+  // One of several of a block along y, for other replicas of the position.
+  BNUQ_DEVICE explicit Team(int64_t position_)
+      : rank(threadIdx.x), size(blockDim.x), position(position_) {}
+
   // A buffer for each kind of reduction, and a sum between two maxima: one barrier each is enough.
   BNUQ_DEVICE acc_t max(acc_t v) const {
     if constexpr (kGroup == Group::kLanes) {
@@ -114,10 +118,11 @@ struct Team {
       return all;
     } else {
       for (int d = kWarp / 2; d > 0; d /= 2) v = combine(__shfl_xor_sync(kAllLanes, v, d), v);
-      if (rank % kWarp == 0) parts[rank / kWarp] = v;
+      acc_t* own = parts + threadIdx.y * (size / kWarp);
+      if (rank % kWarp == 0) own[rank / kWarp] = v;
       __syncthreads();
-      acc_t all = parts[0];
-      for (int i = 1; i < size / kWarp; ++i) all = combine(all, parts[i]);
+      acc_t all = own[0];
+      for (int i = 1; i < size / kWarp; ++i) all = combine(all, own[i]);
       return all;
     }
   }

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "batch_norm_kernels.cuh"
-#include "predictive_team.cuh"
+#include "predictive_kernels.cuh"
 
 using namespace bnuq;
 
@@ -78,6 +78,13 @@ void check_predictive(Extents d, int V) {
   const int64_t team = p.group == Group::kColumns ? p.block.y : p.block.x;
   REQUIRE(p.wide || team * V >= d.C);
   REQUIRE(p.grid.x * (p.group == Group::kBlock ? 1 : threads / team) >= positions);
+  const size_t size = V == 8 ? 4 : 8;
+  if (const auto staged = plan_staged(p, {d.T, d.N, d.C, d.S}, size)) {
+    const int64_t all = staged->block.x * staged->block.y;
+    REQUIRE(all % kWarp == 0 && all <= kMaxGroup && staged->grid.x == positions);
+    REQUIRE(all * own_classes(p.group) > d.C);
+    REQUIRE(staged->shared + 3 * kMaxGroup * size <= 48 * 1024);
+  }
 }
 
 int main() {
