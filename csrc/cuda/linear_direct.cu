@@ -46,7 +46,7 @@ Tensor direct_forward(const Tensor& x, const Posterior& q, int64_t T) {
 Gradients direct_backward(const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs) {
   const int64_t T = grad_y.size(0), O = q.O();
   const Gradients grads = gradients_like(x, direct_sums(T, x.size(0) == 1), q, needs);
-  const auto& [grad_x, grad_mu, grad_rho, grad_bias_mu, grad_bias_rho] = grads;
+  const Tensor& grad_x = std::get<0>(grads);
   dispatch_acc(q.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     auto args = arguments_of<acc_t>(x, q, T);
@@ -56,9 +56,10 @@ Gradients direct_backward(const Tensor& grad_y, const Tensor& x, const Posterior
         "bayes_linear: grad_y must be contiguous, in mu's dtype, of shape (T, N, O)");
     args.grad_y = grad_y.const_data_ptr<acc_t>();
     args.grad_x = output<acc_t>(grad_x);
-    args.grad_mu = output<acc_t>(grad_mu), args.grad_rho = output<acc_t>(grad_rho);
-    args.grad_bias_mu = output<acc_t>(grad_bias_mu);
-    args.grad_bias_rho = output<acc_t>(grad_bias_rho);
+    args.grad_mu = output<acc_t>(std::get<1>(grads));
+    args.grad_rho = output<acc_t>(std::get<2>(grads));
+    args.grad_bias_mu = output<acc_t>(std::get<3>(grads));
+    args.grad_bias_rho = output<acc_t>(std::get<4>(grads));
     if (O > 0 && (needs.weight || needs.bias)) run_direct_grad_weight(args, current_stream(x));
     if (grad_x.numel() > 0) run_direct_grad_x(args, current_stream(x));
   });
