@@ -17,7 +17,7 @@ from bnuq_ext import ops
 from bnuq_ext.ops.linear_ways import going
 
 T, N, C, B = 3, 2, 5, 4
-SHAPES = [(N, C), (3, C), (N, C, 7, 7), (N, C, 4, 4), (N, C, 1, 1), (N, C, 16, 16)]
+SHAPES = [(N, C), (3, C), (N, C, 7, 7), (N, C, 4, 4), (N, C, 1, 1), (N, C, 16, 16), (3, 16)]
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -45,9 +45,10 @@ def run_batch_norm():
     seed = torch.tensor([7, 3]).to(DEVICE)
     for x, residual, options in batch_norm_cases():
         acc = torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean, var = made(B, C, dtype=acc), made(B, C, dtype=acc, positive=True)
-        weight, bias = made(C, dtype=acc), made(C, dtype=acc)
-        params = made(4, C, dtype=acc, positive=True)
+        channels = x.shape[1]
+        mean, var = made(B, channels, dtype=acc), made(B, channels, dtype=acc, positive=True)
+        weight, bias = made(channels, dtype=acc), made(channels, dtype=acc)
+        params = made(4, channels, dtype=acc, positive=True)
         for tensor in (mean, var, weight, bias, params):
             tensor.requires_grad_()
         options |= {"weight": weight, "bias": bias, "residual": residual}

@@ -264,6 +264,7 @@ void add_predicates(Table& t) {
 }
 
 void add_words(Table& t) {
+  t["mul.hi.u32"] = each<u32, u32, u32>([](u32 a, u32 b) { return u32(u64(a) * b >> 32); });
   t["mul.wide.u32"] = each<u64, u32, u32>([](u32 a, u32 b) { return u64(a) * b; });
   t["mul.wide.s32"] = each<s64, s32, s32>([](s32 a, s32 b) { return s64(a) * b; });
   t["not.b32"] = each<u32, u32>([](u32 a) { return ~a; });
