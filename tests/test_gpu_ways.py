@@ -68,6 +68,26 @@ def test_only_what_is_needed_is_made(needs):
             assert actual.numel() == 0
 
 
+WRONG = {  # shapes of x, mu and rho for T = 3
+    "features": ((4, 21), (9, 20), (9, 20), "x must be"),
+    "replicas": ((2, 4, 20), (9, 20), (9, 20), "one replica or all"),
+    "rho": ((4, 20), (9, 20), (9, 16), "rho must be like mu"),
+}
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("case", WRONG)
+def test_the_op_itself_reads_nothing_of_wrong_shapes(case):
+    *shapes, message = WRONG[case]
+    x, mu, rho = (made(*shape) for shape in shapes)
+    seed, op = ops.new_seed(1, 0, "cuda"), torch.ops.bnuq
+    with pytest.raises(RuntimeError, match=message):
+        op.bayes_linear(x, mu, rho, None, None, seed, STREAM, 3)
+    with pytest.raises(RuntimeError, match=message):
+        given = (made(3, 4, 9), x, mu, rho, None, seed, STREAM, 3)
+        op.bayes_linear_backward(*given, True, True, False)
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("N", [1, 40])

@@ -89,12 +89,19 @@ Tensor replicas_of(const Tensor& x, const Tensor& mu) {
 
 Posterior posterior_of(
     const Tensor& x, const Tensor& mu, const Tensor& rho, const std::optional<Tensor>& bias_mu,
-    const std::optional<Tensor>& bias_rho, const Tensor& seed, int64_t stream) {
+    const std::optional<Tensor>& bias_rho, const Tensor& seed, int64_t stream, int64_t T) {
   check_on_device_of(x, {mu, rho, bias_mu, bias_rho, seed});
   STD_TORCH_CHECK(
-      (x.dim() == 2 || x.dim() == 3) && mu.dim() == 2 &&
+      (x.dim() == 2 || x.dim() == 3) && mu.dim() == 2 && x.size(-1) == mu.size(1) &&
           acc_of(x.scalar_type()) == mu.scalar_type(),
       "bayes_linear: x must be (N, I) or (T, N, I), and mu (O, I) in the dtype that x has sums of");
+  STD_TORCH_CHECK(
+      T >= 1 && (x.dim() == 2 || x.size(0) == 1 || x.size(0) == T),
+      "bayes_linear: x must have one replica or all, and these be one or more");
+  STD_TORCH_CHECK(
+      rho.dim() == 2 && rho.size(0) == mu.size(0) && rho.size(1) == mu.size(1) &&
+          rho.scalar_type() == mu.scalar_type(),
+      "bayes_linear: rho must be like mu");
   return {
       *contiguous(std::optional(mu)),
       *contiguous(std::optional(rho)),
@@ -114,7 +121,7 @@ Tensor bayes_linear_cuda(
   STD_TORCH_CHECK(
       bias_mu.has_value() == bias_rho.has_value(), "bayes_linear: a bias must have both halves");
   const DeviceGuard guard(x.get_device_index());
-  const Posterior q = posterior_of(x, mu, rho, bias_mu, bias_rho, seed, stream);
+  const Posterior q = posterior_of(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples);
   const Tensor xs = replicas_of(x, mu);
   const auto forward = [&] {
     switch (way_of(x, mu)) {
@@ -154,7 +161,7 @@ Gradients bayes_linear_backward_cuda(
       grad_y.dim() == 3 && grad_y.size(0) == num_samples,
       "bayes_linear: grad_y must have shape (T, N, O)");
   const DeviceGuard guard(x.get_device_index());
-  const Posterior q = posterior_of(x, mu, rho, std::nullopt, bias_rho, seed, stream);
+  const Posterior q = posterior_of(x, mu, rho, std::nullopt, bias_rho, seed, stream, num_samples);
   const Gradients made = gradients_of(
       contiguous(grad_y, mu.scalar_type()), x, replicas_of(x, mu), q,
       {need_x, need_weight, need_bias});
