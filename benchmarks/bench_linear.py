@@ -104,6 +104,20 @@ def with_backward(runs, case, device) -> dict:
     return {name: step(runs[name], name) for name in runs}
 
 
+def in_a_graph(step):
+    """A replay of the step, captured after a few turns on a stream of its own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 # A compilation takes longer than all the rounds of a case: on a GPU one of the grid is compiled.
 COMPILED_ON_CUDA = (1024, 1024, 128, 4, True)
 
@@ -149,10 +163,9 @@ def test_fused_product_on_cuda(benchmark, size, rows, T):
     x, q = make((size, size, rows, T, False), "cuda")
     seed, fused = ops.new_seed(0, 0, "cuda"), torch.ops.bnuq
     base = torch.zeros(T, rows, size, device="cuda")
-    _, _, *operands = fused.bayes_operands(None, x, q.rho, False)
-    operand, scale, sigma, sigma_scale = operands
+    operands = fused.bayes_operands(x, q.rho)
     runs = {
-        "ours": lambda: fused.bayes_forward(operand, sigma, base, scale, sigma_scale, seed, 0, T),
+        "ours": lambda: fused.bayes_forward(*operands, base, seed, 0, T),
         "noise alone": noise_alone(seed, T, size, size),
     }
     times = compare(runs, rounds=25, seconds=1.5, device="cuda")
@@ -209,6 +222,19 @@ def test_bayes_linear_backward(benchmark, device, case):
     label = f"bayes_linear {name_of(case)} {device} forward+backward"
     record(benchmark, label, times, skipped=skipped, target=target)
     benchmark.pedantic(runs["ours"], rounds=3)
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="no CUDA device")
+@pytest.mark.parametrize("case", GRID[::7], ids=name_of)
+def test_backward_in_a_cuda_graph(benchmark, case):
+    """At most 3.3 times forward, both without launches, Python and autograd's thread."""
+    x, q = make(case, "cuda")
+    both = with_backward({"ours": None}, case, "cuda")["ours"]
+    cases = {"ours": in_a_graph(both), "forward alone": in_a_graph(ours_of(x, q, case[3]))}
+    times = compare(cases, rounds=51, seconds=1.5, device="cuda")
+    label = f"bayes_linear {name_of(case)} in a CUDA graph, forward+backward"
+    record(benchmark, label, times, target={"forward alone": round(1 / 3.3, 2)})
+    benchmark.pedantic(cases["ours"], rounds=3)
 
 
 @pytest.mark.parametrize("case", ONE_ROW, ids=name_of)
@@ -270,20 +296,6 @@ def test_training_step(benchmark, device):
     label = f"step of {'-'.join(map(str, SIZES))}, floor {floor(128)}"
     record(benchmark, label, times, target={"ordinary network": 0.5})
     benchmark.pedantic(cases["ours"], rounds=3)
-
-
-def in_a_graph(step):
-    """A replay of the step, captured after a few turns on a stream of its own."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="no CUDA device")

@@ -42,13 +42,8 @@ from benchmarks.gpu_verdicts import (
 
 STAGE_SECONDS = 450  # of nine minutes: what goes before, and the report, take some
 SCRATCH = ROOT / ".gpu-build"
-SANITIZED = [
-    "philox",
-    "batch_norm",
-    "predictive",
-    "bayes",
-    "batched",
-]  # each by itself: it may take minutes
+# Each by itself: it may take minutes.
+SANITIZED = ["philox", "batch_norm", "predictive", "bayes", "batched"]
 # Each version of torch and Python deprecates something else.
 DEPRECATIONS = ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
 # Of pytest-benchmark, where cases fail: as errors they would stand in place of what has failed.

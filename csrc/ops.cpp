@@ -69,10 +69,10 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
   // For benchmarks and tests: the fused product by itself, the way that a call takes
   // (csrc/cuda/linear_ways.cu).
   m.def(
-      "bayes_operands(Tensor? grad_y, Tensor? x, Tensor? rho, bool bfloat16) -> (Tensor grad_y,"
-      " Tensor grad_scale, Tensor x, Tensor x_scale, Tensor sigma, Tensor sigma_scale)");
+      "bayes_operands(Tensor x, Tensor rho) -> (Tensor x, Tensor x_scale, Tensor sigma,"
+      " Tensor sigma_scale)");
   m.def(
-      "bayes_forward(Tensor x, Tensor sigma, Tensor base, Tensor x_scale, Tensor sigma_scale,"
+      "bayes_forward(Tensor x, Tensor x_scale, Tensor sigma, Tensor sigma_scale, Tensor base,"
       " Tensor seed, int stream, int num_samples) -> Tensor");
   m.def("ask_bayes_linear_way(int way, int chunk_bytes) -> ()");
   m.def("bayes_linear_way(Tensor x, Tensor mu) -> int");

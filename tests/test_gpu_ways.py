@@ -1,8 +1,11 @@
-"""The ways of bayes_linear on CUDA: which a call takes, and what all of them have to do alike."""
+"""The ways of bayes_linear on CUDA: which a call takes, and what all of them have to do alike.
+
+Without a GPU `test_hostrun_ops` runs these with the kernels emulated.
+"""
 
 import pytest
 import torch
-from test_gpu_bayes import STREAM, made, parameters, run
+from test_gpu_bayes import STREAM, assert_near, made, parameters, run
 
 from bnuq_ext import ops
 from bnuq_ext.ops.linear_ways import WAYS, going, way_of
@@ -53,9 +56,8 @@ def test_inputs_of_16_bits_are_summed_in_float32(exact, shared, dtype):
     assert grads[0][0].dtype == dtype and grads[0][1].dtype == torch.float32
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)], ids=str)
-def test_only_what_is_needed_is_made(needs):
+def test_only_what_is_needed_is_made(way, needs):
     x, weights, seed = made(3, 20), parameters(9, 20), ops.new_seed(1, 0, "cuda")
     grad_y, needs = made(2, 3, 9), tuple(map(bool, needs))
     everything = gradients(x, weights, seed, grad_y)
@@ -63,7 +65,8 @@ def test_only_what_is_needed_is_made(needs):
     needed = (needs[0], needs[1], needs[1], needs[2], needs[2])
     for actual, wanted, kept in zip(some, everything, needed, strict=True):
         if kept:
-            torch.testing.assert_close(actual, wanted)
+            exact = dict(rtol=0, atol=0) if way == "direct" else {}
+            torch.testing.assert_close(actual, wanted, **exact)
         else:
             assert actual.numel() == 0
 
@@ -97,15 +100,36 @@ def test_a_replica_alone_is_what_it_is_among_others(N, dtype):
     T, x, weights = 5, made(N, 70, dtype=dtype), [v.detach() for v in parameters(33, 70)]
     weights[1] += 4.0  # noise as large as the rest
     together = run(x, weights, ops.new_seed(4, 2, "cuda"), T).float()
-    near = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2**-8, atol=1e-4)
+    near = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2**-8, atol=1e-5)
     for t in range(T):
         alone = run(x, weights, ops.new_seed(4, 2 + t, "cuda"), 1).float()
         torch.testing.assert_close(alone[0], together[t], **near)
 
 
-@pytest.mark.parametrize("way,weight_bytes", [("sampled", 4), ("batched", 2)])
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("O,T", [(1, 1), (17, 40), (250, 300)])
+def test_biases_are_sampled_by_every_way(O, T):  # noqa: E741
+    """Alone, at x = 0: not within the rounding of a product."""
+    x, weights, seed = made(1, 3) * 0, parameters(O, 3), ops.new_seed(4, 2, "cuda")
+    eps = ops.philox_normal(seed, STREAM, (T, O), tag="bias").double()
+    _, _, bias_mu, bias_rho = (w.detach().double() for w in weights)
+    y, grad_y = run(x, weights, seed, T), made(T, 1, O)
+    expected = bias_mu + torch.nn.functional.softplus(bias_rho) * eps
+    torch.testing.assert_close(y[:, 0].double(), expected, rtol=1e-5, atol=2e-6)
+    by_mu, by_rho = torch.autograd.grad(y, weights[2:], grad_y)
+    by_y, near = grad_y[:, 0].double(), dict(rtol=1e-5, atol=2e-6 * T**0.5)
+    torch.testing.assert_close(by_mu.double(), by_y.sum(0), **near)
+    torch.testing.assert_close(
+        by_rho.double(), (by_y * eps).sum(0) * torch.sigmoid(bias_rho), **near
+    )
+
+
+@pytest.mark.parametrize(
+    "way,weight_bytes,near",
+    [("sampled", 4, dict(rtol=1e-5, atol=1e-5)), ("batched", 2, dict(rtol=1e-4, atol=1e-4))],
+)
 @pytest.mark.parametrize("shared", [True, False])
-def test_weights_in_chunks_of_two_replicas_and_one(way, weight_bytes, shared):
+def test_weights_in_chunks_of_two_replicas_and_one(way, weight_bytes, near, shared):
     T, N, I, O = 5, 9, 70, 33  # noqa: E741
     x, weights = (made(N, I) if shared else made(T, N, I)), parameters(O, I)
     seed, grad_y = ops.new_seed(4, 2, "cuda"), made(T, N, O)
@@ -116,7 +140,28 @@ def test_weights_in_chunks_of_two_replicas_and_one(way, weight_bytes, shared):
 
     expected = results(0)
     for actual, wanted in zip(results(2 * weight_bytes * O * I), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, wanted, **near)
+
+
+@pytest.mark.parametrize("way,weight_bytes", [("sampled", 4), ("batched", 2)])
+def test_the_memory_held_is_one_chunk_s(way, weight_bytes):
+    """Of 60 replicas' weights: those of two, beside what has their number of rows."""
+    T, N, size = 60, 2, 128
+    x, weights, seed = made(N, size), parameters(size, size), ops.new_seed(4, 2, "cuda")
+    grad_y, replica = made(T, N, size), weight_bytes * size * size
+    # The batched way's other gradients are the fused kernel's: of few weights, parts of sums.
+    needs = (True, way == "sampled", True)
+    for call in (
+        lambda: run(x, weights, seed, T),
+        lambda: gradients(x, weights, seed, grad_y, needs),
+    ):
+        with going(way, 2 * replica), torch.no_grad():
+            call()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            call()
+        held = torch.cuda.max_memory_allocated() - before
+        assert 2 * replica <= held < 15 * replica, f"{held / replica:.1f} replicas"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,11 +187,14 @@ def half_sums():
 
 
 @pytest.mark.usefixtures("half_sums")
-def test_many_rows_where_torch_may_sum_in_float16():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_where_torch_may_sum_in_float16(dtype):
     """Then it refuses float32 results of float16 matrices."""
-    x, weights, seed = made(200, 20), parameters(9, 20), ops.new_seed(1, 0, "cuda")
-    with going("batched"), torch.no_grad():
-        y = run(x, weights, seed, 3)
-    with going("sampled"), torch.no_grad():
-        expected = run(x, weights, seed, 3)
-    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+    x, weights, seed = made(200, 20, dtype=dtype), parameters(9, 20), ops.new_seed(1, 0, "cuda")
+    grad_y, results = made(3, 200, 9, dtype=dtype), []
+    for way in ("batched", "sampled"):
+        with going(way), torch.no_grad():
+            results.append([run(x, weights, seed, 3), *gradients(x, weights, seed, grad_y)])
+    for actual, wanted in zip(*results, strict=True):
+        share = 2e-3 if dtype == torch.float32 else 1e-2
+        assert_near(actual, wanted.double(), share)

@@ -45,12 +45,6 @@ def check_floating(op: str, name: str, value) -> None:
         refuse(op, name, "be a floating-point tensor", value.dtype, TypeError)
 
 
-def fits(value, dtype: torch.dtype, shape: tuple, device: torch.device) -> bool:
-    """Whether the checks of a tensor have nothing to say, in a third of their time."""
-    plain = isinstance(value, Tensor) and value.layout == torch.strided
-    return plain and value.dtype == dtype and value.shape == shape and value.device == device
-
-
 def check_shape(op: str, name: str, value: Tensor, shape: tuple) -> None:
     if value.shape != shape:
         refuse(op, name, f"have shape {list(shape)}", list(value.shape))

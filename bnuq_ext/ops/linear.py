@@ -12,7 +12,6 @@ from .checks import (
     check_seed,
     check_shape,
     check_stream,
-    fits,
     refuse,
 )
 from .modes import is_eager, past_autograd, refuse_other_derivatives, refuse_second_derivatives
@@ -72,24 +71,13 @@ def bayes_linear(
         return _op(*args)
 
 
-def bayes_linear_rows(
-    x: Tensor,
-    mu: Tensor,
-    rho: Tensor,
-    bias_mu: Tensor | None = None,
-    bias_rho: Tensor | None = None,
-    *,
-    seed: Tensor,
-    stream: int,
-    num_samples: int,
-) -> Tensor:
+def bayes_linear_rows(x: Tensor, *weights, seed: Tensor, stream: int, num_samples: int) -> Tensor:
     """`bayes_linear` for a layer, (T*N, O): in one node of autograd."""
-    given = (x, mu, rho, bias_mu, bias_rho)
     if is_eager() and torch.is_grad_enabled():
-        _check(*given, seed, stream, num_samples)
-        return _EagerRows.apply(*given, seed.contiguous(), stream, num_samples)
-    y = bayes_linear(*given, seed=seed, stream=stream, num_samples=num_samples)
-    return shaped(y, (num_samples * x.shape[-2], mu.shape[0]))
+        _check(x, *weights, seed, stream, num_samples)
+        return _EagerRows.apply(x, *weights, seed.contiguous(), stream, num_samples)
+    y = bayes_linear(x, *weights, seed=seed, stream=stream, num_samples=num_samples)
+    return shaped(y, (num_samples * x.shape[-2], y.shape[-1]))
 
 
 def shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -142,8 +130,6 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
     weights = (("mu", mu, mu.shape), ("rho", rho, mu.shape))
     biases = (("bias_mu", bias_mu, mu.shape[:1]), ("bias_rho", bias_rho, mu.shape[:1]))
     for name, value, shape in weights if bias_mu is None else weights + biases:
-        if fits(value, acc, shape, x.device):
-            continue
         check_floating(op, name, value)
         check_shape(op, name, value, shape)
         if value.dtype != acc:
@@ -218,14 +204,12 @@ class _Eager(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-class _EagerRows(torch.autograd.Function):
+class _EagerRows(_Eager):
     """The same, of folded replicas."""
 
     @staticmethod
     def forward(ctx, *args):
-        with past_autograd():
-            y = _op(*args)
-        _setup_context(ctx, args, y)
+        y = _Eager.forward(ctx, *args)
         return shaped(y, (y.shape[0] * y.shape[1], y.shape[2]))
 
     @staticmethod

@@ -35,20 +35,18 @@ int64_t padded(int64_t size) {
 
 Tensor batched_forward(
     const Tensor& x, const Posterior& q, int64_t T, ScalarType type, int64_t chunk) {
-  const int64_t N = x.size(1), O = q.O(), I = q.I(), rows = x.size(0) * N;
-  const Tensor base = empty(x, {x.size(0), N, O}), y = empty(x, {T, N, O});
-  multiply(matrix(base, rows, O), matrix(x, rows, I), transposed(q.mu, O, I));
-  const NoiseOperands o = operands_of(std::nullopt, x, q.rho, type);
-  const Tensor bias = sampled_bias(q, T), room = empty(x, {smaller(chunk, T), O, padded(I)}, type);
+  const int64_t N = x.size(1), O = q.O(), I = padded(q.I());
+  const auto [base, bias, noise] = start_forward(x, q, T, type);
+  const Tensor y = empty(x, {T, N, O}), room = empty(x, {smaller(chunk, T), O, I}, type);
   const bool one = x.size(0) == 1;
   for (int64_t first = 0; first < T; first += chunk) {
     const int64_t count = smaller(chunk, T - first), place = first * N * O;
-    const Tensor weight = matrices(room, count, O, padded(I));
-    sample_noise(weight, o.sigma, q, first, current_stream(x));
+    const Tensor weight = matrices(room, count, O, I);
+    sample_noise(weight, noise.sigma, q, first, current_stream(x));
     const Tensor product = float_products(
-        matrices_from(o.x, first, count), transposed_matrices(weight, count, O, padded(I)));
+        matrices_from(noise.x, first, count), transposed_matrices(weight, count, O, I));
     run_add_products(
-        {output<float>(product), pointer<float>(o.x_scale), pointer<float>(o.sigma_scale),
+        {pointer<float>(product), pointer<float>(noise.x_scale), pointer<float>(noise.sigma_scale),
          output<float>(base) + (one ? 0 : place),
          q.bias_mu ? output<float>(bias) + first * O : nullptr, output<float>(y) + place, count, N,
          O, O, one, false},
@@ -60,26 +58,22 @@ Tensor batched_forward(
 Gradients batched_backward(
     const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, ScalarType type,
     int64_t chunk) {
-  const int64_t T = grad_y.size(0), N = x.size(1), O = q.O(), I = q.I(), rows = x.size(0) * N;
-  const Gradients grads = gradients_like(x, x.size(0), q, needs);
-  const NoiseOperands o = operands_for(grad_y, x, q, needs, type);
-  const Tensor summed = write_weight_grads(grads, grad_y, x, q, needs, o);
+  const int64_t T = grad_y.size(0), N = x.size(1), O = q.O(), I = q.I();
+  const auto [grads, noise] = start_backward(grad_y, x, q, needs, type);
   if (!needs.x) return grads;
-  const Tensor& grad_x = std::get<0>(grads);
-  multiply(matrix(grad_x, rows, I), summed, q.mu);
   const Tensor room = empty(x, {smaller(chunk, T), O, padded(I)}, type);
   const bool one = x.size(0) == 1;
   for (int64_t first = 0; first < T; first += chunk) {
     const int64_t count = smaller(chunk, T - first);
     const Tensor weight = matrices(room, count, O, padded(I));
-    sample_noise(weight, o.sigma, q, first, current_stream(x));
+    sample_noise(weight, noise.sigma, q, first, current_stream(x));
     const Tensor grad =
-        strided(o.grad_y, {count, N, O}, {N * padded(O), padded(O), 1}, first * N * padded(O));
+        strided(noise.grad_y, {count, N, O}, {N * padded(O), padded(O), 1}, first * N * padded(O));
     const Tensor product = float_products(grad, weight);
-    float* out = output<float>(grad_x) + (one ? 0 : first * N * I);
+    float* out = output<float>(std::get<0>(grads)) + (one ? 0 : first * N * I);
     run_add_products(
-        {output<float>(product), pointer<float>(o.grad_scale), pointer<float>(o.sigma_scale), out,
-         nullptr, out, count, N, I, padded(I), false, one},
+        {pointer<float>(product), pointer<float>(noise.grad_scale),
+         pointer<float>(noise.sigma_scale), out, nullptr, out, count, N, I, padded(I), false, one},
         current_stream(x));
   }
   return grads;

@@ -5,28 +5,14 @@
 namespace bnuq {
 namespace {
 
-// Sizes, and memory that the kernels may read.
 template <typename acc_t>
 DirectArgs<acc_t> arguments_of(const Tensor& x, const Posterior& q, int64_t T) {
-  const int64_t O = q.O(), I = q.I();
-  const auto check = [&](const Tensor& t, int64_t numel) {
-    STD_TORCH_CHECK(
-        t.is_contiguous() && t.scalar_type() == q.mu.scalar_type() && t.numel() == numel,
-        "bayes_linear: tensors must be contiguous and match in dtype and size");
-  };
-  STD_TORCH_CHECK(
-      x.dim() == 3 && (x.size(0) == 1 || x.size(0) == T),
-      "bayes_linear: x must have one replica or all");
-  check(x, x.size(0) * x.size(1) * I);
-  check(q.mu, O * I), check(q.rho, O * I);
-  if (q.bias_mu) check(*q.bias_mu, O);
-  if (q.bias_rho) check(*q.bias_rho, O);
   DirectArgs<acc_t> args = {};
   args.x = x.const_data_ptr<acc_t>();
   args.mu = q.mu.const_data_ptr<acc_t>(), args.rho = q.rho.const_data_ptr<acc_t>();
   args.bias_mu = pointer<acc_t>(q.bias_mu), args.bias_rho = pointer<acc_t>(q.bias_rho);
   args.seed = seed_of(q.seed), args.stream = uint32_t(q.stream);
-  args.T = T, args.N = x.size(1), args.O = O, args.I = I, args.shared = x.size(0) == 1;
+  args.T = T, args.N = x.size(1), args.O = q.O(), args.I = q.I(), args.shared = x.size(0) == 1;
   return args;
 }
 
@@ -44,23 +30,19 @@ Tensor direct_forward(const Tensor& x, const Posterior& q, int64_t T) {
 }
 
 Gradients direct_backward(const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs) {
-  const int64_t T = grad_y.size(0), O = q.O();
+  const int64_t T = grad_y.size(0);
   const Gradients grads = gradients_like(x, direct_sums(T, x.size(0) == 1), q, needs);
   const Tensor& grad_x = std::get<0>(grads);
   dispatch_acc(q.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     auto args = arguments_of<acc_t>(x, q, T);
-    STD_TORCH_CHECK(
-        grad_y.is_contiguous() && grad_y.scalar_type() == q.mu.scalar_type() &&
-            grad_y.numel() == T * x.size(1) * O,
-        "bayes_linear: grad_y must be contiguous, in mu's dtype, of shape (T, N, O)");
     args.grad_y = grad_y.const_data_ptr<acc_t>();
     args.grad_x = output<acc_t>(grad_x);
     args.grad_mu = output<acc_t>(std::get<1>(grads));
     args.grad_rho = output<acc_t>(std::get<2>(grads));
     args.grad_bias_mu = output<acc_t>(std::get<3>(grads));
     args.grad_bias_rho = output<acc_t>(std::get<4>(grads));
-    if (O > 0 && (needs.weight || needs.bias)) run_direct_grad_weight(args, current_stream(x));
+    if (q.O() > 0 && (needs.weight || needs.bias)) run_direct_grad_weight(args, current_stream(x));
     if (grad_x.numel() > 0) run_direct_grad_x(args, current_stream(x));
   });
   return grads;

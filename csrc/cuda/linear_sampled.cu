@@ -6,30 +6,13 @@
 namespace bnuq {
 namespace {
 
-// A float32 tensor of that many numbers, or null for none.
-const float* floats(const std::optional<Tensor>& t, int64_t numel) {
-  if (!t) return nullptr;
-  STD_TORCH_CHECK(
-      t->is_contiguous() && t->scalar_type() == ScalarType::Float && t->numel() == numel,
-      "bayes_linear: tensors must be float32, contiguous and match in size");
-  return pointer<float>(*t);
-}
-
-void check_rows(const Tensor& x, const Posterior& q, int64_t T) {
-  STD_TORCH_CHECK(
-      x.dim() == 3 && (x.size(0) == 1 || x.size(0) == T),
-      "bayes_linear: x must have one replica or all");
-  floats(x, x.size(0) * x.size(1) * q.I());
-}
-
 // What samples the weights, but for where they go and of which replicas they are.
 SampleArgs sampling(const Posterior& q, int64_t N) {
-  const int64_t O = q.O(), I = q.I();
   SampleArgs args = {};
-  args.mu = floats(q.mu, O * I), args.rho = floats(q.rho, O * I);
-  args.bias_mu = floats(q.bias_mu, O), args.bias_rho = floats(q.bias_rho, O);
+  args.mu = pointer<float>(q.mu), args.rho = pointer<float>(q.rho);
+  args.bias_mu = pointer<float>(q.bias_mu), args.bias_rho = pointer<float>(q.bias_rho);
   args.seed = seed_of(q.seed), args.stream = uint32_t(q.stream);
-  args.N = N, args.O = O, args.I = I;
+  args.N = N, args.O = q.O(), args.I = q.I();
   return args;
 }
 
@@ -68,7 +51,6 @@ ReduceArgs reducing(const Gradients& grads, const SampleArgs& from) {
 }  // namespace
 
 Tensor sampled_forward(const Tensor& x, const Posterior& q, int64_t T, int64_t chunk) {
-  check_rows(x, q, T);
   const int64_t N = x.size(1), O = q.O(), I = q.I();
   const Tensor y = empty(x, {T, N, O}), room = empty(x, {smaller(chunk, T), O, I});
   const SampleArgs sampled = sampling(q, N);
@@ -87,8 +69,6 @@ Tensor sampled_forward(const Tensor& x, const Posterior& q, int64_t T, int64_t c
 Gradients sampled_backward(
     const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, int64_t chunk) {
   const int64_t T = grad_y.size(0), N = x.size(1), O = q.O(), I = q.I();
-  check_rows(x, q, T);
-  const float* grads_y = floats(grad_y, T * N * O);
   const Gradients grads = gradients_like(x, x.size(0), q, needs);
   const Tensor room = empty(x, {needs.x || needs.weight ? smaller(chunk, T) : 0, O, I});
   const SampleArgs sampled = sampling(q, N);
@@ -105,7 +85,7 @@ Gradients sampled_backward(
       const Tensor rows = matrices_from(x, first, count);
       multiply_each(weight, transposed_matrices(grad, count, N, O), rows);
     }
-    reduced.grad_weight = output<float>(weight), reduced.grad_y = grads_y + place;
+    reduced.grad_weight = output<float>(weight), reduced.grad_y = pointer<float>(grad);
     reduced.first = first, reduced.R = count;
     if (O > 0) run_reduce_grads(reduced, current_stream(x));
   }

@@ -1,5 +1,6 @@
 #include "linear_ways.h"
 
+#include <algorithm>
 #include <atomic>
 
 #include "products.h"
@@ -77,16 +78,25 @@ Tensor contiguous(const Tensor& t, ScalarType type) {
   return converted.is_contiguous() ? converted : torch::stable::contiguous(converted);
 }
 
-std::optional<Tensor> contiguous(const std::optional<Tensor>& t) {
-  return t ? std::optional(contiguous(*t, t->scalar_type())) : std::nullopt;
-}
-
 // (T or 1, N, I), in the precision of the weights.
 Tensor replicas_of(const Tensor& x, const Tensor& mu) {
   const Tensor rows = contiguous(x, mu.scalar_type());
   return x.dim() == 3 ? rows : matrices(rows, 1, x.size(0), x.size(1));
 }
 
+bool like(const Tensor& t, const Tensor& mu, Sizes sizes) {
+  return t.scalar_type() == mu.scalar_type() && t.dim() == int64_t(sizes.size()) &&
+         std::equal(sizes.begin(), sizes.end(), t.sizes().begin());
+}
+
+std::optional<Tensor> bias_like(const std::optional<Tensor>& bias, const Tensor& mu) {
+  if (!bias) return {};
+  STD_TORCH_CHECK(
+      like(*bias, mu, {mu.size(0)}), "bayes_linear: a bias must be (O,) in the dtype of mu");
+  return contiguous(*bias, mu.scalar_type());
+}
+
+// Checked against x and T: the ways read through raw pointers.
 Posterior posterior_of(
     const Tensor& x, const Tensor& mu, const Tensor& rho, const std::optional<Tensor>& bias_mu,
     const std::optional<Tensor>& bias_rho, const Tensor& seed, int64_t stream, int64_t T) {
@@ -98,15 +108,13 @@ Posterior posterior_of(
   STD_TORCH_CHECK(
       T >= 1 && (x.dim() == 2 || x.size(0) == 1 || x.size(0) == T),
       "bayes_linear: x must have one replica or all, and these be one or more");
-  STD_TORCH_CHECK(
-      rho.dim() == 2 && rho.size(0) == mu.size(0) && rho.size(1) == mu.size(1) &&
-          rho.scalar_type() == mu.scalar_type(),
-      "bayes_linear: rho must be like mu");
+  STD_TORCH_CHECK(like(rho, mu, {mu.size(0), mu.size(1)}), "bayes_linear: rho must be like mu");
+  const ScalarType type = mu.scalar_type();
   return {
-      *contiguous(std::optional(mu)),
-      *contiguous(std::optional(rho)),
-      contiguous(bias_mu),
-      contiguous(bias_rho),
+      contiguous(mu, type),
+      contiguous(rho, type),
+      bias_like(bias_mu, mu),
+      bias_like(bias_rho, mu),
       seed,
       stream};
 }
@@ -157,11 +165,12 @@ Gradients bayes_linear_backward_cuda(
     int64_t stream, int64_t num_samples, bool need_x, bool need_weight, bool need_bias) {
   check_on_device_of(x, {grad_y});
   STD_TORCH_CHECK(!need_bias || bias_rho, "bayes_linear: bias_rho is needed for its gradient");
-  STD_TORCH_CHECK(
-      grad_y.dim() == 3 && grad_y.size(0) == num_samples,
-      "bayes_linear: grad_y must have shape (T, N, O)");
   const DeviceGuard guard(x.get_device_index());
   const Posterior q = posterior_of(x, mu, rho, std::nullopt, bias_rho, seed, stream, num_samples);
+  STD_TORCH_CHECK(
+      grad_y.dim() == 3 && grad_y.size(0) == num_samples && grad_y.size(1) == x.size(-2) &&
+          grad_y.size(2) == q.O(),
+      "bayes_linear: grad_y must have shape (T, N, O)");
   const Gradients made = gradients_of(
       contiguous(grad_y, mu.scalar_type()), x, replicas_of(x, mu), q,
       {need_x, need_weight, need_bias});

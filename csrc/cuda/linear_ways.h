@@ -1,5 +1,6 @@
-// The ways of bayes_linear on CUDA, which linear_ways.cu chooses from. Here x is (T or 1, N, I) and
-// contiguous, as grad_y (T, N, O) and the weights are, and all are of one dtype.
+// The ways of bayes_linear on CUDA, which linear_ways.cu chooses from. They trust what it has checked:
+// x is (T or 1, N, I) and contiguous, as grad_y (T, N, O) and the weights are, and all are of one
+// dtype, which only the direct way takes for float64.
 #pragma once
 #include <tuple>
 
@@ -59,22 +60,23 @@ Gradients batched_backward(
 
 // 16-bit matrices with padded rows, and the powers of two that they lack; sigma in fragment order.
 struct NoiseOperands {
-  Tensor grad_y, grad_scale, x, x_scale, sigma, sigma_scale;  // empty for what was not given
+  Tensor grad_y, grad_scale, x, x_scale, sigma, sigma_scale;  // empty for what is not needed
 };
-NoiseOperands operands_of(
-    const std::optional<Tensor>& grad_y, const std::optional<Tensor>& x,
-    const std::optional<Tensor>& rho, ScalarType type);
-// Those of the gradients that are needed.
-NoiseOperands operands_for(
+
+// All of a result but the product with noise.
+struct ForwardStart {
+  Tensor base;  // x @ mu^T, (T or 1, N, O)
+  Tensor bias;  // (T, O), or empty without a bias
+  NoiseOperands noise;
+};
+ForwardStart start_forward(const Tensor& x, const Posterior& q, int64_t T, ScalarType type);
+
+// All gradients but what noise adds to that by x.
+struct BackwardStart {
+  Gradients grads;
+  NoiseOperands noise;
+};
+BackwardStart start_backward(
     const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, ScalarType type);
-
-// (T, O), or empty without a bias.
-Tensor sampled_bias(const Posterior& q, int64_t T);
-
-// The gradients by mu and rho of the weights and of the biases, as far as they are needed, and the
-// sum of grad_y over the replicas of one row of x, (rows of x, O).
-Tensor write_weight_grads(
-    const Gradients& grads, const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs,
-    const NoiseOperands& operands);
 
 }  // namespace bnuq
