@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 
@@ -32,21 +33,27 @@ constexpr ScalarType acc_of(ScalarType type) {
   return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Contiguous, on the device of `like`. A third of the time of torch::stable::new_empty, which goes
-// through the dispatcher.
+// Uninitialised and contiguous, on the device of `like`. A third of the time of
+// torch::stable::new_empty, which goes through the dispatcher.
 inline Tensor empty(
     const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
-  std::array<int64_t, 8> strides;
-  STD_TORCH_CHECK(sizes.size() <= strides.size(), "bnuq: a tensor of so many dimensions");
+  std::array<int64_t, 64> strides;  // as many as torch takes
+  STD_TORCH_CHECK(sizes.size() <= strides.size(), "bnuq: a tensor must have at most 64 dimensions");
   int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0; stride *= sizes[d]) strides[d] = stride;
+  double numbers = 1;  // of a result that is too large, stride overflows
+  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) {
+    strides[d] = stride;
+    numbers *= double(sizes[d]);
+  }
   int32_t device_type;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  const AOTITorchError error = aoti_torch_empty_strided(
       int64_t(sizes.size()), sizes.data(), strides.data(),
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device_type,
-      like.get_device_index(), &made));
+      like.get_device_index(), &made);
+  STD_TORCH_CHECK(
+      error == AOTI_TORCH_SUCCESS, "bnuq: not enough memory for a result of ", numbers, " numbers");
   return Tensor(made);
 }
 

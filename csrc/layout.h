@@ -3,12 +3,10 @@
 // A tensor is (N, C, S) with S the product of the trailing dimensions; channels_last is
 // (N*S, C, 1). A result is channels_last where x is that and not contiguous; else contiguous.
 #pragma once
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <algorithm>
 #include <optional>
 #include <vector>
+
+#include "dispatch.h"
 
 namespace bnuq {
 
@@ -55,33 +53,11 @@ struct Extent {
   int64_t numel() const { return N * C * S; }
 };
 
-// An uninitialised contiguous tensor on the device of x. Past the dispatcher, whose look-up by name
-// takes longer than a small kernel.
-inline Tensor empty_on(const Tensor& x, const std::vector<int64_t>& sizes, ScalarType type) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  double numbers = 1;  // of a result that is too large, stride overflows
-  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) {
-    strides[d] = stride;
-    numbers *= double(sizes[d]);
-  }
-  int32_t device = 0, index = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
-  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  AtenTensorHandle made = nullptr;
-  const AOTITorchError error = aoti_torch_empty_strided(
-      int64_t(sizes.size()), sizes.data(), strides.data(), dtype, device, index, &made);
-  STD_TORCH_CHECK(
-      error == AOTI_TORCH_SUCCESS, "bnuq: not enough memory for a result of ", numbers, " numbers");
-  return Tensor(made);
-}
-
 // An uninitialised tensor like x with `rows` as its first size.
 inline Tensor empty_rows(const Tensor& x, int64_t rows, MemoryFormat format) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes[0] = rows;
-  if (format == MemoryFormat::Contiguous) return empty_on(x, sizes, x.scalar_type());
+  if (format == MemoryFormat::Contiguous) return empty(x, sizes);
   return torch::stable::empty(
       sizes, x.scalar_type(), std::nullopt, x.device(), std::nullopt, format);
 }

@@ -37,7 +37,7 @@ inline FreshResults fresh_results(const Tensor& logits) {
   std::vector<int64_t> shape(logits.sizes().begin() + 1, logits.sizes().end());
   const auto make = [&] {
     return logits.numel() == 0 ? torch::stable::new_zeros(logits, shape, acc)
-                               : empty_on(logits, shape, acc);
+                               : empty(logits, shape, acc);
   };
   const Tensor mean = make(), variance = make();
   shape.erase(shape.begin() + 1);

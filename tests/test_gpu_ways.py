@@ -71,10 +71,13 @@ def test_only_what_is_needed_is_made(way, needs):
             assert actual.numel() == 0
 
 
+MOST = 65535 * 64  # features
 WRONG = {  # shapes of x, mu and rho for T = 3
     "features": ((4, 21), (9, 20), (9, 20), "x must be"),
-    "replicas": ((2, 4, 20), (9, 20), (9, 20), "one replica or all"),
+    "replicas": ((2, 4, 20), (9, 20), (9, 20), "all replicas or none"),
+    "one replica of three": ((1, 4, 20), (9, 20), (9, 20), "all replicas or none"),
     "rho": ((4, 20), (9, 20), (9, 16), "rho must be like mu"),
+    "width": ((1, MOST + 1), (1, MOST + 1), (1, MOST + 1), f"at most {MOST} rows and columns"),
 }
 
 
@@ -89,6 +92,33 @@ def test_the_op_itself_reads_nothing_of_wrong_shapes(case):
     with pytest.raises(RuntimeError, match=message):
         given = (made(3, 4, 9), x, mu, rho, None, seed, STREAM, 3)
         op.bayes_linear_backward(*given, True, True, False)
+
+
+NOT_PACKED = {  # what takes the place of an operand, and what is said of it
+    "x of other columns": ("x", lambda x: x[..., :20].contiguous(), "x must be packed"),
+    "x in between": ("x", lambda x: shifted(x), "begin on 16 bytes"),
+    "half a sigma": ("sigma", lambda sigma: sigma[:64], "sigma must be packed"),
+    "no rows": ("base", lambda base: base[:, :0], "x must be packed"),
+    "base of 16 bits": ("base", lambda base: base.half(), "must be float32"),
+}
+
+
+def shifted(x):
+    """The same numbers one element further on."""
+    room = x.new_zeros(x.numel() + 1)[1:].view(x.shape)
+    return room.copy_(x)
+
+
+@pytest.mark.parametrize("case", NOT_PACKED)
+def test_the_fused_product_alone_reads_nothing_else_than_its_operands(case):
+    name, changed, message = NOT_PACKED[case]
+    seed, op = ops.new_seed(1, 0, "cuda"), torch.ops.bnuq
+    made_of_both = op.bayes_operands(made(3, 4, 20), made(9, 20))
+    names = ("x", "x_scale", "sigma", "sigma_scale", "base")
+    operands = dict(zip(names, [*made_of_both, made(3, 4, 9)], strict=True))
+    operands[name] = changed(operands[name])
+    with pytest.raises(RuntimeError, match=message):
+        op.bayes_forward(*operands.values(), seed, STREAM, 3)
 
 
 @pytest.mark.usefixtures("way")

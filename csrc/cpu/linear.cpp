@@ -16,7 +16,7 @@ Tensor sample_bias(const Tensor& mu, const Tensor& rho, const Noise& noise, int6
   const int64_t O = mu.numel();
   const Tensor means = contiguous_as(mu.scalar_type(), mu);
   const Tensor rhos = contiguous_as(mu.scalar_type(), rho);
-  const Tensor bias = empty_on(mu, {num_samples, O}, mu.scalar_type());
+  const Tensor bias = empty(mu, {num_samples, O});
   dispatch_acc(mu, [&](auto zero) {
     using acc_t = decltype(zero);
     std::vector<float> z(O);
@@ -134,7 +134,7 @@ Tensor forward(
       y = contiguous_as(given.x.scalar_type(), part);
       return;
     }
-    if (some.first == 0) y = empty_on(given.x, {given.T, N, O}, given.x.scalar_type());
+    if (some.first == 0) y = empty(given.x, {given.T, N, O});
     Tensor into = view_of(y, some.first * N * O, {some.count, N, O}, {N * O, O, 1});
     torch::stable::copy_(into, part);
   });
@@ -181,7 +181,7 @@ STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
 }  // namespace
 
 Tensor sigma_of(const Tensor& rho) {
-  const Tensor sigma = empty_on(rho, {rho.numel()}, rho.scalar_type());
+  const Tensor sigma = empty(rho, {rho.numel()});
   dispatch_acc(rho, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t* r = rho.const_data_ptr<acc_t>();

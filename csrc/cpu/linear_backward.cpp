@@ -295,7 +295,7 @@ using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 // As an op returns them: each in its own memory, what was not asked for empty.
 Five results_of(const LinearArguments& given, const Grads& grads) {
   const auto made = [&](const std::optional<Tensor>& grad) {
-    return grad ? *grad : empty_on(given.mu, {0}, given.mu.scalar_type());
+    return grad ? *grad : empty(given.mu, {0});
   };
   return {
       contiguous_as(given.x.scalar_type(), made(grads.x)), made(grads.mu), made(grads.rho),

@@ -84,9 +84,7 @@ struct LinearCall {
 
   int64_t x_stride() const { return shared ? 0 : N * I; }
   Matrix x_of(int64_t t) const { return {x, t * x_stride(), N, I}; }
-  Tensor empty(const std::vector<int64_t>& sizes) const {
-    return empty_on(mu, sizes, mu.scalar_type());
-  }
+  Tensor empty(const std::vector<int64_t>& sizes) const { return bnuq::empty(mu, sizes); }
 };
 
 // Half of a bias (O,), or none.

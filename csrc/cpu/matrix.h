@@ -86,7 +86,7 @@ inline void write_rows(float* to, const float* from, const Matrix& a, int64_t ro
 // copy takes one thread.
 inline Tensor in_rows(const Matrix& a) {
   if (a.column_stride == 1) return a.view();
-  const Tensor out = empty_on(a.in, {a.rows, a.columns}, a.in.scalar_type());
+  const Tensor out = empty(a.in, {a.rows, a.columns});
   const float* from = static_cast<const float*>(a.in.const_data_ptr()) + a.offset;
   float* to = out.mutable_data_ptr<float>();
   const int64_t bands = ceil_div(a.rows, kSquare);
@@ -127,7 +127,7 @@ inline void multiply(
 // The same in a tensor of its own, where oneDNN needs no copy.
 inline Tensor product(const Matrix& a, const Matrix& b, const std::optional<Tensor>& bias = {}) {
   if (prefers_onednn(a, b)) return onednn_product(a, b, bias);
-  const Tensor out = empty_on(a.in, {a.rows, b.columns}, a.in.scalar_type());
+  const Tensor out = empty(a.in, {a.rows, b.columns});
   multiply(Matrix(out, 0, a.rows, b.columns), a, b, bias);
   return out;
 }

@@ -11,7 +11,7 @@
 //            over rows; for S = 1 (channels_last too), small S, and, with V = 1, what is unaligned.
 //   planes   a warp takes segments of 32*V elements of (n, c) planes; a lane makes the affine
 //            map of one plane (shared x: of one replica), and the warp passes it round; for large
-//            S.
+//            S, where x is shared or statistics are drawn.
 // Shared x stays in registers while its thread passes over the replicas.
 #pragma once
 #include "batch_norm_vectors.cuh"
@@ -305,7 +305,7 @@ void run_batch_norm(
   const Extents d = args.d;
   const bool wide = aligned(args.x) && aligned(args.y) && aligned(args.residual);
   if constexpr (!Source::kDrawn)
-    if (wide && !shared && has_vectors(d, V) && has_runs(source, args.par))
+    if (wide && !shared && has_vectors(d, V) && (d.S % V == 0 || has_runs(source, args.par)))
       return run_vectors(args, source, stream);
   if (wide && d.S % V == 0 && d.S >= kPlaneLength && (shared || Source::kDrawn))
     return run_planes(args, source, shared, stream);

@@ -8,13 +8,6 @@
 namespace bnuq {
 namespace {
 
-template <typename F>
-void dispatch_half(ScalarType type, const F& body) {
-  if (type == ScalarType::Half) return body(__half());
-  STD_TORCH_CHECK(type == ScalarType::BFloat16, "bayes_linear: an operand must have 16 bits");
-  body(__nv_bfloat16());
-}
-
 template <typename half_t>
 const half_t* halves(const Tensor& t) {
   return static_cast<const half_t*>(t.const_data_ptr());
@@ -27,13 +20,12 @@ const uint4* fragments(const Tensor& sigma) {
 // A 16-bit matrix (*, padded columns) that run_operands will make of v, and the power of two that
 // it lacks; of rho (O, I) its sigma in fragment order. Both are empty without v.
 std::tuple<Tensor, Tensor> add_operand(
-    Operands& operands, const std::optional<Tensor>& v, const Tensor& like, ScalarType type,
-    bool sigma) {
-  if (!v) return {empty(like, {0}), empty(like, {0})};
+    Operands& operands, const std::optional<Tensor>& v, ScalarType type, bool sigma) {
+  if (!v) return {};
   std::vector<int64_t> shape(v->sizes().begin(), v->sizes().end());
   const int64_t columns = shape.back(), rows = sigma ? shape[0] : shape[0] * shape[1];
-  shape.back() = ceil_div<int64_t>(columns, kEdge) * kEdge;
-  if (sigma) shape = {ceil_div<int64_t>(rows, kEdge) * kEdge * shape[1]};
+  shape.back() = padded(columns);
+  if (sigma) shape = {padded(rows) * shape[1]};
   const Tensor out = empty(*v, shape, type);
   const Tensor scale = empty(*v, {});
   operands.add(
@@ -49,9 +41,9 @@ NoiseOperands operands_of(
   const bool whole_range = type == ScalarType::BFloat16;
   const Tensor partial = empty(like, {whole_range ? 0 : 3 * kOperandBlocks}, ScalarType::Float);
   Operands operands;
-  const auto [grad, grad_scale] = add_operand(operands, grad_y, like, type, false);
-  const auto [rows, x_scale] = add_operand(operands, x, like, type, false);
-  const auto [sigma, sigma_scale] = add_operand(operands, rho, like, type, true);
+  const auto [grad, grad_scale] = add_operand(operands, grad_y, type, false);
+  const auto [rows, x_scale] = add_operand(operands, x, type, false);
+  const auto [sigma, sigma_scale] = add_operand(operands, rho, type, true);
   dispatch_half(type, [&](auto zero) {
     run_operands<decltype(zero)>(operands, output<float>(partial), current_stream(like));
   });
@@ -62,7 +54,6 @@ NoiseOperands operands_of(
 Tensor noise_forward(const ForwardStart& s, const Tensor& seed, int64_t stream, int64_t T) {
   const int64_t N = s.base.size(1), O = s.base.size(2), I = s.noise.x.size(2);
   const Tensor y = empty(s.base, {T, N, O});
-  if (y.numel() == 0) return y;
   dispatch_half(s.noise.x.scalar_type(), [&](auto zero) {
     using half_t = decltype(zero);
     run_bayes_forward<half_t>(
@@ -129,7 +120,7 @@ void write_bias_grads(const Gradients& grads, const Tensor& grad_y, const Poster
   args.grad_bias_rho = output<float>(std::get<4>(grads));
   args.seed = seed_of(q.seed), args.stream = uint32_t(q.stream);
   args.R = grad_y.size(0), args.N = grad_y.size(1), args.O = q.O();
-  if (args.O > 0) run_reduce_grads(args, current_stream(grad_y));
+  if (args.O > 0) run_reduce_bias_grads(args, current_stream(grad_y));
 }
 
 // ---- the fused product by itself, for a benchmark -----------------------------------------------
@@ -161,8 +152,12 @@ Tensor bayes_forward_cuda(
       "bayes_linear: x must be packed by bayes_operands, for one replica or all");
   STD_TORCH_CHECK(
       sigma.is_contiguous() && sigma.scalar_type() == x.scalar_type() &&
-          sigma.numel() == ceil_div<int64_t>(base.size(2), kEdge) * kEdge * x.size(2),
+          sigma.numel() == padded(base.size(2)) * x.size(2),
       "bayes_linear: sigma must be packed by bayes_operands");
+  STD_TORCH_CHECK(
+      aligned(x.const_data_ptr()) && aligned(sigma.const_data_ptr()),
+      "bayes_linear: x and sigma must begin on 16 bytes");
+  STD_TORCH_CHECK(base.numel() > 0, "bayes_linear: base must not be empty");
   const DeviceGuard guard(x.get_device_index());
   const NoiseOperands noise = {{}, {}, x, x_scale, sigma, sigma_scale};
   return noise_forward({base, empty(base, {0}), noise}, seed, stream, num_samples);

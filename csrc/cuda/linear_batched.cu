@@ -1,34 +1,21 @@
 #include "linear_ways.h"
 
 #include "linear_batched_kernels.cuh"
-#include "operand_kernels.cuh"
 #include "products.h"
 
 namespace bnuq {
 namespace {
 
-template <typename half_t>
-void sample_noise_of(
-    const Tensor& weight, const Tensor& sigma, const Posterior& q, int64_t first,
-    cudaStream_t stream) {
-  run_sample_noise<half_t>(
-      static_cast<half_t*>(weight.mutable_data_ptr()),
-      static_cast<const uint4*>(sigma.const_data_ptr()), seed_of(q.seed), uint32_t(q.stream), first,
-      weight.size(0), weight.size(1), weight.size(2) / kEdge, stream);
-}
-
 // sigma * eps of weight's replicas, from `first` on.
 void sample_noise(
     const Tensor& weight, const Tensor& sigma, const Posterior& q, int64_t first,
     cudaStream_t stream) {
-  if (weight.numel() == 0) return;
-  if (weight.scalar_type() == ScalarType::Half)
-    return sample_noise_of<__half>(weight, sigma, q, first, stream);
-  sample_noise_of<__nv_bfloat16>(weight, sigma, q, first, stream);
-}
-
-int64_t padded(int64_t size) {
-  return ceil_div<int64_t>(size, kEdge) * kEdge;
+  dispatch_half(weight.scalar_type(), [&](auto zero) {
+    run_sample_noise<decltype(zero)>(
+        static_cast<decltype(zero)*>(weight.mutable_data_ptr()),
+        static_cast<const uint4*>(sigma.const_data_ptr()), seed_of(q.seed), uint32_t(q.stream),
+        first, weight.size(0), weight.size(1), weight.size(2) / kEdge, stream);
+  });
 }
 
 }  // namespace
@@ -60,7 +47,8 @@ Gradients batched_backward(
     int64_t chunk) {
   const int64_t T = grad_y.size(0), N = x.size(1), O = q.O(), I = q.I();
   const auto [grads, noise] = start_backward(grad_y, x, q, needs, type);
-  if (!needs.x) return grads;
+  const Tensor& grad_x = std::get<0>(grads);
+  if (grad_x.numel() == 0 || O == 0) return grads;
   const Tensor room = empty(x, {smaller(chunk, T), O, padded(I)}, type);
   const bool one = x.size(0) == 1;
   for (int64_t first = 0; first < T; first += chunk) {
@@ -70,7 +58,7 @@ Gradients batched_backward(
     const Tensor grad =
         strided(noise.grad_y, {count, N, O}, {N * padded(O), padded(O), 1}, first * N * padded(O));
     const Tensor product = float_products(grad, weight);
-    float* out = output<float>(std::get<0>(grads)) + (one ? 0 : first * N * I);
+    float* out = output<float>(grad_x) + (one ? 0 : first * N * I);
     run_add_products(
         {pointer<float>(product), pointer<float>(noise.grad_scale),
          pointer<float>(noise.sigma_scale), out, nullptr, out, count, N, I, padded(I), false, one},

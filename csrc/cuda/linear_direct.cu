@@ -24,7 +24,7 @@ Tensor direct_forward(const Tensor& x, const Posterior& q, int64_t T) {
     using acc_t = decltype(zero);
     auto args = arguments_of<acc_t>(x, q, T);
     args.y = output<acc_t>(y);
-    if (y.numel() > 0) run_direct_forward(args, current_stream(x));
+    run_direct_forward(args, current_stream(x));
   });
   return y;
 }

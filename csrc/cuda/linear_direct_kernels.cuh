@@ -1,6 +1,6 @@
 // bayes_linear straight from mu and rho, in one launch forward and two backward: for calls whose
-// launches cost more than their work, for float64, and with I = 0, where x, mu and rho may be null,
-// for the biases of all others. Products by multiplications, in the precision of the weights.
+// launches cost more than their work, and for float64. Products by multiplications, in the precision
+// of the weights.
 //
 // The floor is mu and rho once, 8 bytes a weight; beyond four replicas it is the noise, made again
 // for every 8 rows. sigma is made again wherever a weight is read.
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kLinearThreads, 1) direct_forward_kernel(Direc
 // A warp owns a tile of weights, or a part of its sum over replicas and rows; that of the first
 // columns the biases of its rows too.
 template <typename acc_t>
-__global__ void __launch_bounds__(kLinearThreads, 1)
+__global__ void __launch_bounds__(kLinearThreads, sizeof(acc_t) == 4 ? 2 : 1)
     direct_grad_weight_kernel(DirectArgs<acc_t> p) {
   BNUQ_DYNAMIC_SHARED(acc_t, shared);
   const RoundKeys keys(subkey(p.seed[0], p.stream, kTagWeight));
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kLinearThreads, 1)
   const int64_t tile_o = int64_t(blockIdx.y) * (kLinearWarps / p.parts) + at.warp / p.parts;
   const int64_t o = tile_o * kEdge + at.g, i = tile_i * kEdge + at.pair;
   const bool biases = p.grad_bias_mu && tile_i == 0 && at.pair == 0;
-  // 32 bits, as many as a grid of the forward has: a division of 64 is a call.
+  // 32 bits, enough for what fits into memory: a division of 64 is a call.
   const unsigned blocks = unsigned(ceil_div<int64_t>(p.N, kDirectRows));
   const unsigned turns = tile_o * kEdge < p.O ? unsigned(p.T) * blocks : 0;
   acc_t sums[1][5][4] = {};  // by mu in two rows, by sigma in two; by mu and sigma of two biases
@@ -252,12 +252,13 @@ __global__ void __launch_bounds__(kLinearThreads, 1) direct_grad_x_kernel(Direct
 
 // ---- launches ----------------------------------------------------------------------------------
 
-// A block has its warps' share of the `tiles`, for one of the `columns`; `sums` of a lane.
+// A block has its warps' share of the `tiles`, for one of the `columns`; `sums` of a lane. No more
+// than `most` warps share a tile.
 template <typename acc_t, typename Kernel>
 void launch_direct(
     Kernel kernel, DirectArgs<acc_t> p, int64_t columns, int64_t tiles, int sums,
-    cudaStream_t stream) {
-  p.parts = count_parts(columns * tiles, kLinearWarps);
+    cudaStream_t stream, int64_t most = kLinearWarps) {
+  p.parts = count_parts(columns * tiles, smaller<int64_t>(most, kLinearWarps));
   const dim3 grid(unsigned(columns), unsigned(ceil_div<int64_t>(tiles, kLinearWarps / p.parts)));
   const int shared = parts_bytes(sums, p.parts, sizeof(acc_t));
   BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), shared, stream, p);
@@ -282,7 +283,9 @@ template <typename acc_t>
 void run_direct_grad_weight(const DirectArgs<acc_t>& p, cudaStream_t stream) {
   const auto kernel = direct_grad_weight_kernel<acc_t>;
   const int64_t tiles_i = larger<int64_t>(1, ceil_div<int64_t>(p.I, kEdge));
-  launch_direct(kernel, p, tiles_i, ceil_div<int64_t>(p.O, kEdge), 5 * 4, stream);
+  // One more wave of blocks takes as long as three turns.
+  const int64_t most = p.T * ceil_div<int64_t>(p.N, kDirectRows) / 8;
+  launch_direct(kernel, p, tiles_i, ceil_div<int64_t>(p.O, kEdge), 5 * 4, stream, most);
 }
 
 template <typename acc_t, int kRows>

@@ -106,47 +106,72 @@ BNUQ_DEVICE void sum_weights(
   }
 }
 
-// By mu and sigma of bias tile_o * 16 + lane % 16, in the first two; every other row a lane.
-BNUQ_DEVICE void sum_biases(float (&sums)[1][4][4], const ReduceArgs& p, int64_t tile_o, int part) {
+// Of 16 biases, by mu and sigma; a lane's is tile_o * 16 + lane % 16, every other row its own. The
+// parts take turns at so many rows of a replica.
+BNUQ_DEVICE void sum_biases(
+    float (&sums)[2], const ReduceArgs& p, int64_t tile_o, int part, int parts, int64_t rows) {
   const int lane = threadIdx.x % kWarp;
-  const int64_t o = tile_o * kEdge + lane % kEdge;
+  const int64_t o = tile_o * kEdge + lane % kEdge, blocks = ceil_div<int64_t>(p.N, rows);
   const Key key = subkey(p.seed[0], p.stream, kTagBias);
-  for (int64_t t = part; t < p.R; t += p.parts) {
+  for (int64_t k = part; k < p.R * blocks; k += parts) {
+    const int64_t t = k / blocks, first = k % blocks * rows;
+    const int64_t last = smaller<int64_t>(first + rows, p.N);
     float by_bias = 0.0f;
 #pragma unroll 8
-    for (int64_t n = lane / kEdge; n < p.N; n += 2)
+    for (int64_t n = first + lane / kEdge; n < last; n += 2)
       if (o < p.O) by_bias += p.grad_y[(t * p.N + n) * p.O + o];
     by_bias += __shfl_xor_sync(kAllLanes, by_bias, kEdge);
-    sums[0][0][0] += by_bias;
-    sums[0][0][1] += by_bias * vector_normal(key, o, uint64_t(p.seed[1] + p.first + t));
+    sums[0] += by_bias;
+    sums[1] += by_bias * vector_normal(key, o, uint64_t(p.seed[1] + p.first + t));
   }
+}
+
+BNUQ_DEVICE void write_bias_sums(const float (&sums)[2], const ReduceArgs& p, int64_t tile_o) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t o = tile_o * kEdge + lane;
+  if (lane >= kEdge || o >= p.O) return;
+  write_sum(p.grad_bias_mu + o, sums[0], p.first);
+  write_sum(p.grad_bias_rho + o, sums[1] * sigmoid(p.bias_rho[o]), p.first);
 }
 
 // The sums over the replicas. A warp owns a tile of weights, or a part of its sum; beyond the last
 // column of tiles, 16 biases.
 template <typename = void>
-__global__ void __launch_bounds__(kLinearThreads, 2) reduce_grads_kernel(ReduceArgs p) {
+__global__ void __launch_bounds__(kLinearThreads, 3) reduce_grads_kernel(ReduceArgs p) {
   BNUQ_DYNAMIC_SHARED(float, shared);
   const Lane at;
   const int part = at.warp % p.parts;
   const int64_t tile_i = blockIdx.x;
   const int64_t tile_o = int64_t(blockIdx.y) * (kLinearWarps / p.parts) + at.warp / p.parts;
   const bool biases = tile_i * kEdge >= p.I;
-  float sums[1][4][4] = {};
-  biases ? sum_biases(sums, p, tile_o, part) : sum_weights(sums, p, tile_o, tile_i, part);
-  add_parts(sums, shared, part, p.parts);
-  if (part > 0) return;
-  if (!biases) {
-    for_lane_weights(tile_o, tile_i, at.lane, p.O, p.I, [&](int slot, int64_t k) {
-      write_sum(p.grad_mu + k, sums[0][slot / 4][slot % 4], p.first);
-      write_sum(p.grad_rho + k, sums[0][2 + slot / 4][slot % 4] * sigmoid(p.rho[k]), p.first);
-    });
+  if (biases) {
+    float sums[1][1][2] = {};
+    sum_biases(sums[0][0], p, tile_o, part, p.parts, larger<int64_t>(1, p.N));
+    add_parts(sums, shared, part, p.parts);
+    if (part == 0) write_bias_sums(sums[0][0], p, tile_o);
     return;
   }
-  const int64_t o = tile_o * kEdge + at.lane;
-  if (at.lane >= kEdge || o >= p.O) return;
-  write_sum(p.grad_bias_mu + o, sums[0][0][0], p.first);
-  write_sum(p.grad_bias_rho + o, sums[0][0][1] * sigmoid(p.bias_rho[o]), p.first);
+  float sums[1][4][4] = {};
+  sum_weights(sums, p, tile_o, tile_i, part);
+  add_parts(sums, shared, part, p.parts);
+  if (part > 0) return;
+  for_lane_weights(tile_o, tile_i, at.lane, p.O, p.I, [&](int slot, int64_t k) {
+    write_sum(p.grad_mu + k, sums[0][slot / 4][slot % 4], p.first);
+    write_sum(p.grad_rho + k, sums[0][2 + slot / 4][slot % 4] * sigmoid(p.rho[k]), p.first);
+  });
+}
+
+constexpr int kReduceRows = 32;
+
+// Those of the biases alone: a block owns 16.
+template <typename = void>
+__global__ void __launch_bounds__(kLinearThreads) reduce_bias_grads_kernel(ReduceArgs p) {
+  BNUQ_DYNAMIC_SHARED(float, shared);
+  const Lane at;
+  float sums[1][1][2] = {};
+  sum_biases(sums[0][0], p, blockIdx.x, at.warp, kLinearWarps, kReduceRows);
+  add_parts(sums, shared, at.warp, kLinearWarps);
+  if (at.warp == 0) write_bias_sums(sums[0][0], p, blockIdx.x);
 }
 
 // ---- launches ----------------------------------------------------------------------------------
@@ -166,6 +191,13 @@ inline void run_reduce_grads(ReduceArgs p, cudaStream_t stream) {
   const dim3 grid(unsigned(columns), unsigned(ceil_div<int64_t>(tiles_o, kLinearWarps / p.parts)));
   const auto kernel = reduce_grads_kernel<>;
   BNUQ_LAUNCH(kernel, grid, dim3(kLinearThreads), parts_bytes(4 * 4, p.parts), stream, p);
+}
+
+inline void run_reduce_bias_grads(const ReduceArgs& p, cudaStream_t stream) {
+  const auto kernel = reduce_bias_grads_kernel<>;
+  BNUQ_LAUNCH(
+      kernel, dim3(unsigned(ceil_div<int64_t>(p.O, kEdge))), dim3(kLinearThreads),
+      parts_bytes(2, kLinearWarps), stream, p);
 }
 
 }  // namespace bnuq

@@ -96,6 +96,9 @@ std::optional<Tensor> bias_like(const std::optional<Tensor>& bias, const Tensor&
   return contiguous(*bias, mu.scalar_type());
 }
 
+// Inputs and outputs of a layer, by the blocks that a grid has for them.
+constexpr int64_t kMostFeatures = 65535 * 64;
+
 // Checked against x and T: the ways read through raw pointers.
 Posterior posterior_of(
     const Tensor& x, const Tensor& mu, const Tensor& rho, const std::optional<Tensor>& bias_mu,
@@ -106,8 +109,11 @@ Posterior posterior_of(
           acc_of(x.scalar_type()) == mu.scalar_type(),
       "bayes_linear: x must be (N, I) or (T, N, I), and mu (O, I) in the dtype that x has sums of");
   STD_TORCH_CHECK(
-      T >= 1 && (x.dim() == 2 || x.size(0) == 1 || x.size(0) == T),
-      "bayes_linear: x must have one replica or all, and these be one or more");
+      T >= 1 && (x.dim() == 2 || x.size(0) == T),
+      "bayes_linear: x must have all replicas or none, and these be one or more");
+  STD_TORCH_CHECK(
+      mu.size(0) <= kMostFeatures && mu.size(1) <= kMostFeatures,
+      "bayes_linear: mu must have at most ", kMostFeatures, " rows and columns on CUDA");
   STD_TORCH_CHECK(like(rho, mu, {mu.size(0), mu.size(1)}), "bayes_linear: rho must be like mu");
   const ScalarType type = mu.scalar_type();
   return {
@@ -130,6 +136,7 @@ Tensor bayes_linear_cuda(
       bias_mu.has_value() == bias_rho.has_value(), "bayes_linear: a bias must have both halves");
   const DeviceGuard guard(x.get_device_index());
   const Posterior q = posterior_of(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples);
+  if (x.size(-2) == 0 || q.O() == 0) return empty(x, {num_samples, x.size(-2), q.O()});
   const Tensor xs = replicas_of(x, mu);
   const auto forward = [&] {
     switch (way_of(x, mu)) {
@@ -171,10 +178,9 @@ Gradients bayes_linear_backward_cuda(
       grad_y.dim() == 3 && grad_y.size(0) == num_samples && grad_y.size(1) == x.size(-2) &&
           grad_y.size(2) == q.O(),
       "bayes_linear: grad_y must have shape (T, N, O)");
-  const Gradients made = gradients_of(
+  auto [grad_x, grad_mu, grad_rho, grad_bias_mu, grad_bias_rho] = gradients_of(
       contiguous(grad_y, mu.scalar_type()), x, replicas_of(x, mu), q,
       {need_x, need_weight, need_bias});
-  auto [grad_x, grad_mu, grad_rho, grad_bias_mu, grad_bias_rho] = made;
   if (need_x && x.dim() == 2)
     grad_x = grad_x.size(0) == 1 ? matrix(grad_x, x.size(0), x.size(1))
                                  : torch::stable::sum(grad_x, std::vector<int64_t>{0});

@@ -1,9 +1,10 @@
 // The ways of bayes_linear on CUDA, which linear_ways.cu chooses from. They trust what it has checked:
 // x is (T or 1, N, I) and contiguous, as grad_y (T, N, O) and the weights are, and all are of one
-// dtype, which only the direct way takes for float64.
+// dtype, which only the direct way takes for float64. No result of a forward is empty.
 #pragma once
 #include <tuple>
 
+#include "../philox.h"
 #include "launch.h"
 
 namespace bnuq {
@@ -57,6 +58,18 @@ Gradients batched_backward(
     int64_t chunk);
 
 // ---- what the fused and the batched way share, in linear.cu -------------------------------------
+
+template <typename F>
+void dispatch_half(ScalarType type, const F& body) {
+  if (type == ScalarType::Half) return body(__half());
+  STD_TORCH_CHECK(type == ScalarType::BFloat16, "bayes_linear: an operand must have 16 bits");
+  body(__nv_bfloat16());
+}
+
+// Columns of a 16-bit matrix.
+inline int64_t padded(int64_t columns) {
+  return ceil_div<int64_t>(columns, kEdge) * kEdge;
+}
 
 // 16-bit matrices with padded rows, and the powers of two that they lack; sigma in fragment order.
 struct NoiseOperands {

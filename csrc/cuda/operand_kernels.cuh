@@ -140,34 +140,6 @@ __global__ void __launch_bounds__(kOperandThreads)
   m.sigma ? pack_sigma<half_t>(m, s.inverse, i) : pack_rows<half_t>(m, s.inverse, i);
 }
 
-// (R, O, padded I) = sigma * eps of replicas first .. first + R - 1, for a matrix product of
-// torch's. A block has a row of tiles, or some of it, and some replicas. The padding is zero, as
-// sigma is there.
-template <typename half_t>
-__global__ void __launch_bounds__(kOperandThreads) sample_noise_kernel(
-    half_t* __restrict__ weight, const uint4* __restrict__ sigma, const int64_t* __restrict__ seed,
-    uint32_t stream, int64_t first, int64_t R, int64_t O, int64_t tiles_i) {
-  const int64_t tile_o = blockIdx.x, pitch = tiles_i * kEdge;
-  const uint32_t places = uint32_t(tiles_i * kWarp), step = gridDim.y * kOperandThreads;
-  const int64_t begin = R * blockIdx.z / gridDim.z, end = R * (blockIdx.z + 1) / gridDim.z;
-  const RoundKeys keys(subkey(seed[0], stream, kTagWeight));
-  const uint64_t replica = uint64_t(seed[1] + first);
-  for (uint32_t place = blockIdx.y * kOperandThreads + threadIdx.x; place < places; place += step) {
-    const uint4 own = __ldg(sigma + tile_o * places + place);
-    const int lane = int(place % kWarp);
-    const int64_t o = tile_o * kEdge + lane / 4, k = place / kWarp * kEdge + lane % 4 * 2;
-    half_t* to = weight + (begin * O + o) * pitch + k;
-    for (int64_t t = begin; t < end; ++t, to += O * pitch) {
-      uint32_t a[4];
-      weight_fragment<half_t>(a, own, keys, uint32_t(tile_o), place, replica + t);
-#pragma unroll
-      for (int r = 0; r < 4; ++r)
-        if (o + r % 2 * 8 < O)
-          *reinterpret_cast<uint32_t*>(to + r % 2 * 8 * pitch + r / 2 * 8) = a[r];
-    }
-  }
-}
-
 // ---- launches ----------------------------------------------------------------------------------
 
 inline dim3 operand_grid(int64_t threads, int rows = 1) {
@@ -212,16 +184,6 @@ inline dim3 sample_grid(int64_t R, int64_t O, int64_t tiles_i) {
   };
   const int64_t columns = split(steps, tiles_o), groups = split(R, tiles_o * columns);
   return dim3(unsigned(tiles_o), unsigned(columns), unsigned(groups));
-}
-
-template <typename half_t>
-void run_sample_noise(
-    half_t* weight, const uint4* sigma, const int64_t* seed, uint32_t stream_id, int64_t first,
-    int64_t R, int64_t O, int64_t tiles_i, cudaStream_t stream) {
-  const auto kernel = sample_noise_kernel<half_t>;
-  BNUQ_LAUNCH(
-      kernel, sample_grid(R, O, tiles_i), dim3(kOperandThreads), 0, stream, weight, sigma, seed,
-      stream_id, first, R, O, tiles_i);
 }
 
 }  // namespace bnuq

@@ -1,4 +1,5 @@
-// Matrix products of torch's, past its dispatcher: no autocast rounds their operands.
+// Matrix products of torch's. No autocast rounds their operands: all but one go past the dispatcher, and
+// bmm with a dtype has no rule.
 #pragma once
 #include "launch.h"
 

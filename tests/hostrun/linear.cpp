@@ -1,6 +1,6 @@
 #include "../../csrc/cuda/linear_backward_kernels.cuh"
+#include "../../csrc/cuda/linear_batched_kernels.cuh"
 #include "../../csrc/cuda/linear_direct_kernels.cuh"
-#include "../../csrc/cuda/operand_kernels.cuh"
 
 #include "../../csrc/cuda/kl_kernels.cuh"
 #include "bindings.h"
