@@ -58,6 +58,7 @@ def bayes_linear(
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
+        RuntimeError: on CUDA, I or O above 65535 * 64.
 
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 3.
     """
