@@ -14,7 +14,7 @@ from bnuq_ext.ops.linear_ways import going
 from . import bayes_yardsticks as yardsticks
 from .bayes_yardsticks import Posterior
 from .noise_floor import noise_alone
-from .timing import DEVICES, FULL, compare, record
+from .timing import DEVICES, FULL, compare, in_a_graph, record
 from .yardsticks import why
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -102,20 +102,6 @@ def with_backward(runs, case, device) -> dict:
         return lambda: torch.autograd.grad(run(), wanted, grad, allow_unused=True)
 
     return {name: step(runs[name], name) for name in runs}
-
-
-def in_a_graph(step):
-    """A replay of the step, captured after a few turns on a stream of its own."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 # A compilation takes longer than all the rounds of a case: on a GPU one of the grid is compiled.

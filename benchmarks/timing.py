@@ -62,6 +62,20 @@ def compare(
     return Times(samples)
 
 
+def in_a_graph(step):
+    """A replay of the step, captured after a few turns on a stream of its own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def record(benchmark, case: str, times: Times, moved=None, copied=None, **details):
     """Puts a comparison into the benchmark's record.
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.timing import in_a_graph
 from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops, reference
 from bnuq_ext.ops.linear_ways import going
 
@@ -115,18 +116,12 @@ def test_a_graph_of_a_training_step_draws_afresh_at_every_replay(prior):
         loss.backward()
         return loss
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
+    made_in_turn = []
+    replay = in_a_graph(lambda: made_in_turn.append(step()))
+    loss = made_in_turn[-1]
     losses, grads = [], []
     for _ in range(3):
-        graph.replay()
+        replay()
         losses.append(loss.item())
         grads.append(model[0].weight_rho.grad.clone())
     assert len(set(losses)) == 3 and not torch.equal(grads[0], grads[1])

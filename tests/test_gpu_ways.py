@@ -94,19 +94,19 @@ def test_the_op_itself_reads_nothing_of_wrong_shapes(case):
         op.bayes_linear_backward(*given, True, True, False)
 
 
-NOT_PACKED = {  # what takes the place of an operand, and what is said of it
-    "x of other columns": ("x", lambda x: x[..., :20].contiguous(), "x must be packed"),
-    "x in between": ("x", lambda x: shifted(x), "begin on 16 bytes"),
-    "half a sigma": ("sigma", lambda sigma: sigma[:64], "sigma must be packed"),
-    "no rows": ("base", lambda base: base[:, :0], "x must be packed"),
-    "base of 16 bits": ("base", lambda base: base.half(), "must be float32"),
-}
-
-
 def shifted(x):
     """The same numbers one element further on."""
     room = x.new_zeros(x.numel() + 1)[1:].view(x.shape)
     return room.copy_(x)
+
+
+NOT_PACKED = {  # what takes the place of an operand, and what is said of it
+    "x of other columns": ("x", lambda x: x[..., :20].contiguous(), "x must be packed"),
+    "x in between": ("x", shifted, "begin on 16 bytes"),
+    "half a sigma": ("sigma", lambda sigma: sigma[:64], "sigma must be packed"),
+    "no rows": ("base", lambda base: base[:, :0], "x must be packed"),
+    "base of 16 bits": ("base", torch.Tensor.half, "must be float32"),
+}
 
 
 @pytest.mark.parametrize("case", NOT_PACKED)

@@ -54,8 +54,8 @@ inline VectorsPlan plan_vectors(Extents d, int V) {
       Divider(row)};
 }
 
-// Whether vectors of parameters can be read, as rows of them are for S = 1; else they are those of a
-// view.
+// Whether vectors of parameters can be read, as rows of them are for S = 1; else they are those of
+// a view.
 template <typename acc_t>
 bool has_runs(const BankSource<acc_t>& source, const Parameters<acc_t>& par) {
   return aligned(source.mean) && aligned(source.var) && aligned(par.weight) && aligned(par.bias);

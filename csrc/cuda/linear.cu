@@ -8,15 +8,6 @@
 namespace bnuq {
 namespace {
 
-template <typename half_t>
-const half_t* halves(const Tensor& t) {
-  return static_cast<const half_t*>(t.const_data_ptr());
-}
-
-const uint4* fragments(const Tensor& sigma) {
-  return static_cast<const uint4*>(sigma.const_data_ptr());
-}
-
 // A 16-bit matrix (*, padded columns) that run_operands will make of v, and the power of two that
 // it lacks; of rho (O, I) its sigma in fragment order. Both are empty without v.
 std::tuple<Tensor, Tensor> add_operand(
@@ -57,7 +48,7 @@ Tensor noise_forward(const ForwardStart& s, const Tensor& seed, int64_t stream, 
   dispatch_half(s.noise.x.scalar_type(), [&](auto zero) {
     using half_t = decltype(zero);
     run_bayes_forward<half_t>(
-        {halves<half_t>(s.noise.x), fragments(s.noise.sigma), pointer<float>(s.base),
+        {pointer<half_t>(s.noise.x), pointer<uint4>(s.noise.sigma), pointer<float>(s.base),
          output<float>(s.bias), pointer<float>(s.noise.x_scale),
          pointer<float>(s.noise.sigma_scale), seed_of(seed), output<float>(y), T, N, O, I,
          uint32_t(stream), s.base.size(0) == 1},
@@ -74,7 +65,7 @@ void add_noise_grad_x(const Tensor& grad_x, const NoiseOperands& noise, const Po
   dispatch_half(grad_y.scalar_type(), [&](auto zero) {
     using half_t = decltype(zero);
     run_bayes_grad_x<half_t>(
-        {halves<half_t>(grad_y), fragments(noise.sigma), pointer<float>(noise.grad_scale),
+        {pointer<half_t>(grad_y), pointer<uint4>(noise.sigma), pointer<float>(noise.grad_scale),
          pointer<float>(noise.sigma_scale), seed_of(q.seed), output<float>(grad_x), T, N, O, I,
          uint32_t(q.stream), grad_x.size(0) == 1},
         current_stream(grad_x));
@@ -95,7 +86,7 @@ void write_grad_rho(Tensor out, const NoiseOperands& noise, const Posterior& q) 
   dispatch_half(grad_y.scalar_type(), [&](auto zero) {
     using half_t = decltype(zero);
     run_bayes_grad_rho<half_t>(
-        {halves<half_t>(grad_y), halves<half_t>(x), q.rho.const_data_ptr<float>(),
+        {pointer<half_t>(grad_y), pointer<half_t>(x), pointer<float>(q.rho),
          pointer<float>(noise.grad_scale), pointer<float>(noise.x_scale), seed_of(q.seed),
          output<float>(out), T, N, O, I, uint32_t(q.stream), x.size(0) == 1, parts,
          output<float>(sums)},

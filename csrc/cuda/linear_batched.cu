@@ -11,9 +11,8 @@ void sample_noise(
     const Tensor& weight, const Tensor& sigma, const Posterior& q, int64_t first,
     cudaStream_t stream) {
   dispatch_half(weight.scalar_type(), [&](auto zero) {
-    run_sample_noise<decltype(zero)>(
-        static_cast<decltype(zero)*>(weight.mutable_data_ptr()),
-        static_cast<const uint4*>(sigma.const_data_ptr()), seed_of(q.seed), uint32_t(q.stream),
+    run_sample_noise(
+        output<decltype(zero)>(weight), pointer<uint4>(sigma), seed_of(q.seed), uint32_t(q.stream),
         first, weight.size(0), weight.size(1), weight.size(2) / kEdge, stream);
   });
 }

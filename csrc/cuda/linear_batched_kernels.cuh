@@ -1,5 +1,5 @@
-// The noise of bayes_linear as matrices for products of torch's, and what adds these to the rest of its
-// result.
+// The noise of bayes_linear as matrices for products of torch's, and what adds these to the rest of
+// its result.
 //
 // The floor is bytes: a weight's 2 are written once, a product's 4 are read and a result's 4 are
 // written once.
@@ -8,8 +8,8 @@
 
 namespace bnuq {
 
-// (R, O, padded I) = sigma * eps of replicas first .. first + R - 1. A block has a row of tiles, or some of it, and some replicas. The padding is zero, as
-// sigma is there.
+// (R, O, padded I) = sigma * eps of replicas first .. first + R - 1. A block has a row of tiles, or
+// some of it, and some replicas. The padding is zero, as sigma is there.
 template <typename half_t>
 __global__ void __launch_bounds__(kOperandThreads) sample_noise_kernel(
     half_t* __restrict__ weight, const uint4* __restrict__ sigma, const int64_t* __restrict__ seed,
@@ -47,7 +47,8 @@ struct AddProductsArgs {
   bool one_base, summed;
 };
 
-// out[r] = base[r] + bias[r] + scale * other_scale * product[r]. A block has one row, or some of it.
+// out[r] = base[r] + bias[r] + scale * other_scale * product[r]. A block has one row, or some of
+// it.
 template <typename = void>
 __global__ void __launch_bounds__(kAddThreads) add_products_kernel(AddProductsArgs p) {
   const int64_t row = blockIdx.x, replica = row / p.N;

@@ -1,6 +1,6 @@
 // bayes_linear straight from mu and rho, in one launch forward and two backward: for calls whose
-// launches cost more than their work, and for float64. Products by multiplications, in the precision
-// of the weights.
+// launches cost more than their work, and for float64. Products by multiplications, in the
+// precision of the weights.
 //
 // The floor is mu and rho once, 8 bytes a weight; beyond four replicas it is the noise, made again
 // for every 8 rows. sigma is made again wherever a weight is read.

@@ -1,6 +1,6 @@
-// The ways of bayes_linear on CUDA, which linear_ways.cu chooses from. They trust what it has checked:
-// x is (T or 1, N, I) and contiguous, as grad_y (T, N, O) and the weights are, and all are of one
-// dtype, which only the direct way takes for float64. No result of a forward is empty.
+// The ways of bayes_linear on CUDA, which linear_ways.cu chooses from. They trust what it has
+// checked: x is (T or 1, N, I) and contiguous, as grad_y (T, N, O) and the weights are, and all are
+// of one dtype, which only the direct way takes for float64. No result of a forward is empty.
 #pragma once
 #include <tuple>
 

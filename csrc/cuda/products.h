@@ -1,5 +1,5 @@
-// Matrix products of torch's. No autocast rounds their operands: all but one go past the dispatcher, and
-// bmm with a dtype has no rule.
+// Matrix products of torch's. No autocast rounds their operands: all but one go past the dispatcher,
+// and bmm with a dtype has no rule.
 #pragma once
 #include "launch.h"
 
