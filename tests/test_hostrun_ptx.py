@@ -1,67 +1,25 @@
-"""The interpreter of PTX: each instruction that asks for more than C++ has,
-and every kind of broken kernel."""
+"""The interpreter of PTX: each instruction that asks for more than C++ has."""
 
-import ctypes
-import itertools
+import functools
 
 import numpy as np
 import pytest
 from hostrun import build
+from hostrun.kernels import load_library, run_statements
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
 
-NUMBER = itertools.count()
-HEADER = """.version 9.0
-.target sm_90
-.address_size 64
-.extern .shared .align 16 .b8 all_of_it[];
-.visible .entry {name}(
-.param .u64 {name}_param_0
-)
-.maxntid 256, 1, 1
-{{
-.reg .pred %p<9>;
-.reg .f32 %f<9>;
-.reg .b32 %r<30>;
-.reg .b64 %rd<9>;
-.reg .f64 %fd<9>;
-ld.param.u64 %rd1, [{name}_param_0];
-cvta.to.global.u64 %rd1, %rd1;
-mov.u32 %r1, %tid.x;
-"""
 LANE = np.arange(32, dtype=np.uint32)
 
 
 @pytest.fixture(scope="module")
 def library():
-    library = ctypes.CDLL(build.build("ptx"))
-    library.hostrun_load_ptx.restype = library.hostrun_run_ptx.restype = ctypes.c_char_p
-    size, word = ctypes.c_size_t, ctypes.c_uint
-    library.hostrun_run_ptx.argtypes = [
-        ctypes.c_char_p, word, word, size, ctypes.c_void_p, ctypes.c_uint64
-    ]  # fmt: skip
-    library.hostrun_set_approximation.argtypes = [ctypes.c_double]
-    return library
+    return load_library()
 
 
 @pytest.fixture
 def run(library, tmp_path):
-    """Runs statements over an array of 32-bit words; %rd1 is its address, %r1 the thread."""
-
-    def run(body, data, threads=32, shared=0, seed=0):
-        name = f"kernel{next(NUMBER)}"
-        path = tmp_path / f"{name}.ptx"
-        path.write_text(HEADER.format(name=name) + body + "\nret;\n}\n")
-        error = library.hostrun_load_ptx(str(path).encode())
-        if not error:
-            data = np.array(data).view(np.uint32).ravel()
-            pointer = data.ctypes.data
-            error = library.hostrun_run_ptx(name.encode(), 1, threads, shared, pointer, seed)
-        if error:
-            raise RuntimeError(error.decode())
-        return data
-
-    return run
+    return functools.partial(run_statements, library, tmp_path)
 
 
 def each(*statements, words=3):
@@ -312,85 +270,3 @@ def test_approximate_instructions_err_as_far_as_they_may(library, run, name, exa
     scale = wanted if name.startswith("ex2") else 1
     off = np.abs(made[:, 0] - wanted) / scale
     assert 0.7 * error < off.max() < error + 2.0**-24
-
-
-BROKEN = {
-    "unknown instruction warp.drive": "warp.drive %r1, %r2;",
-    "no label \\$nowhere": "bra $nowhere;",
-    "label \\$here for the second time": "$here:\n$here:",
-    "unknown register %clock": "mov.u32 %r2, %clock;",
-    "add.s32 has 3 operands, not 2": "add.s32 %r2, %r1;",
-    "setp.eq.s32 has 3 operands, not 4": "setp.eq.s32 %p1|%p2, %r1, 0;",
-    "too many operands": "add.s32 " + ", ".join(["%r1"] * 15) + ";",
-    "an offset of other than the last address": "cp.async.cg.shared.global [%r1+16], [%rd1], 16, 16;",
-    "a division by zero": "div.s32 %r2, %r1, 0;",
-    "unknown name nothing": "mov.u32 %r2, nothing;",
-    "only barrier 0": "bar.sync 1;",
-    "not aligned to 8": "ld.global.u64 %rd5, [%rd1+4];",
-    "outside of 64 bytes": "st.shared.u32 [all_of_it+64], %r1;",
-    "4294967292 is outside of": "st.shared.u32 [all_of_it+-4], %r1;",
-    "outside of 8 bytes": "ld.param.u64 %rd5, [%r1+8];",
-    "a warp diverged before a shuffle": """
-        setp.eq.s32 %p1, %r1, 3;
-        @%p1 bra $on;
-        shfl.sync.bfly.b32 %r2|%p2, %r1, 1, 31, -1;
-    $on:""",
-    "a warp diverged before a collective": """
-        setp.eq.s32 %p1, %r1, 3;
-        @%p1 bra $on;
-        movmatrix.sync.aligned.m8n8.trans.b16 %r2, %r1;
-    $on:""",
-    "a barrier that some lanes of a warp never reach": """
-        setp.eq.s32 %p1, %r1, 3;
-        @%p1 bra $on;
-        bar.sync 0;
-    $on:""",
-    "a barrier diverged": """
-        setp.eq.s32 %p1, %r1, 3;
-        @%p1 bra $other;
-        bar.sync 0;
-        bra $on;
-    $other:
-        bar.sync 0;
-    $on:""",
-    "a barrier under a predicate": """
-        setp.eq.s32 %p1, %r1, 3;
-        @%p1 bar.sync 0;""",
-    "a shuffle reads a lane that is not there": """
-        setp.lt.s32 %p1, %r1, 16;
-        @!%p1 bra $on;
-        shfl.sync.idx.b32 %r2|%p2, %r1, 20, 31, 0xffff;
-        bra $on;
-    $on:""",
-    "a copy that it has not waited for": """
-        mov.u32 %r2, all_of_it;
-        cp.async.cg.shared.global [%r2], [%rd1], 16, 16;""",
-    "a copy of other than": """
-        mov.u32 %r2, all_of_it;
-        cp.async.cg.shared.global [%r2], [%rd1], 16, 8;""",
-}
-
-
-@pytest.mark.parametrize("message", BROKEN)
-def test_a_broken_kernel_is_noticed(run, message):
-    with pytest.raises(RuntimeError, match=message):
-        run(BROKEN[message], np.zeros((32, 4), np.uint32), shared=64)
-
-
-def test_a_barrier_that_some_warps_never_reach(run):
-    with pytest.raises(RuntimeError, match="a barrier that some warps never reach"):
-        run("setp.lt.s32 %p1, %r1, 32;\n@%p1 bra $on;\nbar.sync 0;\n$on:", [0], threads=64)
-
-
-def test_a_kernel_that_does_not_end(library, tmp_path):
-    path = tmp_path / "cut.ptx"
-    path.write_text(HEADER.format(name="cut"))
-    assert b"cut does not end" in library.hostrun_load_ptx(str(path).encode())
-
-
-def test_launches_that_a_gpu_refuses(run):
-    run("", [0], threads=256, shared=49152)
-    with pytest.raises(RuntimeError, match="288 threads are more than its __launch_bounds__"):
-        run("", [0], threads=288)
-    with pytest.raises(RuntimeError, match="49168 bytes of shared memory"):
-        run("", [0], shared=49168)

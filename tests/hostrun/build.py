@@ -28,8 +28,6 @@ KINDS = {  # of objects: what they are compiled with
     "unwatched": "-fno-builtin -DHOSTRUN_RACES",
     "torch": f"-O2 -fvisibility=default {TORCH}",
     "ptx": "-O2 -march=native -std=c++20 -frounding-math -ffp-contract=off",
-    # Bounds alone: the rest is seen where the kernels run without torch.
-    "torch_sanitized": f"-O1 -fsanitize=address -fno-omit-frame-pointer -g1 {TORCH}",
 }
 STEMS = ["philox", "batch_norm", "batch_norm_backward", "predictive", "linear", "probes"]
 KERNELS = [f"{stem}.cpp" for stem in STEMS]
@@ -48,7 +46,6 @@ VARIANTS = {  # of the module: its objects
     "torch": {"torch": [*MACHINE, *OPS], "ptx": PTX},
     # For ctypes: PTX that a test writes.
     "ptx": {"ptx": PTX},
-    "torch_sanitized": {"torch_sanitized": [*MACHINE, *OPS]},
 }
 COUNTED = ["memcpy", "_Znwm", "_ZN7hostrun10begin_copyEPvPKvbNS_4SiteE"]  # see accesses.cpp
 WRAPPED = [  # functions of torch that torch_library.cpp stands in for
@@ -57,6 +54,8 @@ WRAPPED = [  # functions of torch that torch_library.cpp stands in for
     "aoti_torch_create_device_guard",
     "aoti_torch_delete_device_guard",
     "aoti_torch_get_current_cuda_stream",
+    "torch_get_const_data_ptr",
+    "torch_get_mutable_data_ptr",
 ]
 
 
@@ -84,10 +83,10 @@ def torch_folder():
 
 
 def link_flags(variant):
-    flags = [SANITIZE] if variant.endswith("sanitized") else []
+    flags = [SANITIZE] if variant == "sanitized" else []
     flags += [RACES] if variant == "races" else []
     flags += [f"-Wl,--wrap={name}" for name in COUNTED] if variant == "accesses" else []
-    if variant.startswith("torch"):
+    if variant == "torch":
         flags += [f"-Wl,--wrap={name}" for name in WRAPPED]
         flags += ["-L$torch/lib", "-ltorch_cpu", "-lc10"]
     return " ".join(flags)

@@ -6,8 +6,9 @@ in the place of the CPU's.
 Tensors on the CPU then go through everything that those of a GPU go through: the ops' checks,
 allocations and launches in csrc/cuda/*.cu, and the Python that is registered for CUDA.
 HOSTRUN_ORDER seeds the order of the threads; 0 keeps them in order. With HOSTRUN_PTX, a folder of
-PTX files, what nvcc compiled runs in the place of the kernels' source; HOSTRUN_APPROXIMATION is
-then the share of their allowed error that approximate instructions make, at most 1.
+PTX files, what nvcc compiled runs in the place of the kernels' source, and no access may leave the
+tensors of its op; HOSTRUN_APPROXIMATION is then the share of their allowed error that approximate
+instructions make, at most 1.
 """
 
 import ctypes
@@ -68,7 +69,7 @@ def bayes_linear_kl_backward(
 def install():
     """Loads the library, then bnuq_ext over it. Without any kernel for the CPU,
     none is called unseen."""
-    path = build.build(os.environ.get("HOSTRUN_VARIANT", "torch"))
+    path = build.build("torch")
     torch.ops.load_library(path)
     sys.modules["bnuq_ext._library"] = types.SimpleNamespace(HAS_CUDA=False)
     from bnuq_ext.ops import linear_ways

@@ -59,6 +59,21 @@ struct Copy {
   const char* from;  // null: zeros
 };
 
+// Memory of a tensor. Where there are any, all other global memory is out of bounds.
+struct Tensor {
+  uint64_t begin, end;
+  bool writable;
+
+  bool allows(uint64_t at, size_t bytes, bool write) const {
+    return begin <= at && at + bytes <= end && (writable || !write);
+  }
+};
+
+extern thread_local std::vector<Tensor> tensors;
+
+// In the place of those that it overlaps: their memory was freed, or is its own.
+void add_tensor(Tensor added);
+
 struct Warp {
   Warp(const Kernel& k, char* shared_memory, size_t bytes, const char* parameters)
       : kernel(&k), shared(shared_memory), shared_bytes(bytes), params(parameters) {
@@ -79,6 +94,7 @@ struct Warp {
   uint32_t pc[kLanes];
   uint32_t lanes, alive, waiting;  // that it has, that have not returned, that are at a barrier
   std::vector<Copy> begun[kLanes];
+  const Tensor* last = nullptr;  // whose memory was accessed
 };
 
 // Runs a kernel's PTX for a whole grid, blocks and warps in an order that comes from a seed.

@@ -64,6 +64,12 @@ HOSTRUN_EXPORT const char* hostrun_run_ptx(
   });
 }
 
+// From here on the only memory that kernels may touch; without bytes all is theirs.
+HOSTRUN_EXPORT void hostrun_set_tensor(uint64_t begin, size_t bytes, bool writable) {
+  hostrun::ptx::tensors.clear();
+  if (bytes) hostrun::ptx::add_tensor({begin, begin + bytes, writable});
+}
+
 HOSTRUN_EXPORT void hostrun_set_approximation(double share) {
   hostrun::ptx::approximation = share;
 }

@@ -1,4 +1,5 @@
 // Loads and stores, and what a warp does together.
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -15,12 +16,28 @@ namespace {
 
 enum class Space { kGlobal, kShared, kParam };
 
-template <Space kSpace>
+void check_global(Warp& warp, const Instruction& i, uint64_t at, size_t bytes, bool write) {
+  if (tensors.empty() || (warp.last && warp.last->allows(at, bytes, write))) return;
+  for (const Tensor& tensor : tensors)
+    if (tensor.allows(at, bytes, write)) {
+      warp.last = &tensor;
+      return;
+    }
+  fail(
+      warp, i,
+      std::string(write ? "writes " : "reads ") + std::to_string(bytes) +
+          " bytes outside of the tensors that it may " + (write ? "write" : "read"));
+}
+
+template <Space kSpace, bool kWrite>
 char* address(Warp& warp, const Instruction& i, uint64_t base, int64_t offset, size_t bytes) {
   const uint64_t sum = base + uint64_t(offset);
   const uint64_t at = kSpace == Space::kShared ? uint32_t(sum) : sum;
   if (at % bytes) fail(warp, i, std::to_string(at) + " is not aligned to " + std::to_string(bytes));
-  if constexpr (kSpace == Space::kGlobal) return reinterpret_cast<char*>(at);
+  if constexpr (kSpace == Space::kGlobal) {
+    check_global(warp, i, at, bytes, kWrite);
+    return reinterpret_cast<char*>(at);
+  }
   const size_t limit = kSpace == Space::kShared ? warp.shared_bytes : warp.kernel->param_bytes;
   if (at > limit || bytes > limit - at)
     fail(warp, i, std::to_string(at) + " is outside of " + std::to_string(limit) + " bytes");
@@ -40,7 +57,7 @@ void load(Warp& warp, const Instruction& i, uint32_t lanes) {
     if (!(lanes >> l & 1)) continue;
     T values[kVector];
     std::memcpy(
-        values, address<kSpace>(warp, i, base[l], i.offset, sizeof(values)), sizeof(values));
+        values, address<kSpace, false>(warp, i, base[l], i.offset, sizeof(values)), sizeof(values));
     for (int v = 0; v < kVector; ++v) warp.write(i.operands[v])[l] = widened(values[v]);
   }
 }
@@ -53,7 +70,7 @@ void store(Warp& warp, const Instruction& i, uint32_t lanes) {
     T values[kVector];
     for (int v = 0; v < kVector; ++v) values[v] = get<T>(warp.read(i.operands[1 + v])[l]);
     std::memcpy(
-        address<kSpace>(warp, i, base[l], i.offset, sizeof(values)), values, sizeof(values));
+        address<kSpace, true>(warp, i, base[l], i.offset, sizeof(values)), values, sizeof(values));
   }
 }
 
@@ -155,7 +172,8 @@ void load_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
   uint16_t matrix[4][8][8];
   const uint64_t* base = warp.read(i.operands[4]);
   for (int l = 0; l < kLanes; ++l)
-    std::memcpy(matrix[l / 8][l % 8], address<Space::kShared>(warp, i, base[l], i.offset, 16), 16);
+    std::memcpy(
+        matrix[l / 8][l % 8], address<Space::kShared, false>(warp, i, base[l], i.offset, 16), 16);
   for (int m = 0; m < 4; ++m)
     for (int l = 0; l < kLanes; ++l) {
       const int r = l / 4, c = l % 4 * 2;
@@ -186,10 +204,12 @@ void begin_copy(Warp& warp, const Instruction& i, uint32_t lanes) {
     if (!(lanes >> l & 1)) continue;
     if (bytes[l] != 16 || (uint32_t(taken[l]) != 16 && uint32_t(taken[l]) != 0))
       fail(warp, i, "a copy of other than 16 or 0 of 16 bytes");
-    char* there = address<Space::kShared>(warp, i, to[l], 0, 16);
-    const char* source = address<Space::kGlobal>(warp, i, from[l], i.offset, 16);
+    char* there = address<Space::kShared, true>(warp, i, to[l], 0, 16);
+    const char* source = uint32_t(taken[l])
+                             ? address<Space::kGlobal, false>(warp, i, from[l], i.offset, 16)
+                             : nullptr;
     std::memset(there, 0xff, 16);
-    warp.begun[l].push_back({uint32_t(there - warp.shared), uint32_t(taken[l]) ? source : nullptr});
+    warp.begun[l].push_back({uint32_t(there - warp.shared), source});
   }
 }
 
@@ -204,6 +224,16 @@ void finish_copies(Warp& warp, const Instruction&, uint32_t lanes) {
 }
 
 }  // namespace
+
+thread_local std::vector<Tensor> tensors;
+
+void add_tensor(Tensor added) {
+  const auto overlaps = [&](const Tensor& t) { return t.begin < added.end && added.begin < t.end; };
+  for (const Tensor& t : tensors)
+    added.writable |= t.writable && t.begin == added.begin && t.end == added.end;
+  tensors.erase(std::remove_if(tensors.begin(), tensors.end(), overlaps), tensors.end());
+  tensors.push_back(added);
+}
 
 void add_memory(Table& t) {
   for (const char* space : {"global", "global.cs", "global.nc"})

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "block.h"
+#include "ptx.h"
 
 namespace {
 
@@ -27,6 +28,20 @@ void check_origin(hostrun::Origin origin) {
 }
 
 const bool installed = (hostrun::on_launch = check_origin, true);
+
+// All of its storage: kernels take strides beside a pointer.
+AOTITorchError add_tensor(AtenTensorHandle tensor, const void* data, bool writable) {
+  int64_t bytes = 0, offset = 0;
+  int32_t dtype = 0;
+  for (const AOTITorchError error :
+       {aoti_torch_get_storage_size(tensor, &bytes), aoti_torch_get_storage_offset(tensor, &offset),
+        aoti_torch_get_dtype(tensor, &dtype)})
+    if (error) return error;
+  const auto at = reinterpret_cast<uint64_t>(data);
+  const uint64_t begin = at - uint64_t(offset) * aoti_torch_dtype_element_size(dtype);
+  if (bytes) hostrun::ptx::add_tensor({begin, begin + uint64_t(bytes), writable});
+  return AOTI_TORCH_SUCCESS;
+}
 
 }  // namespace
 
@@ -52,8 +67,21 @@ AOTITorchError __wrap_aoti_torch_create_device_guard(int32_t, DeviceGuardHandle*
 }
 
 AOTITorchError __wrap_aoti_torch_delete_device_guard(DeviceGuardHandle) {
-  --guards;
+  if (!--guards) hostrun::ptx::tensors.clear();
   return AOTI_TORCH_SUCCESS;
+}
+
+AOTITorchError __real_torch_get_const_data_ptr(AtenTensorHandle tensor, const void** data);
+AOTITorchError __real_torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** data);
+
+AOTITorchError __wrap_torch_get_const_data_ptr(AtenTensorHandle tensor, const void** data) {
+  const AOTITorchError error = __real_torch_get_const_data_ptr(tensor, data);
+  return error ? error : add_tensor(tensor, *data, false);
+}
+
+AOTITorchError __wrap_torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** data) {
+  const AOTITorchError error = __real_torch_get_mutable_data_ptr(tensor, data);
+  return error ? error : add_tensor(tensor, *data, true);
 }
 
 AOTITorchError __wrap_aoti_torch_get_current_cuda_stream(int32_t, void** current) {
