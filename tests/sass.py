@@ -42,10 +42,12 @@ def run_tool(name, *arguments):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def read_cubin(cubin):
-    """Mangled kernel name -> Kernel."""
+def read_cubin(cubin, pattern=""):
+    """Mangled kernel name -> Kernel; nothing where no name has the pattern."""
     resources = _RESOURCES.findall(run_tool("cuobjdump", "-res-usage", cubin))
     kernels = {name: Kernel(int(registers), int(stack)) for name, registers, stack in resources}
+    if not any(re.search(pattern, name) for name in kernels):
+        return {}
     kernel = None
     for line in run_tool("nvdisasm", "-c", cubin).splitlines():
         if section := _SECTION.match(line):
@@ -60,13 +62,14 @@ def read_cubin(cubin):
 
 
 @functools.cache
-def read_library(library, arch):
-    """Mangled kernel name -> Kernel, of the code that a library holds for one architecture."""
+def read_library(library, arch, pattern=""):
+    """Mangled kernel name -> Kernel, of the code that a library holds for one architecture
+    and compiled beside a kernel whose name has the pattern."""
     kernels = {}
     with TemporaryDirectory() as folder:
         extract(library, folder, "-xelf", f".sm_{arch}.")
         for cubin in sorted(Path(folder).iterdir()):
-            kernels |= read_cubin(cubin)
+            kernels |= read_cubin(cubin, pattern)
     return kernels
 
 

@@ -44,22 +44,22 @@ needs_code = pytest.mark.skipif(
 )
 
 
-def code_of(arch):
-    """{mangled name: kernel} of the library that the build made."""
+def code_of(arch, pattern=""):
+    """{mangled name: kernel} of the library that the build made, see `sass.read_library`."""
     if "TORCH_CUDA_ARCH_LIST" in os.environ:
         pytest.skip("TORCH_CUDA_ARCH_LIST: the build need not have made code for sm_80 and sm_90")
     if sass.find_tool("nvdisasm") is None:
         pytest.skip("no nvdisasm, on PATH or in triton's package")
-    return sass.read_library(LIBRARY, arch)
+    return sass.read_library(LIBRARY, arch, pattern)
 
 
-def in_budget(arch):
+def in_budget(arch, pattern=""):
     """The same, where the budgets hold."""
     if sass.read_release(LIBRARY) != PINNED:
         pytest.skip(
             f"budgets hold for nvcc {PINNED}; {sass.read_release(LIBRARY)} built the library"
         )
-    return code_of(arch)
+    return code_of(arch, pattern)
 
 
 @pytest.fixture(scope="session")

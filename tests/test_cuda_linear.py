@@ -20,7 +20,7 @@ WEIGHTS = 8  # of a lane in one fragment
 @pytest.fixture(scope="session")
 def hopper():
     """{mangled name: kernel} on sm_90."""
-    return in_budget("90")
+    return in_budget("90", "bayes|direct|sample|mixture")
 
 
 @pytest.fixture(scope="session")
