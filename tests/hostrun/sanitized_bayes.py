@@ -92,9 +92,8 @@ def run_direct(kernels, random, dtype, shape, shared):
 
 def run_all(kernels, random_bits, random):
     for kernels.order, shape in enumerate(SHAPES):
-        for dtype in ("float16", "bfloat16"):
-            for shared in (True, False):
-                run_products(kernels, random_bits, random, dtype, shape, shared)
+        for dtype, shared in (("float16", True), ("bfloat16", False)):
+            run_products(kernels, random_bits, random, dtype, shape, shared)
         for dtype in ("float32", "float64"):
             run_divergences(kernels, random, dtype, shape)
     for kernels.order, shape in enumerate(DIRECT_SHAPES):
