@@ -100,9 +100,9 @@ def test_bayes_linear_passes_its_tests_by_the_other_ways_too(tmp_path, compiled,
     assert OTHER_WAYS[way] <= launched
 
 
-def test_the_tests_for_a_gpu_pass_as_far_as_the_cpu_has_an_answer(tmp_path):
+def test_the_tests_for_a_gpu_pass_as_far_as_the_cpu_has_an_answer(tmp_path, compiled):
     report, files = tmp_path / "report.json", ["gpu", "gpu_bayes", "gpu_ways"]
-    passed, launched, _ = run_tests(report, files, SLOW_ON_A_GPU, "hostrun.rehearsal")
+    passed, launched, _ = run_tests(report, files, SLOW_ON_A_GPU, "hostrun.rehearsal", **compiled)
     assert passed >= 40
     assert {"sample_noise_kernel", "bayes_grad_rho_kernel", "statistics_kernel"} <= launched
 
