@@ -19,7 +19,7 @@ WEIGHTS = 8  # of a lane in one fragment
 
 @pytest.fixture(scope="session")
 def hopper():
-    """{mangled name: kernel} on sm_90."""
+    """{mangled name: kernel} on sm_90, of what is compiled for Bayesian layers."""
     return in_budget("90", "bayes|direct|sample|mixture")
 
 

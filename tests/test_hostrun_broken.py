@@ -10,14 +10,9 @@ from hostrun.kernels import HEADER, load_library, run_statements
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: {build.missing()}")
 
 
-@pytest.fixture(scope="module")
-def library():
-    return load_library()
-
-
 @pytest.fixture
-def run(library, tmp_path):
-    return functools.partial(run_statements, library, tmp_path)
+def run(tmp_path):
+    return functools.partial(run_statements, tmp_path)
 
 
 BROKEN = {
@@ -88,10 +83,10 @@ def test_a_barrier_that_some_warps_never_reach(run):
         run("setp.lt.s32 %p1, %r1, 32;\n@%p1 bra $on;\nbar.sync 0;\n$on:", [0], threads=64)
 
 
-def test_a_kernel_that_does_not_end(library, tmp_path):
+def test_a_kernel_that_does_not_end(tmp_path):
     path = tmp_path / "cut.ptx"
     path.write_text(HEADER.format(name="cut"))
-    assert b"cut does not end" in library.hostrun_load_ptx(str(path).encode())
+    assert b"cut does not end" in load_library().hostrun_load_ptx(str(path).encode())
 
 
 def test_launches_that_a_gpu_refuses(run):

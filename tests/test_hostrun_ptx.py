@@ -12,14 +12,9 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: 
 LANE = np.arange(32, dtype=np.uint32)
 
 
-@pytest.fixture(scope="module")
-def library():
-    return load_library()
-
-
 @pytest.fixture
-def run(library, tmp_path):
-    return functools.partial(run_statements, library, tmp_path)
+def run(tmp_path):
+    return functools.partial(run_statements, tmp_path)
 
 
 def each(*statements, words=3):
@@ -259,13 +254,13 @@ def test_a_copy_is_not_there_before_it_is_waited_for(run):
         ("cos.approx", np.cos, 2.0**-20.5),
     ],
 )
-def test_approximate_instructions_err_as_far_as_they_may(library, run, name, exact, error):
+def test_approximate_instructions_err_as_far_as_they_may(run, name, exact, error):
     x = np.random.default_rng(3).uniform(0.55, 1, (32, 3)).astype(np.float32)
     try:
-        library.hostrun_set_approximation(1)
+        load_library().hostrun_set_approximation(1)
         made = run(each(f"{name}.f32 %r10, %r10;"), x).view(np.float32).reshape(32, 3)
     finally:
-        library.hostrun_set_approximation(0)
+        load_library().hostrun_set_approximation(0)
     wanted = exact(x[:, 0].astype(np.float64))
     scale = wanted if name.startswith("ex2") else 1
     off = np.abs(made[:, 0] - wanted) / scale

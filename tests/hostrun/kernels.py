@@ -1,6 +1,7 @@
 """Kernels that a test writes as PTX, run by the interpreter."""
 
 import ctypes
+import functools
 import itertools
 
 import numpy as np
@@ -27,6 +28,7 @@ mov.u32 %r1, %tid.x;
 """
 
 
+@functools.cache
 def load_library():
     library = ctypes.CDLL(build.build("ptx"))
     library.hostrun_load_ptx.restype = library.hostrun_run_ptx.restype = ctypes.c_char_p
@@ -39,13 +41,13 @@ def load_library():
     return library
 
 
-def run_statements(library, folder, body, data, threads=32, shared=0, seed=0, bounds=(0, False)):
+def run_statements(folder, body, data, threads=32, shared=0, seed=0, bounds=(0, False)):
     """The array of 32-bit words after statements; %rd1 is its address, %r1 the thread.
 
     With `bounds`, bytes of the array from its start and whether they may be written,
     nothing else may be touched.
     """
-    name = f"kernel{next(NUMBER)}"
+    library, name = load_library(), f"kernel{next(NUMBER)}"
     path = folder / f"{name}.ptx"
     path.write_text(HEADER.format(name=name) + body + "\nret;\n}\n")
     error = library.hostrun_load_ptx(str(path).encode())

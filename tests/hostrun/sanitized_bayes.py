@@ -92,6 +92,7 @@ def run_direct(kernels, random, dtype, shape, shared):
 
 def run_all(kernels, random_bits, random):
     for kernels.order, shape in enumerate(SHAPES):
+        # Which access the same: either form of x by one of them.
         for dtype, shared in (("float16", True), ("bfloat16", False)):
             run_products(kernels, random_bits, random, dtype, shape, shared)
         for dtype in ("float32", "float64"):
