@@ -28,7 +28,8 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         module = ahead.pop()
         if module is not None and module not in found:
             found[module] = None
-            ahead += reversed(module._modules.values())
+            if module._modules:
+                ahead += reversed(module._modules.values())
     return list(found)
 
 

@@ -42,10 +42,15 @@ def run_tool(name, *arguments):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def read_resources(cubin):
+    """Mangled kernel name -> Kernel without its code."""
+    resources = _RESOURCES.findall(run_tool("cuobjdump", "-res-usage", cubin))
+    return {name: Kernel(int(registers), int(stack)) for name, registers, stack in resources}
+
+
 def read_cubin(cubin, pattern=""):
     """Mangled kernel name -> Kernel; nothing where no name has the pattern."""
-    resources = _RESOURCES.findall(run_tool("cuobjdump", "-res-usage", cubin))
-    kernels = {name: Kernel(int(registers), int(stack)) for name, registers, stack in resources}
+    kernels = read_resources(cubin)
     if not any(re.search(pattern, name) for name in kernels):
         return {}
     kernel = None
@@ -62,15 +67,11 @@ def read_cubin(cubin, pattern=""):
 
 
 @functools.cache
-def read_library(library, arch, pattern=""):
-    """Mangled kernel name -> Kernel, of the code that a library holds for one architecture
-    and compiled beside a kernel whose name has the pattern."""
-    kernels = {}
+def read_library(library, arch, read=read_cubin, **options):
+    """What a function reads of each file of the code that a library holds for one architecture."""
     with TemporaryDirectory() as folder:
         extract(library, folder, "-xelf", f".sm_{arch}.")
-        for cubin in sorted(Path(folder).iterdir()):
-            kernels |= read_cubin(cubin, pattern)
-    return kernels
+        return [read(cubin, **options) for cubin in sorted(Path(folder).iterdir())]
 
 
 def read_release(library):

@@ -137,7 +137,7 @@ def test_a_broken_torch_uncertainty_is_no_yardstick(tmp_path, monkeypatch, netwo
         yardsticks.torch_uncertainty(*network)
 
 
-TRITON = """
+AFFINE = """
 import torch
 from benchmarks import bench_batch_norm, models, yardsticks
 from benchmarks.triton_affine import TritonAffine, affine
@@ -164,7 +164,7 @@ with torch.no_grad():
     torch.testing.assert_close(actual, yardsticks.loop(model, tables, x)())
 """
 
-SM90 = """
+AFFINE_SM90 = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from benchmarks.triton_affine import affine_kernel
@@ -208,8 +208,7 @@ for rows in (16, 128):
     kernel = compile(ASTSource(bayes_kernel, signature, sizes), target=GPUTarget("cuda", 90, 32))
     assert "mma" in kernel.asm["ptx"]
 """
-SCRIPTS = {"affine": (TRITON, "1"), "affine sm_90": (SM90, "0"), "bayes": (BAYES, "1")}
-SCRIPTS |= {"bayes sm_90": (BAYES_SM90, "0")}
+SCRIPTS = {"interpreted": (AFFINE + BAYES, "1"), "for sm_90": (AFFINE_SM90 + BAYES_SM90, "0")}
 
 
 @pytest.mark.parametrize("script,interpret", SCRIPTS.values(), ids=SCRIPTS)

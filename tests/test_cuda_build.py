@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import ChainMap
 from pathlib import Path
 
 import pytest
@@ -38,36 +39,53 @@ HOT = {
 }
 
 
-needs_code = pytest.mark.skipif(
-    LIBRARY is None or sass.find_tool("cuobjdump") is None,
-    reason="built without CUDA, or no cuobjdump, on PATH or in triton's package",
-)
+# In the names of kernels of each file but those that test_cuda_linear disassembles; and in theirs.
+PLAIN = "columns|sums|statistics|snapshot"
+BAYES = "bayes|direct|sample|mixture"
 
 
-def code_of(arch, pattern=""):
-    """{mangled name: kernel} of the library that the build made, see `sass.read_library`."""
+def lacking():
+    """Why there is no code to look at, or None."""
+    if LIBRARY is None:
+        return "built without CUDA"
     if "TORCH_CUDA_ARCH_LIST" in os.environ:
-        pytest.skip("TORCH_CUDA_ARCH_LIST: the build need not have made code for sm_80 and sm_90")
-    if sass.find_tool("nvdisasm") is None:
-        pytest.skip("no nvdisasm, on PATH or in triton's package")
-    return sass.read_library(LIBRARY, arch, pattern)
+        return "TORCH_CUDA_ARCH_LIST: the build need not have made code for sm_80 and sm_90"
+    tools = [tool for tool in ("cuobjdump", "nvdisasm") if sass.find_tool(tool) is None]
+    return f"no {' and no '.join(tools)}, on PATH or in triton's package" if tools else None
 
 
-def in_budget(arch, pattern=""):
-    """The same, where the budgets hold."""
+needs_code = pytest.mark.skipif(lacking() is not None, reason=str(lacking()))
+
+
+def resources_of(arch):
+    """{mangled name: kernel without code} in each file of the library that the build made."""
+    return sass.read_library(LIBRARY, arch, sass.read_resources)
+
+
+def check_release():
+    """Skips where the budgets need not hold."""
     if sass.read_release(LIBRARY) != PINNED:
         pytest.skip(
             f"budgets hold for nvcc {PINNED}; {sass.read_release(LIBRARY)} built the library"
         )
-    return code_of(arch, pattern)
+
+
+def hopper_code(pattern):
+    """{mangled name: kernel} on sm_90, of the files in which a kernel's name has the pattern."""
+    check_release()
+    return dict(ChainMap(*sass.read_library(LIBRARY, "90", pattern=pattern)))
+
+
+def name_of(mangled):
+    return re.match(r"_ZN4bnuq\d+([a-z_]+?_kernel)", mangled)[1]
 
 
 @pytest.fixture(scope="session")
 def kernels():
-    """[(name, whether it moves 16 bytes at a time, kernel)] of both architectures."""
+    """[(name, whether it moves 16 bytes at a time, kernel)] on sm_90, but for Bayesian ones."""
     rows = []
-    for mangled, kernel in [pair for arch in ARCHS for pair in in_budget(arch).items()]:
-        name = re.match(r"_ZN4bnuq\d+([a-z_]+?_kernel)", mangled)[1]
+    for mangled, kernel in hopper_code(PLAIN).items():
+        name = name_of(mangled)
         # The width V is a template argument; kernels over planes have no narrow form.
         wide = "planes" in name or re.search(r"Li[248]E", mangled) is not None
         rows.append((name, wide, kernel))
@@ -77,18 +95,25 @@ def kernels():
 @needs_code
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_kernel_spills(arch):
-    code = code_of(arch)
-    assert len(code) > 150
-    for name, kernel in code.items():
-        local = [op for op, _ in kernel.code if op.startswith(("LDL", "STL"))]
-        assert kernel.stack == 0 and not local and len(kernel.code) > 10, name
+    kernels = dict(ChainMap(*resources_of(arch)))
+    assert len(kernels) > 150
+    assert not [name for name, kernel in kernels.items() if kernel.stack]
 
 
 @needs_code
-def test_registers_leave_room_for_enough_warps(kernels):
+def test_every_file_of_kernels_is_disassembled():
+    for names in filter(None, resources_of("90")):
+        assert [name for name in names if re.search(f"{PLAIN}|{BAYES}", name)], names
+
+
+@needs_code
+@pytest.mark.parametrize("arch", ARCHS)
+def test_registers_leave_room_for_enough_warps(arch):
     """Blocks of 256 threads, registers given out in eights, 65536 an SM."""
+    check_release()
     seen = set()
-    for name, _, kernel in kernels:
+    for mangled, kernel in ChainMap(*resources_of(arch)).items():
+        name = name_of(mangled)
         if name in HOT:
             blocks = 65536 // (256 * (-(-kernel.registers // 8) * 8))
             assert blocks >= HOT[name][1], (name, kernel.registers)
@@ -146,7 +171,7 @@ def test_a_softmax_takes_one_exponential_a_class(kernels):
         for name, _, kernel in kernels
         if name == "statistics_kernel" and not any(op.startswith("DADD") for op, _ in kernel.code)
     ]
-    assert len(loops) == 3 * 3 * len(ARCHS)  # dtypes, teams
+    assert len(loops) == 3 * 3  # dtypes, teams
     for loop in loops:
         special = [op for op, _ in loop if op.startswith("MUFU.EX2")]
         assert len(special) == 8  # the classes of a thread
@@ -165,18 +190,23 @@ def test_a_gradient_by_logits_accesses_nothing_else_in_its_loop(kernels):
         if name == "statistics_grad_kernel"
         and not any(op.startswith("DADD") for op, _ in kernel.code)
     ]
-    assert len(loops) == 3 * 3 * len(ARCHS)  # dtypes, teams
+    assert len(loops) == 3 * 3  # dtypes, teams
     for loop in loops:
         names = [op.split(".")[0] for op, _ in loop]
         assert names.count("LDG") == names.count("STG") == 8  # the classes of a thread
     assert sorted(map(len, loops))[len(loops) // 3 - 1] < 8 * 66  # teams of lanes
 
 
+def check_atomics(name, kernel):
+    """Sums are made in a fixed order, so that results have the same bits every time."""
+    assert len(kernel.code) > 10, name
+    assert not [op for op, _ in kernel.code if op.startswith(("ATOM", "RED."))], name
+
+
 @needs_code
 def test_no_kernel_uses_atomics(kernels):
-    """Sums are made in a fixed order, so that results have the same bits every time."""
     for name, _, kernel in kernels:
-        assert not [op for op, _ in kernel.code if op.startswith(("ATOM", "RED."))], name
+        check_atomics(name, kernel)
 
 
 # ---- the grids -----------------------------------------------------------------------------------

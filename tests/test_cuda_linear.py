@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 import sass
-from test_cuda_build import ROOT, in_budget, needs_code
+from test_cuda_build import BAYES, ROOT, check_atomics, hopper_code, needs_code
 
 from benchmarks.gpu_process import find_tool
 
@@ -20,7 +20,7 @@ WEIGHTS = 8  # of a lane in one fragment
 @pytest.fixture(scope="session")
 def hopper():
     """{mangled name: kernel} on sm_90, of what is compiled for Bayesian layers."""
-    return in_budget("90", "bayes|direct|sample|mixture")
+    return hopper_code(BAYES)
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +46,12 @@ def names(loop):
 def noise_loop(kernel):
     """Counts of the smallest loop that makes noise."""
     return Counter(min((names(lp) for lp in kernel.loops() if "MUFU" in names(lp)), key=len))
+
+
+@needs_code
+def test_no_kernel_uses_atomics(hopper):
+    for name, kernel in hopper.items():
+        check_atomics(name, kernel)
 
 
 @needs_code

@@ -27,6 +27,7 @@ KINDS = {  # of objects: what they are compiled with
     "watched": f"{RACES} -fno-builtin -g1 -fno-tree-sra -fno-tree-fre -fno-tree-forwprop",
     "unwatched": "-fno-builtin -DHOSTRUN_RACES",
     "torch": f"-O2 -fvisibility=default {TORCH}",
+    "launching": f"-O0 -fvisibility=default {TORCH}",  # kernels that run as compiled
     "ptx": "-O2 -march=native -std=c++20 -frounding-math -ffp-contract=off",
 }
 STEMS = ["philox", "batch_norm", "batch_norm_backward", "predictive", "linear", "probes"]
@@ -44,6 +45,7 @@ VARIANTS = {  # of the module: its objects
     "accesses": {"plain": ["module.cpp", *MACHINE, "accesses.cpp"], "watched": KERNELS},
     # Libraries for torch.ops.load_library.
     "torch": {"torch": [*MACHINE, *OPS], "ptx": PTX},
+    "torch_compiled": {"launching": [*MACHINE, *OPS], "ptx": PTX},
     # For ctypes: PTX that a test writes.
     "ptx": {"ptx": PTX},
 }
@@ -86,7 +88,7 @@ def link_flags(variant):
     flags = [SANITIZE] if variant == "sanitized" else []
     flags += [RACES] if variant == "races" else []
     flags += [f"-Wl,--wrap={name}" for name in COUNTED] if variant == "accesses" else []
-    if variant == "torch":
+    if variant.startswith("torch"):
         flags += [f"-Wl,--wrap={name}" for name in WRAPPED]
         flags += ["-L$torch/lib", "-ltorch_cpu", "-lc10"]
     return " ".join(flags)

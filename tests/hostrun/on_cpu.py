@@ -8,7 +8,8 @@ allocations and launches in csrc/cuda/*.cu, and the Python that is registered fo
 HOSTRUN_ORDER seeds the order of the threads; 0 keeps them in order. With HOSTRUN_PTX, a folder of
 PTX files, what nvcc compiled runs in the place of the kernels' source, and no access may leave the
 tensors of its op; HOSTRUN_APPROXIMATION is then the share of their allowed error that approximate
-instructions make, at most 1.
+instructions make, at most 1. HOSTRUN_WAYS are those that the tests of a Bayesian layer go, each once
+by each; all others go the first.
 """
 
 import ctypes
@@ -23,6 +24,9 @@ from pathlib import Path
 import pytest
 import torch
 from hostrun import build
+
+COMPILED = os.environ.get("HOSTRUN_PTX")
+WAYS = os.environ.get("HOSTRUN_WAYS", "").split()
 
 # What has no answer here, by a part of its node id.
 LEFT_OUT = {
@@ -69,15 +73,13 @@ def bayes_linear_kl_backward(
 def install():
     """Loads the library, then bnuq_ext over it. Without any kernel for the CPU,
     none is called unseen."""
-    path = build.build("torch")
+    path = build.build("torch_compiled" if COMPILED else "torch")
     torch.ops.load_library(path)
     sys.modules["bnuq_ext._library"] = types.SimpleNamespace(HAS_CUDA=False)
-    from bnuq_ext.ops import linear_ways
+    import bnuq_ext  # noqa: F401
 
     for name in (bayes_linear_kl, bayes_linear_kl_backward):
         torch.library.impl(f"bnuq::{name.__name__}", "CPU", name)
-    if way := os.environ.get("HOSTRUN_WAY"):  # calls so small would go another
-        torch.ops.bnuq.ask_bayes_linear_way(linear_ways.WAYS.index(way), 0)
     return ctypes.CDLL(path)
 
 
@@ -97,8 +99,8 @@ def load_compiled(folder):
             raise RuntimeError(error.decode())
 
 
-if "HOSTRUN_PTX" in os.environ:
-    load_compiled(os.environ["HOSTRUN_PTX"])
+if COMPILED:
+    load_compiled(COMPILED)
 
 
 def instructions():
@@ -119,6 +121,21 @@ def kernels():
         if match:
             found[match[2].replace("bnuq::", "")] = counts.get(int(match[1], 16), 0)
     return found
+
+
+def pytest_generate_tests(metafunc):
+    if WAYS:
+        of_a_layer = metafunc.module.__name__ in ("test_linear", "test_bayes_forward")
+        metafunc.fixturenames.append("asked_way")
+        metafunc.parametrize("asked_way", WAYS if of_a_layer else WAYS[:1])
+
+
+def pytest_runtest_setup(item):
+    from bnuq_ext.ops import linear_ways
+
+    if WAYS:  # calls so small would go another
+        way = item.callspec.params["asked_way"]
+        torch.ops.bnuq.ask_bayes_linear_way(linear_ways.WAYS.index(way), 0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -142,7 +159,7 @@ def pytest_terminal_summary(terminalreporter):
     counts = kernels()
     launched = sum(count > 0 for count in counts.values())
     terminalreporter.write_line(f"{launched} of {len(counts)} forms of the kernels were launched")
-    if "HOSTRUN_PTX" in os.environ:
+    if COMPILED:
         terminalreporter.write_line("{} of {} instructions of PTX ran".format(*instructions()))
     if "HOSTRUN_REPORT" in os.environ:
         Path(os.environ["HOSTRUN_REPORT"]).write_text(json.dumps(counts))

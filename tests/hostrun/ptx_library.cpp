@@ -16,15 +16,24 @@ using hostrun::ptx::parse;
 
 std::map<std::string, std::unique_ptr<Kernel>> kernels;
 
+// The one of the name that a function has; looking that up takes as long as a small launch.
+Kernel& kernel_of(const void* function) {
+  static std::map<const void*, Kernel*> known;
+  Kernel*& kernel = known[function];
+  if (kernel) return *kernel;
+  Dl_info found;
+  const bool named = dladdr(function, &found) && found.dli_sname;
+  const auto entry = kernels.find(named ? found.dli_sname : "");
+  if (entry == kernels.end())
+    throw std::runtime_error(std::string("ptx: no entry for ") + (named ? found.dli_sname : "?"));
+  kernel = entry->second.get();
+  return *kernel;
+}
+
 void run(
     const void* function, dim3 grid, dim3 block, size_t dynamic_bytes,
     const std::vector<hostrun::Argument>& arguments, uint64_t order_seed) {
-  Dl_info found;
-  const bool named = dladdr(function, &found) && found.dli_sname;
-  const auto kernel = kernels.find(named ? found.dli_sname : "");
-  if (kernel == kernels.end())
-    throw std::runtime_error(std::string("ptx: no entry for ") + (named ? found.dli_sname : "?"));
-  launch(*kernel->second, grid, block, dynamic_bytes, arguments, order_seed);
+  launch(kernel_of(function), grid, block, dynamic_bytes, arguments, order_seed);
 }
 
 // What was thrown, or nothing.

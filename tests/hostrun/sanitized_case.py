@@ -3,6 +3,7 @@
 No torch here, which the sanitizers would slow down; the values are judged elsewhere.
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -19,8 +20,10 @@ BATCH_NORM = [
     (2, 3, 512),
     (1, 2, 1096),
     (2, 3, 257),
+    (2, 524, 1),
 ]
-MANY_CHANNELS = (2, 524, 1)  # which takes as long as all others: once for numbers of a size
+# Whether x is shared: numbers of 16 bits are accessed in the same way, either form by one of them.
+FORMS = {"float16": [True], "bfloat16": [False], "float32": [True, False], "float64": [True, False]}
 LOGITS = [
     (3, 5, 3, 1),
     (2, 37, 10, 1),
@@ -71,9 +74,8 @@ def main():
         kernels.philox_normal(seed, 1, shape, 0)
     kernels.snapshot_indices(seed, 5, 300)
     for kernels.order, dtype in enumerate(STORAGE):
-        for shape in BATCH_NORM if dtype == "float16" else [*BATCH_NORM, MANY_CHANNELS]:
-            for shared in (True, False):
-                run_batch_norm(kernels, random, dtype, shape, shared)
+        for shape, shared in itertools.product(BATCH_NORM, FORMS[dtype]):
+            run_batch_norm(kernels, random, dtype, shape, shared)
         for shape in LOGITS:
             run_predictive(kernels, random, dtype, shape)
     sanitized_bayes.run_all(kernels, random_bits, random)
