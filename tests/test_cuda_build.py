@@ -1,6 +1,7 @@
 """What can be known of the CUDA side without a GPU: in the library that the build made nothing is
 spilled, and the hot loops are lean.
 
+Registers and spills are read of the code for sm_80 and sm_90, instructions of that for sm_90 alone.
 The budgets hold for nvcc 13.0: another compiler may spend a register or an instruction more.
 """
 
@@ -39,7 +40,8 @@ HOT = {
 }
 
 
-# In the names of kernels of each file but those that test_cuda_linear disassembles; and in theirs.
+# Each file of code has a kernel whose name matches one of these: files of the first are disassembled
+# here, those of the second in test_cuda_linear.
 PLAIN = "columns|sums|statistics|snapshot"
 BAYES = "bayes|direct|sample|mixture"
 

@@ -1,11 +1,13 @@
 """What the ops ask of torch's modes: tracing, autograd, autocast."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+
+_CAST = ("cpu", "cuda")  # kinds of devices
 
 
 def is_eager() -> bool:
@@ -47,8 +49,17 @@ def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
         return ()
     return tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in ("cpu", "cuda")
+        for kind in _CAST
     )
+
+
+@contextmanager
+def without_autocast():
+    """Autocast off wherever it is on."""
+    with ExitStack() as stack:
+        for kind in filter(torch.is_autocast_enabled, _CAST):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def past_autocast(device: torch.device):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..fingerprint import has_hooks
 from ..forward import Forward
 from ..inputs import expand
+from ..ops.modes import autocast_dtypes, without_autocast
 from ..passes import DoesNotFold, Undecided, refutes
 from ..reads import Ranges, Reads, held_ranges
 from ..samplers import Draw
@@ -50,6 +51,7 @@ class Trial(NamedTuple):
         first_replica: from whose statistics those of the trial are made.
         flags: training flags of the modules, if gradients will be taken.
         way: "folded", or "expanded" for inputs with their rows T times over.
+        tells: whether outputs must tell replicas and rows apart.
     """
 
     forward: Forward
@@ -57,6 +59,7 @@ class Trial(NamedTuple):
     first_replica: int
     flags: tuple[bool, ...] | None
     way: str
+    tells: bool = True
 
     def prove(self, inputs) -> Proof:
         """What the trial on three rows of an input shows; raises DoesNotFold or Undecided."""
@@ -69,6 +72,28 @@ class Trial(NamedTuple):
             raise Undecided(f"the model takes no rows made up for a trial: {error}") from error
 
     def _prove(self, probe) -> Proof:
+        try:
+            return self._examine(probe)
+        except Undecided as error:
+            # A proof for gradients is renewed under autocast, where it would stay undecided.
+            if self.flags is not None or not autocast_dtypes():
+                raise
+            return self._prove_without_autocast(probe, error)
+
+    def _prove_without_autocast(self, probe, undecided: Undecided) -> Proof:
+        """The proof where autocast's rounding hides what tells replicas apart: without it, and with it
+        nothing must refute it. Raises `undecided` where the model does not run without."""
+        try:
+            with without_autocast():
+                proof = self._examine(probe)
+        except DoesNotFold:
+            raise
+        except Exception as error:  # 16-bit inputs beside weights of float32
+            raise undecided from error
+        self._replace(tells=False)._examine(probe)
+        return proof
+
+    def _examine(self, probe) -> Proof:
         hooked = has_hooks(self.modules, ("_backward_hooks", "_backward_pre_hooks"))
         if hooked and self.flags is not None:
             raise DoesNotFold("a backward hook of a module would see all replicas at once")
@@ -91,7 +116,8 @@ class Trial(NamedTuple):
             raise DoesNotFold(CARRIES)
         loop, rows = torch.cat([output for output, _ in runs]), runs[0][1].rows
         tolerance = tolerance_of(loop, probe, self.modules)
-        check_informative(torch.stack([output for output, _ in runs]), tolerance)
+        if self.tells:
+            check_informative(torch.stack([output for output, _ in runs]), tolerance)
         with mode:
             folded, seen = self.forward.run(self._arguments(probe), both, rows)
         check_equal(folded, loop, tolerance)

@@ -8,8 +8,8 @@ allocations and launches in csrc/cuda/*.cu, and the Python that is registered fo
 HOSTRUN_ORDER seeds the order of the threads; 0 keeps them in order. With HOSTRUN_PTX, a folder of
 PTX files, what nvcc compiled runs in the place of the kernels' source, and no access may leave the
 tensors of its op; HOSTRUN_APPROXIMATION is then the share of their allowed error that approximate
-instructions make, at most 1. HOSTRUN_WAYS are those that the tests of a Bayesian layer go, each once
-by each; all others go the first.
+instructions make, at most 1. HOSTRUN_WAYS lists the ways by which each test of a Bayesian layer runs;
+other tests go the first.
 """
 
 import ctypes
