@@ -80,8 +80,8 @@ def run_tests(report, files, slow, *plugins, **variables):
 
 
 def test_the_ops_pass_their_tests(tmp_path, compiled):
-    ways = {"HOSTRUN_WAYS": "fused direct sampled"}
-    passed, _, absent = run_tests(tmp_path / "report.json", FILES, SLOW, **ways, **compiled)
+    report, ways = tmp_path / "report.json", "fused direct sampled"
+    passed, _, absent = run_tests(report, FILES, SLOW, HOSTRUN_WAYS=ways, **compiled)
     assert passed >= 1900
     assert not absent
 

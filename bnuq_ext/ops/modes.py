@@ -1,13 +1,11 @@
 """What the ops ask of torch's modes: tracing, autograd, autocast."""
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
-
-_CAST = ("cpu", "cuda")  # kinds of devices
 
 
 def is_eager() -> bool:
@@ -49,22 +47,20 @@ def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
         return ()
     return tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in _CAST
+        for kind in ("cpu", "cuda")
     )
-
-
-@contextmanager
-def without_autocast():
-    """Autocast off wherever it is on."""
-    with ExitStack() as stack:
-        for kind in filter(torch.is_autocast_enabled, _CAST):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
 
 
 def past_autocast(device: torch.device):
     """Around float32 products that autocast would round to 16 bits; it reaches into an op too."""
     return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
+
+
+@contextmanager
+def without_autocast():
+    """`past_autocast` on all devices."""
+    with past_autocast(torch.device("cpu")), past_autocast(torch.device("cuda")):
+        yield
 
 
 def _autocasts(device: torch.device) -> bool:

@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -130,12 +131,13 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("asked_way", WAYS if of_a_layer else WAYS[:1])
 
 
-def pytest_runtest_setup(item):
-    from bnuq_ext.ops import linear_ways
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    from bnuq_ext.ops.linear_ways import going
 
-    if WAYS:  # calls so small would go another
-        way = item.callspec.params["asked_way"]
-        torch.ops.bnuq.ask_bayes_linear_way(linear_ways.WAYS.index(way), 0)
+    # Calls so small would go another way.
+    with going(item.callspec.params["asked_way"]) if WAYS else nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
