@@ -83,14 +83,16 @@ Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
     const Tensor only = with_weight(call, sample_posterior(call), bias);
     return view_of(only, 0, {1, N, O}, {N * O, O, 1});
   }
-  std::optional<Tensor> row;
-  const Tensor sigma = sigma_of(call.rho), weight = scratch_matrix(call);
-  const Tensor y = call.empty({T, N, O});
-  for (int64_t t = 0; t < T; ++t) {
-    sample_weights(weight, call, sigma, t);
-    if (bias) row = view_of(*bias, t * O, {O}, {1});
-    multiply(Matrix(y, t * N * O, N, O), call.x_of(t), Matrix(weight, 0, O, I).t(), row);
-  }
+  const Tensor sigma = sigma_of(call.rho), y = call.empty({T, N, O});
+  for_parts(T, parts_of(call), [&](int64_t, int64_t begin, int64_t end) {
+    std::optional<Tensor> row;
+    const Tensor weight = scratch_matrix(call);
+    for (int64_t t = begin; t < end; ++t) {
+      sample_weights(weight, call, sigma, t);
+      if (bias) row = view_of(*bias, t * O, {O}, {1});
+      multiply(Matrix(y, t * N * O, N, O), call.x_of(t), Matrix(weight, 0, O, I).t(), row);
+    }
+  });
   return y;
 }
 
@@ -202,6 +204,12 @@ void sample_weights(
     acc_t* w = weight.mutable_data_ptr<acc_t>();
     for_rows(call.noise, replica, O, I, [&](int64_t o, const float* z) {
       sample_row(w + o * I, m + o * I, s + o * I, z, I);
+      if (o % kEdge != 15 && o + 1 < O)
+        for (int64_t i = 0; i < I; i += 16) {
+          __builtin_prefetch(m + (o + 1) * I + i);
+          __builtin_prefetch(s + (o + 1) * I + i);
+          __builtin_prefetch(w + (o + 1) * I + i, 1);
+        }
     });
   });
 }

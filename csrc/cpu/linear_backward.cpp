@@ -156,14 +156,13 @@ void one_replica(const LinearCall& call, const Tensor& grad_y, const Asked& aske
   grads.x = call.shared ? grad_x : view_of(grad_x, 0, {1, N, I}, {N * I, I, 1});
 }
 
-// Adds replica t's gradient by its weights to those by mu and sigma; of the first replica that by
-// mu lies in place already, and that by sigma is set. Makes its weights again unless `weight` is
-// empty.
+// Adds replica t's gradient by its weights to those by mu and sigma; of the first one that by mu
+// lies in place already, and that by sigma is set. Makes the weights again if need_x, where that
+// gradient may lie.
 void add_replica(
-    const LinearCall& call, int64_t t, const Tensor& grad_weight, const Tensor& sigma,
-    const Tensor& weight, const Grads& grads) {
+    const LinearCall& call, int64_t t, const Tensor& grad_weight, bool first, const Tensor& sigma,
+    const Tensor& weight, bool need_x, const Grads& grads) {
   const int64_t I = call.I;
-  const bool need_x = weight.numel() > 0;
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = call.mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
@@ -171,33 +170,54 @@ void add_replica(
     acc_t *w = weight.mutable_data_ptr<acc_t>(), *gm = grads.mu->mutable_data_ptr<acc_t>(),
           *gs = grads.rho->mutable_data_ptr<acc_t>();
     for_rows(call.noise, t, call.O, I, [&](int64_t o, const float* z) {
-      if (t > 0)
-        add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
-      else
+      if (first)
         set_product(gs + o * I, g + o * I, z, I);
+      else
+        add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
       if (need_x) sample_row(w + o * I, m + o * I, s + o * I, z, I);
     });
   });
 }
 
-void many_replicas(const LinearCall& call, const Tensor& grad_y, const Asked& asked, Grads& grads) {
+// Gradients of the replicas [begin, end) by mu, by sigma in the place of rho's, and by x: a shared
+// one in memory of its own.
+void some_replicas(
+    const LinearCall& call, int64_t begin, int64_t end, const Tensor& grad_y, const Asked& asked,
+    const Tensor& sigma, Grads& grads) {
   const int64_t N = call.N, O = call.O, I = call.I;
-  const Tensor none = call.empty({0}), sigma = asked.x ? sigma_of(call.rho) : none;
-  const Tensor weight = asked.x ? call.empty({O, I}) : none;
-  if (asked.x) grads.x = empty_rows(call.x, call.x.size(0), MemoryFormat::Contiguous);
+  const Tensor weight = call.empty({O, I});
+  std::optional<Tensor> memory;  // for a gradient by weights; the first one's is kept
+  if (asked.x && call.shared) grads.x = call.empty({N, I});
   if (asked.weight) grads.rho = call.empty({O, I});
-  for (int64_t t = 0; t < call.T; ++t) {
-    const Matrix grad(grad_y, t * N * O, N, O);
+  for (int64_t t = begin; t < end; ++t) {
+    const Matrix grad(grad_y, t * N * O, N, O), w(weight, 0, O, I);
+    const bool first = t == begin;
     if (asked.weight) {
-      const Tensor by_weight = product(grad.t(), call.x_of(t));
-      if (t == 0) grads.mu = by_weight;
-      add_replica(call, t, by_weight, sigma, weight, grads);
+      if (!first) memory = weight;
+      const Tensor by_weight = product(grad.t(), call.x_of(t), {}, memory);
+      if (first) grads.mu = by_weight;
+      add_replica(call, t, by_weight, first, sigma, weight, asked.x, grads);
     } else {
       sample_weights(weight, call, sigma, t);
     }
     if (!asked.x) continue;
-    const Matrix out(*grads.x, t * call.x_stride(), N, I), w(weight, 0, O, I);
-    t > 0 && call.shared ? add_product(out, grad, w) : multiply(out, grad, w);
+    const Matrix out(*grads.x, t * call.x_stride(), N, I);
+    call.shared && !first ? add_product(out, grad, w) : multiply(out, grad, w);
+  }
+}
+
+void many_replicas(const LinearCall& call, const Tensor& grad_y, const Asked& asked, Grads& grads) {
+  const Tensor sigma = asked.x ? sigma_of(call.rho) : call.empty({0});
+  if (asked.x && !call.shared)
+    grads.x = empty_rows(call.x, call.x.size(0), MemoryFormat::Contiguous);
+  std::vector<Grads> parts(parts_of(call), grads);
+  for_parts(call.T, parts.size(), [&](int64_t part, int64_t begin, int64_t end) {
+    some_replicas(call, begin, end, grad_y, asked, sigma, parts[part]);
+  });
+  grads = parts[0];
+  for (size_t p = 1; p < parts.size(); ++p) {
+    if (asked.weight) add_into(*grads.mu, *parts[p].mu), add_into(*grads.rho, *parts[p].rho);
+    if (asked.x && call.shared) add_into(*grads.x, *parts[p].x);
   }
   if (asked.weight) sigma_backward(*grads.rho, call.rho);
 }

@@ -124,20 +124,26 @@ inline void multiply(
   }
 }
 
-// The same in a tensor of its own, where oneDNN needs no copy.
-inline Tensor product(const Matrix& a, const Matrix& b, const std::optional<Tensor>& bias = {}) {
+// The same in a tensor of its own, where oneDNN needs no copy; other libraries write to `memory`,
+// contiguous and of its size, if that is given.
+inline Tensor product(
+    const Matrix& a, const Matrix& b, const std::optional<Tensor>& bias = {},
+    const std::optional<Tensor>& memory = {}) {
   if (prefers_onednn(a, b)) return onednn_product(a, b, bias);
-  const Tensor out = empty(a.in, {a.rows, b.columns});
+  const Tensor out = memory ? *memory : empty(a.in, {a.rows, b.columns});
   multiply(Matrix(out, 0, a.rows, b.columns), a, b, bias);
   return out;
 }
 
-// sum += more, both contiguous float32.
+// sum += more, both contiguous.
 inline void add_into(const Tensor& sum, const Tensor& more) {
-  float* to = static_cast<float*>(sum.mutable_data_ptr());
-  const float* from = static_cast<const float*>(more.const_data_ptr());
-  torch::stable::parallel_for(0, more.numel(), 16384, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) to[i] += from[i];
+  dispatch_acc(sum, [&](auto zero) {
+    using acc_t = decltype(zero);
+    acc_t* to = sum.mutable_data_ptr<acc_t>();
+    const acc_t* from = more.const_data_ptr<acc_t>();
+    torch::stable::parallel_for(0, more.numel(), 16384, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) to[i] += from[i];
+    });
   });
 }
 
