@@ -108,7 +108,7 @@ void add_gaussian_grads(
     double prior_std);
 
 inline Tensor scalar_like(const Tensor& like, double value) {
-  const Tensor out = torch::stable::new_empty(like, {});
+  const Tensor out = empty(like, {});
   dispatch_acc(
       like, [&](auto zero) { *out.mutable_data_ptr<decltype(zero)>() = decltype(zero)(value); });
   return out;

@@ -91,7 +91,7 @@ struct LinearCall {
 // threads share takes a quarter longer than whole ones beside each other. One, where threads would
 // have nothing to do or their weights would not be small.
 inline int64_t parts_of(const LinearCall& call) {
-  constexpr int64_t kMostBytes = int64_t(1) << 26;
+  constexpr int64_t kMostBytes = int64_t(1) << 25;
   const int64_t threads = torch::stable::get_num_threads(), rounds = ceil_div(call.T, threads);
   const int64_t bytes = call.O * call.I * int64_t(call.mu.element_size());
   return 8 * call.T >= 7 * rounds * threads && bytes <= kMostBytes / threads ? threads : 1;
