@@ -112,7 +112,7 @@ __device__ __forceinline__ void unit_pair(uint32_t w, float& z0, float& z1) {
   z1 = r * __sinf(theta);
 }
 #else
-// The CPU body computes the same formula with polynomials that vectorise (error below 5e-7 |z|).
+// The CPU body computes the same formula with polynomials that vectorise (error below 6e-7 |z|).
 BNUQ_HD float lg2_unit(float u) {
   const uint32_t bits = as_bits(u);
   const uint32_t exponent = (bits - 0x3f3504f3u) & 0xff800000u;  // n 2^23 of u = 2^n (1 + f)

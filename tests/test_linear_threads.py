@@ -4,8 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from allocated import most_allocated
 
 from bnuq_ext import ops
+from bnuq_ext.ops import linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -32,10 +34,20 @@ def draw_all(dtype, per_replica, T):
     return [torch.randn(s, generator=generator, dtype=dtype, requires_grad=True) for s in shapes]
 
 
-def outputs_and_grads(inputs, T):
-    y = ops.bayes_linear(*inputs, seed=ops.new_seed(3), stream=1, num_samples=T)
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
-    return y.detach(), *torch.autograd.grad(y, inputs, weights)
+def call(inputs, T):
+    return ops.bayes_linear(*inputs, seed=ops.new_seed(3), stream=1, num_samples=T)
+
+
+def call_with_kl(inputs, T):
+    options = dict(seed=ops.new_seed(3), stream=1, num_samples=T, prior_std=0.5)
+    return linear.bayes_linear_kl(*inputs, **options)[0]
+
+
+def outputs_and_grads(op, inputs, T):
+    y = op(inputs, T)
+    weights = torch.linspace(-1, 1, y.numel()).to(y.dtype).reshape(y.shape)
+    asked = [t for t in inputs if t.requires_grad]
+    return y.detach(), *torch.autograd.grad(y, asked, weights)
 
 
 @pytest.fixture
@@ -46,18 +58,65 @@ def threads():
     torch.set_num_threads(before)
 
 
+def check_threads(threads, op, inputs, T, **tolerance):
+    """Against one thread; and the same bits again."""
+    threads(1)
+    expected = outputs_and_grads(op, inputs, T)
+    for count in (2, 3, 8, 16):
+        threads(count)
+        found = outputs_and_grads(op, inputs, T)
+        torch.testing.assert_close(found, expected, **tolerance)
+        assert all(map(torch.equal, found, outputs_and_grads(op, inputs, T)))
+
+
 @pytest.mark.parametrize("per_replica", [False, True])
-@pytest.mark.parametrize("T", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("T", [2, 3, 5, 7, 8, 15, 16])  # 7 and 15: fewer than threads
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_number_of_threads(dtype, T, per_replica, threads):
     """Threads take whole replicas where they come out even, else they share each."""
-    inputs = draw_all(dtype, per_replica, T)
-    threads(1)
-    expected = outputs_and_grads(inputs, T)
-    for count in (2, 3, 16):
+    check_threads(threads, call, draw_all(dtype, per_replica, T), T)
+
+
+@pytest.mark.parametrize("per_replica", [False, True])
+@pytest.mark.parametrize("needed", [(0,), (1, 2), (0, 3, 4), (3, 4)])
+def test_some_gradients_by_any_number_of_threads(needed, per_replica, threads):
+    inputs = draw_all(torch.float32, per_replica, 7)
+    inputs = [t.detach().requires_grad_(i in needed) for i, t in enumerate(inputs)]
+    check_threads(threads, call, inputs, 7)
+
+
+@pytest.mark.parametrize("T", [7, 16])
+def test_with_the_divergence_by_any_number_of_threads(T, threads):
+    check_threads(threads, call_with_kl, draw_all(torch.float32, False, T), T)
+
+
+def test_groups_of_replicas_by_any_number_of_threads(threads):
+    """Of 16-bit activations 7 replicas go together, fewer than 8 threads."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(140, 1024), (8, 1024), (8, 1024), (8,), (8,)]
+    x, *weights = (torch.randn(shape, generator=generator) for shape in shapes)
+    inputs = [t.requires_grad_() for t in (x.bfloat16(), *weights)]
+    check_threads(threads, call, inputs, 21, rtol=2**-7, atol=2**-7)
+
+
+def test_many_rows_of_a_shared_input_are_held_once(threads):
+    """Its gradient is a sum of each part, 20 MB here: they would exceed what parts may hold."""
+    generator = torch.Generator().manual_seed(0)
+    x, mu, rho = (
+        torch.randn(shape, generator=generator) for shape in ((80000, 64), (1, 64), (1, 64))
+    )
+    seed = ops.new_seed(3)
+    x.requires_grad_()
+
+    def step():
+        y = ops.bayes_linear(x, mu, rho, seed=seed, stream=1, num_samples=4)
+        torch.autograd.grad(y.sum(), x)
+
+    held = []
+    for count in (1, 4):
         threads(count)
-        torch.testing.assert_close(outputs_and_grads(inputs, T), expected)
-        assert all(map(torch.equal, outputs_and_grads(inputs, T), outputs_and_grads(inputs, T)))
+        held.append(most_allocated(step))
+    assert held[1] <= held[0] + 4096
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
@@ -65,10 +124,8 @@ def test_number_of_threads(dtype, T, per_replica, threads):
 def test_threads_in_inference_mode(mode, per_replica, threads):
     """torch's other threads know nothing of a mode; tensors that are made in it forbid much."""
     threads(2)
-    T = 4
-    expected = outputs_and_grads(draw_all(torch.float32, per_replica, T), T)[0]
+    expected = call(draw_all(torch.float32, per_replica, 4), 4)
     with mode():
-        inputs = draw_all(torch.float32, per_replica, T)
-        y = ops.bayes_linear(*inputs, seed=ops.new_seed(3), stream=1, num_samples=T)
+        y = call(draw_all(torch.float32, per_replica, 4), 4)
         assert torch.equal(y, expected)
         assert y.is_inference() == (mode is torch.inference_mode)

@@ -39,8 +39,8 @@ def bayes_linear(
         y[t] = x[t] @ (mu + softplus(rho) * eps[t])^T + bias_mu + softplus(bias_rho) * eps_bias[t]
 
     eps is `philox_normal(seed, stream, (T, O, I))`, eps_bias `philox_normal(seed, stream, (T, O),
-    tag="bias")`; both are made again in the backward. Of T*O*I numbers no more than 32 MiB are
-    held at a time, or one replica's; a backward on the CPU has twice that of sums besides.
+    tag="bias")`; both are made again in the backward. Of T*O*I numbers no more than 64 MiB are
+    held at a time, or one replica's.
 
     Args:
         x: (N, I), shared by the replicas, or (T, N, I); float32, float64, float16 or bfloat16.
@@ -53,7 +53,8 @@ def bayes_linear(
 
     Returns:
         (T, N, O) in the dtype of x. Sums and gradients are float32 (float64 for float64).
-        Deterministic. Gradients with respect to x, mu, rho, bias_mu and bias_rho. On CUDA, with
+        Deterministic, on the CPU for one number of threads. Gradients with respect to x, mu, rho,
+        bias_mu and bias_rho. On CUDA, with
         more than 2^19 weights or 512 rows and x not in float64, the noise of an output is off by
         about 2^-11 of its own size, 2^-8 for bfloat16 x.
 

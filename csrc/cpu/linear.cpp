@@ -84,7 +84,7 @@ Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
     return view_of(only, 0, {1, N, O}, {N * O, O, 1});
   }
   const Tensor sigma = sigma_of(call.rho), y = call.empty({T, N, O});
-  for_parts(T, parts_of(call), [&](int64_t, int64_t begin, int64_t end) {
+  for_parts(T, parts_of(call, O * I), [&](int64_t, int64_t begin, int64_t end) {
     std::optional<Tensor> row;
     const Tensor weight = scratch_matrix(call);
     for (int64_t t = begin; t < end; ++t) {
@@ -204,12 +204,6 @@ void sample_weights(
     acc_t* w = weight.mutable_data_ptr<acc_t>();
     for_rows(call.noise, replica, O, I, [&](int64_t o, const float* z) {
       sample_row(w + o * I, m + o * I, s + o * I, z, I);
-      if (o % kEdge != 15 && o + 1 < O)
-        for (int64_t i = 0; i < I; i += 16) {
-          __builtin_prefetch(m + (o + 1) * I + i);
-          __builtin_prefetch(s + (o + 1) * I + i);
-          __builtin_prefetch(w + (o + 1) * I + i, 1);
-        }
     });
   });
 }

@@ -157,8 +157,8 @@ void one_replica(const LinearCall& call, const Tensor& grad_y, const Asked& aske
 }
 
 // Adds replica t's gradient by its weights to those by mu and sigma; of the first one that by mu
-// lies in place already, and that by sigma is set. Makes the weights again if need_x, where that
-// gradient may lie.
+// lies in place already, and that by sigma is set. If need_x, writes its weights to `weight`, which
+// may be that gradient itself: a row is read before it is written.
 void add_replica(
     const LinearCall& call, int64_t t, const Tensor& grad_weight, bool first, const Tensor& sigma,
     const Tensor& weight, bool need_x, const Grads& grads) {
@@ -186,15 +186,14 @@ void some_replicas(
     const Tensor& sigma, Grads& grads) {
   const int64_t N = call.N, O = call.O, I = call.I;
   const Tensor weight = call.empty({O, I});
-  std::optional<Tensor> memory;  // for a gradient by weights; the first one's is kept
   if (asked.x && call.shared) grads.x = call.empty({N, I});
   if (asked.weight) grads.rho = call.empty({O, I});
   for (int64_t t = begin; t < end; ++t) {
     const Matrix grad(grad_y, t * N * O, N, O), w(weight, 0, O, I);
     const bool first = t == begin;
     if (asked.weight) {
-      if (!first) memory = weight;
-      const Tensor by_weight = product(grad.t(), call.x_of(t), {}, memory);
+      const std::optional<Tensor> none;  // the first one's memory is kept
+      const Tensor by_weight = product(grad.t(), call.x_of(t), none, first ? none : weight);
       if (first) grads.mu = by_weight;
       add_replica(call, t, by_weight, first, sigma, weight, asked.x, grads);
     } else {
@@ -210,7 +209,8 @@ void many_replicas(const LinearCall& call, const Tensor& grad_y, const Asked& as
   const Tensor sigma = asked.x ? sigma_of(call.rho) : call.empty({0});
   if (asked.x && !call.shared)
     grads.x = empty_rows(call.x, call.x.size(0), MemoryFormat::Contiguous);
-  std::vector<Grads> parts(parts_of(call), grads);
+  const int64_t numbers = 3 * call.O * call.I + (asked.x && call.shared ? call.N * call.I : 0);
+  std::vector<Grads> parts(parts_of(call, numbers), grads);
   for_parts(call.T, parts.size(), [&](int64_t part, int64_t begin, int64_t end) {
     some_replicas(call, begin, end, grad_y, asked, sigma, parts[part]);
   });

@@ -87,17 +87,19 @@ struct LinearCall {
   Tensor empty(const std::vector<int64_t>& sizes) const { return bnuq::empty(mu, sizes); }
 };
 
-// Into how many parts the replicas fall, each of which one thread makes: a matrix product that
-// threads share takes a quarter longer than whole ones beside each other. One, where threads would
-// have nothing to do or their weights would not be small.
-inline int64_t parts_of(const LinearCall& call) {
-  constexpr int64_t kMostBytes = int64_t(1) << 25;
+// Into how many parts the replicas fall, each of which one thread makes and holds `numbers` for: a
+// matrix product that threads share takes a quarter longer than whole ones beside each other. One
+// where more than an eighth of the threads' time would be idle, or the parts would hold too much.
+inline int64_t parts_of(const LinearCall& call, int64_t numbers) {
+  constexpr int64_t kMostBytes = int64_t(1) << 26;
   const int64_t threads = torch::stable::get_num_threads(), rounds = ceil_div(call.T, threads);
-  const int64_t bytes = call.O * call.I * int64_t(call.mu.element_size());
-  return 8 * call.T >= 7 * rounds * threads && bytes <= kMostBytes / threads ? threads : 1;
+  const int64_t parts = std::min(threads, call.T);
+  const int64_t bytes = parts * numbers * int64_t(call.mu.element_size());
+  return 8 * call.T >= 7 * rounds * threads && bytes <= kMostBytes ? parts : 1;
 }
 
-// run(part, begin, end) for every part of T replicas.
+// run(part, begin, end) for every part of T replicas, none of which is empty. What it writes by torch
+// it has to view by `view_of`: torch's other threads know nothing of an inference mode.
 template <typename Run>
 void for_parts(int64_t T, int64_t parts, const Run& run) {
   if (parts == 1) return run(0, 0, T);
