@@ -98,8 +98,8 @@ inline int64_t parts_of(const LinearCall& call, int64_t numbers) {
   return 8 * call.T >= 7 * rounds * threads && bytes <= kMostBytes ? parts : 1;
 }
 
-// run(part, begin, end) for every part of T replicas, none of which is empty. What it writes by torch
-// it has to view by `view_of`: torch's other threads know nothing of an inference mode.
+// run(part, begin, end) for every part of T replicas, none of which is empty. What it writes by
+// torch it has to view by `view_of`: torch's other threads know nothing of an inference mode.
 template <typename Run>
 void for_parts(int64_t T, int64_t parts, const Run& run) {
   if (parts == 1) return run(0, 0, T);

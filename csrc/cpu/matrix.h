@@ -124,8 +124,8 @@ inline void multiply(
   }
 }
 
-// The same in a tensor of its own, where oneDNN needs no copy; MKL writes to `memory`, contiguous and
-// of its size, if that is given.
+// The same in a tensor of its own, where oneDNN needs no copy; MKL writes to `memory`, contiguous
+// and of its size, if that is given.
 inline Tensor product(
     const Matrix& a, const Matrix& b, const std::optional<Tensor>& bias = {},
     const std::optional<Tensor>& memory = {}) {

@@ -25,9 +25,9 @@ inline void prefer_large_pages([[maybe_unused]] void* data, [[maybe_unused]] int
 
 constexpr int64_t kScratchBytes = 2 * int64_t(kLargePage);
 
-// kScratchBytes that the calling thread, of torch's too, owns until it ends; null where there is no memory. What is
-// written again and again takes up to a quarter longer in small pages, wherever they happen to lie,
-// and in pages that go back to the system after each call.
+// kScratchBytes that the calling thread, of torch's too, owns until it ends; null where there is
+// no memory. What is written again and again takes up to a quarter longer in small pages, wherever
+// they happen to lie, and in pages that go back to the system after each call.
 inline void* thread_scratch() {
   constexpr std::align_val_t alignment{kLargePage};
   struct Deleter {
