@@ -46,13 +46,18 @@ def without_gpu():
 
 
 @pytest.fixture
-def on_one_thread():
+def set_threads():
+    """torch.set_num_threads, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def on_one_thread(set_threads):
     """For what repeats a unit of an experiment, which runs so: other threads add in another order,
     and train to other numbers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    set_threads(1)
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -102,7 +102,7 @@ def test_unused_snapshots_have_no_gradient(device):
         assert torch.count_nonzero(t[name].grad[2]) > 0
 
 
-def test_gradients_are_deterministic(device):
+def test_gradients_are_deterministic(device, set_threads):
     """Any number of threads, any repetition: the same bits."""
     tensors = make("bank", (37, 65, 7), 5, dtype=torch.float32, device=device)
 
@@ -111,13 +111,10 @@ def test_gradients_are_deterministic(device):
         call("bank", t, 5, activation="relu").square().sum().backward()
         return [v.grad for v in t.values()]
 
-    expected, threads = gradients(), torch.get_num_threads()
-    try:
-        torch.set_num_threads(16)
-        for a, e in zip(gradients(), expected, strict=True):
-            assert torch.equal(a, e)
-    finally:
-        torch.set_num_threads(threads)
+    expected = gradients()
+    set_threads(16)
+    for a, e in zip(gradients(), expected, strict=True):
+        assert torch.equal(a, e)
 
 
 def test_expanded_gradient(device):

@@ -161,15 +161,12 @@ def test_threads_meet_no_state(device):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_number_of_threads_does_not_matter(op):
+def test_number_of_threads_does_not_matter(op, set_threads):
     t = make(op, (64, 33, 40), 4, dtype=torch.float32)
-    expected, threads = call(op, t, 4), torch.get_num_threads()
-    try:
-        for count in (1, 16):
-            torch.set_num_threads(count)
-            assert torch.equal(call(op, t, 4), expected)
-    finally:
-        torch.set_num_threads(threads)
+    expected = call(op, t, 4)
+    for count in (1, 16):
+        set_threads(count)
+        assert torch.equal(call(op, t, 4), expected)
 
 
 def test_more_than_2_to_the_31_elements(device):

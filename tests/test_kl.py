@@ -61,19 +61,16 @@ def test_gaussian_of_one_wide_weight_among_many(at):
     torch.testing.assert_close(kl.double(), expected, rtol=2e-5, atol=0.0)
 
 
-def test_gradients_are_the_same_by_any_number_of_threads():
+def test_gradients_are_the_same_by_any_number_of_threads(set_threads):
     """One wide weight, at the end: the others' slices go their way whatever the threads."""
     mu = torch.randn(40_000, requires_grad=True)
     rho = -5 + torch.rand(40_000)
     rho[-1] = 0.5
     rho.requires_grad_()
-    before, grads = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            grads.append(torch.autograd.grad(ops.gaussian_kl(mu, rho, 0.7), (mu, rho)))
-    finally:
-        torch.set_num_threads(before)
+    grads = []
+    for count in (1, 2, 3):
+        set_threads(count)
+        grads.append(torch.autograd.grad(ops.gaussian_kl(mu, rho, 0.7), (mu, rho)))
     assert all(
         torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True)
     )
@@ -287,18 +284,13 @@ def test_exports():
     assert torch.equal(exported(*args), Divergence()(*args))
 
 
-def test_does_not_depend_on_threads():
+def test_does_not_depend_on_threads(set_threads):
     mu, rho = make((300, 200), torch.float32)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            kl = ops.gaussian_kl(mu, rho, 1.0) + ops.mixture_kl(
-                mu, rho, ops.new_seed(0), 0, **MIXTURE
-            )
-            results.append([kl.detach(), *torch.autograd.grad(kl, (mu, rho))])
-    finally:
-        torch.set_num_threads(threads)
+    results = []
+    for count in (1, 2, 3):
+        set_threads(count)
+        kl = ops.gaussian_kl(mu, rho, 1.0) + ops.mixture_kl(mu, rho, ops.new_seed(0), 0, **MIXTURE)
+        results.append([kl.detach(), *torch.autograd.grad(kl, (mu, rho))])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

@@ -50,20 +50,12 @@ def outputs_and_grads(op, inputs, T):
     return y.detach(), *torch.autograd.grad(y, asked, weights)
 
 
-@pytest.fixture
-def threads():
-    """Sets torch's number of threads, for one test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def check_threads(threads, op, inputs, T, **tolerance):
+def check_threads(set_threads, op, inputs, T, **tolerance):
     """Against one thread; and the same bits again."""
-    threads(1)
+    set_threads(1)
     expected = outputs_and_grads(op, inputs, T)
     for count in (2, 3, 8, 16):
-        threads(count)
+        set_threads(count)
         found = outputs_and_grads(op, inputs, T)
         torch.testing.assert_close(found, expected, **tolerance)
         assert all(map(torch.equal, found, outputs_and_grads(op, inputs, T)))
@@ -72,34 +64,34 @@ def check_threads(threads, op, inputs, T, **tolerance):
 @pytest.mark.parametrize("per_replica", [False, True])
 @pytest.mark.parametrize("T", [2, 3, 5, 7, 8, 15, 16])  # 7 and 15: fewer than threads
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_number_of_threads(dtype, T, per_replica, threads):
+def test_number_of_threads(dtype, T, per_replica, set_threads):
     """Threads take whole replicas where they come out even, else they share each."""
-    check_threads(threads, call, draw_all(dtype, per_replica, T), T)
+    check_threads(set_threads, call, draw_all(dtype, per_replica, T), T)
 
 
 @pytest.mark.parametrize("per_replica", [False, True])
 @pytest.mark.parametrize("needed", [(0,), (1, 2), (0, 3, 4), (3, 4)])
-def test_some_gradients_by_any_number_of_threads(needed, per_replica, threads):
+def test_some_gradients_by_any_number_of_threads(needed, per_replica, set_threads):
     inputs = draw_all(torch.float32, per_replica, 7)
     inputs = [t.detach().requires_grad_(i in needed) for i, t in enumerate(inputs)]
-    check_threads(threads, call, inputs, 7)
+    check_threads(set_threads, call, inputs, 7)
 
 
 @pytest.mark.parametrize("T", [7, 16])
-def test_with_the_divergence_by_any_number_of_threads(T, threads):
-    check_threads(threads, call_with_kl, draw_all(torch.float32, False, T), T)
+def test_with_the_divergence_by_any_number_of_threads(T, set_threads):
+    check_threads(set_threads, call_with_kl, draw_all(torch.float32, False, T), T)
 
 
-def test_groups_of_replicas_by_any_number_of_threads(threads):
+def test_groups_of_replicas_by_any_number_of_threads(set_threads):
     """Of 16-bit activations 7 replicas go together, fewer than 8 threads."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(140, 1024), (8, 1024), (8, 1024), (8,), (8,)]
     x, *weights = (torch.randn(shape, generator=generator) for shape in shapes)
     inputs = [t.requires_grad_() for t in (x.bfloat16(), *weights)]
-    check_threads(threads, call, inputs, 21, rtol=2**-7, atol=2**-7)
+    check_threads(set_threads, call, inputs, 21, rtol=2**-7, atol=2**-7)
 
 
-def test_many_rows_of_a_shared_input_are_held_once(threads):
+def test_many_rows_of_a_shared_input_are_held_once(set_threads):
     """Its gradient is a sum of each part, 20 MB here: they would exceed what parts may hold."""
     generator = torch.Generator().manual_seed(0)
     x, mu, rho = (
@@ -114,16 +106,16 @@ def test_many_rows_of_a_shared_input_are_held_once(threads):
 
     held = []
     for count in (1, 4):
-        threads(count)
+        set_threads(count)
         held.append(most_allocated(step))
     assert held[1] <= held[0] + 4096
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("per_replica", [False, True])
-def test_threads_in_inference_mode(mode, per_replica, threads):
+def test_threads_in_inference_mode(mode, per_replica, set_threads):
     """torch's other threads know nothing of a mode; tensors that are made in it forbid much."""
-    threads(2)
+    set_threads(2)
     expected = call(draw_all(torch.float32, per_replica, 4), 4)
     with mode():
         y = call(draw_all(torch.float32, per_replica, 4), 4)

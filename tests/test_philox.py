@@ -154,16 +154,13 @@ def test_draws_do_not_depend_on_chunks(shape, device):
     assert torch.equal(ops.snapshot_indices(ops.new_seed(4, 13, device), 7, 7), snapshots[13:])
 
 
-def test_draws_do_not_depend_on_threads():
+def test_draws_do_not_depend_on_threads(set_threads):
     def draw():
         return ops.philox_normal(ops.new_seed(4), 1, (64, 1000))
 
-    expected, threads = draw(), torch.get_num_threads()
-    try:
-        torch.set_num_threads(16)
-        assert torch.equal(draw(), expected)
-    finally:
-        torch.set_num_threads(threads)
+    expected = draw()
+    set_threads(16)
+    assert torch.equal(draw(), expected)
 
 
 def test_empty(device):

@@ -165,15 +165,12 @@ def test_views_and_inputs(device, dtype):
     assert torch.equal(view, copy) and view._version == 0
 
 
-def test_number_of_threads_does_not_matter():
-    logits, threads = make((7, 500, 10), dtype=torch.float32), torch.get_num_threads()
+def test_number_of_threads_does_not_matter(set_threads):
+    logits = make((7, 500, 10), dtype=torch.float32)
     expected = ops.predictive_statistics(logits)
-    try:
-        torch.set_num_threads(16)
-        for a, e in zip(ops.predictive_statistics(logits), expected, strict=True):
-            assert torch.equal(a, e)
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(16)
+    for a, e in zip(ops.predictive_statistics(logits), expected, strict=True):
+        assert torch.equal(a, e)
 
 
 # ---- gradients ---------------------------------------------------------------------------------

@@ -54,9 +54,8 @@ def bayes_linear(
     Returns:
         (T, N, O) in the dtype of x. Sums and gradients are float32 (float64 for float64).
         Deterministic, on the CPU for one number of threads. Gradients with respect to x, mu, rho,
-        bias_mu and bias_rho. On CUDA, with
-        more than 2^19 weights or 512 rows and x not in float64, the noise of an output is off by
-        about 2^-11 of its own size, 2^-8 for bfloat16 x.
+        bias_mu and bias_rho. On CUDA, with more than 2^19 weights or 512 rows and x not in float64,
+        the noise of an output is off by about 2^-11 of its own size, 2^-8 for bfloat16 x.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.

@@ -25,6 +25,19 @@ struct Grads {
   std::optional<Tensor> x, mu, rho, bias_mu, bias_rho;
 };
 
+// Adds what other replicas give; by x only where they share it.
+void add_grads(Grads& sum, const Grads& more, bool shared) {
+  const auto add = [](std::optional<Tensor>& to, const std::optional<Tensor>& from) {
+    if (to && from)
+      add_into(*to, *from);
+    else
+      to = from;
+  };
+  add(sum.mu, more.mu), add(sum.rho, more.rho);
+  add(sum.bias_mu, more.bias_mu), add(sum.bias_rho, more.bias_rho);
+  if (shared) add(sum.x, more.x);
+}
+
 // A gradient by sigma becomes one by rho.
 void sigma_backward(const Tensor& grad, const Tensor& rho) {
   dispatch_acc(rho, [&](auto zero) {
@@ -214,11 +227,7 @@ void many_replicas(const LinearCall& call, const Tensor& grad_y, const Asked& as
   for_parts(call.T, parts.size(), [&](int64_t part, int64_t begin, int64_t end) {
     some_replicas(call, begin, end, grad_y, asked, sigma, parts[part]);
   });
-  grads = parts[0];
-  for (size_t p = 1; p < parts.size(); ++p) {
-    if (asked.weight) add_into(*grads.mu, *parts[p].mu), add_into(*grads.rho, *parts[p].rho);
-    if (asked.x && call.shared) add_into(*grads.x, *parts[p].x);
-  }
+  for (const Grads& part : parts) add_grads(grads, part, call.shared);
   if (asked.weight) sigma_backward(*grads.rho, call.rho);
 }
 
@@ -265,16 +274,9 @@ Grads backward(
 // Adds what a group of replicas gives; its gradient by an x of its own goes where it belongs.
 void add_group(
     Grads& sum, const Grads& more, const LinearArguments& given, const Replicas& replicas) {
-  const auto add = [](std::optional<Tensor>& to, const std::optional<Tensor>& from) {
-    if (to && from)
-      add_into(*to, *from);
-    else
-      to = from;
-  };
-  add(sum.mu, more.mu), add(sum.rho, more.rho);
-  add(sum.bias_mu, more.bias_mu), add(sum.bias_rho, more.bias_rho);
-  if (given.x.dim() == 2) return add(sum.x, more.x);
-  if (!more.x) return;
+  const bool shared = given.x.dim() == 2;
+  add_grads(sum, more, shared);
+  if (shared || !more.x) return;
   if (!sum.x) sum.x = empty_rows(given.x, given.T, MemoryFormat::Contiguous);
   Tensor into = replicas.of(*sum.x);
   torch::stable::copy_(into, *more.x);
