@@ -18,11 +18,12 @@ from .ops.checks import (
     check_one_of,
     refuse,
 )
-from .ops.linear import bayes_linear_kl, bayes_linear_rows, shaped
-from .ops.modes import autocasted, is_eager, past_autocast
+from .ops.linear import bayes_linear_rows, shaped
+from .ops.modes import autocasted, past_autocast
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
 from .samplers import Draw
+from .state import names_of
 
 ESTIMATORS = ("exact", "local")
 
@@ -125,9 +126,10 @@ class BayesLinear(Replicated, nn.Module):
         _fill((self.weight_rho, self.bias_rho), self.rho_init)
 
     def __getattr__(self, name: str):
-        parameters = self.__dict__.get("_parameters", ())
-        if name in parameters:  # at once: a call of the layer asks twenty times
-            return parameters[name]
+        for kind in ("_parameters", "_buffers"):  # at once: a call of the layer asks twenty times
+            held = self.__dict__.get(kind, ())
+            if name in held:
+                return held[name]
         if name == "weight" and not self._holds("weight"):
             raise AttributeError(
                 "a BayesLinear has no `weight` (its mean is weight_mu): what reads it of a layer, "
@@ -205,21 +207,15 @@ class BayesLinear(Replicated, nn.Module):
         noise = {"seed": draw.seed, "stream": stream, "num_samples": T}
         if self.estimator == "local":
             y = _local(*given, **noise)
-        elif self._notes_divergence(draw):
-            y, kl = bayes_linear_kl(*given, **noise, prior_std=self.prior.std)
-            draw.divergences[id(self)] = kl
         else:
             y = bayes_linear_rows(*given, **noise)
         return shaped(y, (folded, *inner, self.out_features))
 
-    def _notes_divergence(self, draw: Draw) -> bool:
-        """Whether the draw is to have it, it is that of the weights as they are,
-        and nothing traces the layer."""
-        if draw.divergences is None or draw.trial or id(self) in draw.divergences:
-            return False
-        return self.has_closed_divergence and is_eager()
-
     def _check_kind(self, x: Tensor) -> None:
+        mu = self.weight_mu
+        if isinstance(x, Tensor) and x.dtype is mu.dtype and x.device == mu.device:
+            if x.layout is torch.strided and x.is_floating_point():
+                return  # soon, for it is asked in each call
         check_floating("BayesLinear", "x", x)  # of integers the weights would be rounded
         if x.device != self.weight_mu.device:
             requirement = f"be on {self.weight_mu.device} like the weights"
@@ -337,7 +333,7 @@ def bayes_layers(
     """The Bayesian layers of a model by qualified name, each once; `modules` are its, if known."""
     if modules is not None and not any([isinstance(m, BayesLinear) for m in modules]):
         return {}
-    return {name: m for name, m in model.named_modules() if isinstance(m, BayesLinear)}
+    return {name: m for m, name in names_of(model).items() if isinstance(m, BayesLinear)}
 
 
 def check_whole(op: str, layers: dict[str, BayesLinear]) -> None:
@@ -345,8 +341,8 @@ def check_whole(op: str, layers: dict[str, BayesLinear]) -> None:
     of the rest this process has nothing to say."""
     for name, layer in layers.items():
         for w in (layer.weight_mu, layer.weight_rho):
-            sharded = w.shape != (layer.out_features, layer.in_features) or hasattr(w, "placements")
-            if sharded:
+            whole = w.shape == (layer.out_features, layer.in_features)
+            if not whole or (type(w) is not nn.Parameter and hasattr(w, "placements")):
                 requirement = (
                     "have its weights whole (gather what is sharded among processes first)"
                 )

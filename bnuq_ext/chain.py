@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from itertools import takewhile
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .bayes import BayesLinear
 from .fingerprint import has_hooks
+from .inputs import expand
+from .ops.linear import shaped
+from .ops.linear_chain import Link, bayes_linear_chain
+from .samplers import Draw
 
 # Layers that treat every row of an input with two dimensions or more by itself,
 # by their definition.
@@ -15,11 +22,20 @@ _BY_ROW = {BayesLinear, nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.LeakyReL
            nn.SiLU, nn.ELU, nn.Softplus}  # fmt: skip
 
 
-def is_plain(modules: list[nn.Module]) -> bool:
-    """Whether these layers treat rows one by one, and do nothing else than torch's."""
-    if not all([type(m) in _BY_ROW or _is_by_row(m) for m in modules]):
+def is_chain(modules: list[nn.Module], x) -> bool:
+    """Whether a model of these modules, its own first, calls layers that treat the rows of x one by
+    one, one after another, each once, and does nothing else than torch's classes."""
+    if not (isinstance(x, Tensor) and x.dim() >= 2):
         return False
-    return not has_hooks(modules) and not any(["forward" in vars(m) for m in modules])
+    links = 1
+    for module in modules:
+        if type(module) is nn.Sequential:
+            links += len(module._modules)
+        elif type(module) not in _BY_ROW and not _is_by_row(module):
+            return False
+        if "forward" in module.__dict__:
+            return False
+    return links == len(modules) and not has_hooks(modules)
 
 
 def _is_by_row(module: nn.Module) -> bool:
@@ -27,19 +43,87 @@ def _is_by_row(module: nn.Module) -> bool:
     kind = type(module)
     if kind is nn.Flatten:
         return module.start_dim == 1
-    if kind is nn.LayerNorm:
-        return len(module.normalized_shape) == 1
-    return kind is nn.Sequential
-
-
-def is_chain(model: nn.Module, modules: list[nn.Module], x) -> bool:
-    """Whether plain layers are called one after another, each once: no trial is needed."""
-    once = len(modules) == sum(1 for _ in model.named_modules(remove_duplicate=False))
-    return once and isinstance(x, Tensor) and x.dim() >= 2
+    return kind is nn.LayerNorm and len(module.normalized_shape) == 1
 
 
 def drops_first(modules: list[nn.Module]) -> bool:
-    """Whether dropout comes before the first Bayesian layer of a plain chain:
+    """Whether dropout comes before the first Bayesian layer of a chain:
     each sample has masks of its own."""
     before = takewhile(lambda m: not isinstance(m, BayesLinear), modules)
     return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in before)
+
+
+class Run(NamedTuple):
+    """Bayesian layers of a chain that went as one, and their divergence."""
+
+    layers: list[BayesLinear]
+    links: list[Link]
+    divergence: Tensor
+
+
+def run_chain(op: str, modules: list[nn.Module], x: Tensor, draw: Draw) -> tuple[Tensor, list[Run]]:
+    """The outputs (T*N, ...) of a chain of `is_chain`, for what calling its modules gives in twice
+    the time; on the CPU most of its Bayesian layers go as one."""
+    layers = [m for m in modules if type(m) is not nn.Sequential]
+    # Autograd takes no tensors of inference mode.
+    if x.is_inference() or any([getattr(m, "inplace", False) for m in layers]):
+        x = x.clone()
+    shared = draw.num_samples > 1
+    if shared and drops_first(layers):
+        x, shared = expand(op, x, draw.num_samples), False
+    stream, runs = 0, []
+    while layers:
+        links = _links(layers, x, stream)
+        if links:
+            x, divergence = _run_links(links, x, draw, shared)
+            taken = len(links) + sum([link.rectified for link in links])
+            bayesian = [m for m in layers[:taken] if type(m) is BayesLinear]
+            runs.append(Run(bayesian, links, divergence))
+        else:
+            layer, taken = layers[0], 1
+            bayesian = [layer] if type(layer) is BayesLinear else []
+            x = layer.replicate(x, draw, "", stream, shared) if bayesian else layer(x)
+        layers = layers[taken:]
+        stream, shared = stream + (len(bayesian) << 16), shared and not bayesian
+    return x, runs
+
+
+def _run_links(links: list[Link], x: Tensor, draw: Draw, shared: bool) -> tuple[Tensor, Tensor]:
+    """Their outputs, folded, and their divergence."""
+    T, (N, *inner, features) = draw.num_samples, x.shape
+    each = N * math.prod(inner) // (1 if shared else T)  # rows of a replica
+    rows = x.reshape((each, features) if shared or T == 1 else (T, each, features))
+    y, divergence = bayes_linear_chain(rows, links, seed=draw.seed, num_samples=T)
+    return shaped(y, (T * N if shared else N, *inner, y.shape[1])), divergence
+
+
+def _links(layers: list[nn.Module], x: Tensor, stream: int) -> list[Link]:
+    """The layers from the first on that can go as one."""
+    links: list[Link] = []
+    if x.device.type != "cpu" or torch._C._is_any_autocast_enabled():
+        return links
+    features = x.shape[-1]
+    for layer in layers:
+        if type(layer) is nn.ReLU and links and not links[-1].rectified:
+            links[-1] = links[-1]._replace(rectified=True)
+        elif type(layer) is BayesLinear and features == layer.in_features and _joins(layer, x):
+            links.append(_link(layer, stream + (len(links) << 16)))
+            features = layer.out_features
+        else:
+            break
+    return links
+
+
+def _joins(layer: BayesLinear, x: Tensor) -> bool:
+    """Whether it is one of those that go as one; it holds its weights whole then."""
+    mu = layer._parameters.get("weight_mu")  # past the look-up of a module's attributes
+    if type(mu) is not nn.Parameter or mu.shape != (layer.out_features, layer.in_features):
+        return False
+    fits = x.dtype is mu.dtype and x.device == mu.device and x.layout is torch.strided
+    return fits and layer.estimator == "exact" and layer.has_closed_divergence
+
+
+def _link(layer: BayesLinear, stream: int) -> Link:
+    bias = layer.bias_mu, layer.bias_rho
+    posterior = layer.posterior() if bias[0] is None else (*layer.posterior(), *bias)
+    return Link(posterior, layer.prior.std, stream)

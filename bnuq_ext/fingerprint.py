@@ -71,7 +71,8 @@ def has_hooks(modules: list[nn.Module], kinds: tuple[str, ...] = HOOKS) -> bool:
     """Whether a hook of some kinds, other than ours, is set on one of some modules or on all."""
     if any([_GLOBAL_HOOKS[kind] for kind in kinds]):
         return True
-    hooks = [hook for m in modules for kind in kinds for hook in [*getattr(m, kind).values()]]
+    dicts = [hooks for m in modules for kind in kinds if (hooks := m.__dict__[kind])]
+    hooks = [hook for found in dicts for hook in [*found.values()]]
     return not all([hasattr(hook, OURS) for hook in hooks])
 
 

@@ -26,8 +26,6 @@ class Forward(NamedTuple):
     known: Known
     op: str = "predict"
     call: Callable = call
-    plain: bool = False  # whether nothing in the model is computed again by a backward
-    copies: bool = True  # whether the model is given a copy of its input, which it may write into
 
     def draw(self, first_replica: int, num_samples: int) -> Draw:
         return self.sampler.draw(self.key, first_replica, num_samples)
@@ -37,12 +35,11 @@ class Forward(NamedTuple):
         active = ReplicaPass(self.layers, draw, rows, shared, op=self.op)
         start = next_node()
         with running(active), self.known.examining(self.op, self.model, self.layers):
-            output = self.call(self.model, copied(inputs) if self.copies else inputs)
+            output = self.call(self.model, copied(inputs))
         active.check_calls()
         self.known.tell(self.op, active)
         output = self.tensor_of(output)
-        if not self.plain:
-            active.follow(made_since(start, self.model, [output]), start)
+        active.follow(made_since(start, self.model, [output]), start)
         return output, active
 
     def tensor_of(self, output) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from .batch_norm_like import averages_rows
-from .chain import drops_first, is_chain, is_plain
+from .chain import drops_first, is_chain
 from .fingerprint import OURS
 from .forward import Forward
 from .history import made_since, next_node
@@ -163,9 +163,9 @@ class _Session(Pass):
     def _way(self, inputs: dict) -> tuple[dict[str, int], dict[str, bool], bool]:
         """Rows of each stochastic call of one replica, which calls share them,
         and whether the input is expanded."""
-        model, modules = self.forward.model, modules_of(self.forward.model)
+        modules = modules_of(self.forward.model)
         x = inputs["args"][0] if len(inputs["args"]) == 1 and not inputs["kwargs"] else None
-        if is_plain(modules) and is_chain(model, modules, x):
+        if is_chain(modules, x):
             return dict.fromkeys(self.forward.layers, len(x)), {}, drops_first(modules)
         plan = self._plan(inputs, modules)
         return plan.rows, plan.shared, plan.way != "folded"

@@ -57,7 +57,6 @@ class Draw(NamedTuple):
         trial: whether the replicas are made up for a trial, where they have to differ visibly:
             BayesLinear widens its posterior then.
         spoil: changes in place what every stochastic call gives in a trial, (T, rows, ...).
-        divergences: of Bayesian layers by their id, which the forward fills where it is not None.
     """
 
     num_samples: int
@@ -66,7 +65,6 @@ class Draw(NamedTuple):
     tables: dict[str, Statistics | Fitted]
     trial: bool = False
     spoil: Callable[[Tensor], None] | None = None
-    divergences: dict[int, Tensor] | None = None
 
     def statistics(self, key: str, stream: int) -> Statistics:
         """Mean and biased variance (T, C) of each replica in a layer's call."""

@@ -22,15 +22,21 @@ def _held(value):
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """`list(model.modules())` in half the time."""
-    found: dict[nn.Module, None] = {}
-    ahead = [model]
+    return list(names_of(model))
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules of a model and their qualified names, each once, in the order of `modules()`."""
+    found: dict[nn.Module, str] = {}
+    ahead: list[tuple[str, nn.Module | None]] = [("", model)]
     while ahead:
-        module = ahead.pop()
+        name, module = ahead.pop()
         if module is not None and module not in found:
-            found[module] = None
+            found[module] = name
             if module._modules:
-                ahead += reversed(module._modules.values())
-    return list(found)
+                prefix = f"{name}." if name else ""
+                ahead += [(prefix + key, m) for key, m in reversed(module._modules.items())]
+    return found
 
 
 class State:

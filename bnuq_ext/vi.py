@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from .batch_norm_like import averages_rows
 from .bayes import BayesLinear, check_whole, require_bayes_layers
-from .chain import drops_first, is_chain, is_plain
+from .chain import Run, is_chain, run_chain
 from .chunks import keep_freed_pages
 from .forward import Forward
-from .inputs import check_one_input, device_of, expand, num_rows, tensors
+from .inputs import check_one_input, device_of, num_rows
 from .interrupts import leaving_nothing_behind
 from .known import know, nothing_known
 from .ops import new_seed
@@ -113,29 +113,30 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
 
 
 def _divergence(
-    layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, int]
+    layers: dict[str, BayesLinear], draw: Draw, streams: dict[str, int], runs: Iterable[Run] = ()
 ) -> tuple[Tensor, Tensor]:
-    """The sum over the layers; and the same for a loss,
-    by the nodes of the layers that the draw has noted.
+    """The sum over the layers; and the same for a loss, by the nodes of the layers' runs.
 
     The first has nodes of its own: nll and divergence can be differentiated one after the other.
     """
     terms, closed = [], []
-    known, noted = draw.divergences or {}, []
-    check_whole("kl_divergence", layers)
-    for name, layer in layers.items():
+    known = {id(layer) for run in runs for layer in run.layers}
+    others = {name: layer for name, layer in layers.items() if id(layer) not in known}
+    check_whole("kl_divergence", others)
+    for name, layer in others.items():
         _check_dtype(name, layer)
         if layer.has_closed_divergence:
-            (noted if id(layer) in known else closed).extend(layer.gaussian_divergence())
+            closed += layer.gaussian_divergence()
         else:
             terms.append(layer.kl_divergence(draw.seed, streams[name], draw.num_samples))
     if closed:
         terms.append(gaussian_kl_sum(closed))
-    if not noted:
+    if not runs:
         kl = total(terms)
         return kl, kl
-    together = total(known.values())
-    alone = gaussian_kl_sum(noted, together.detach())
+    together = total([run.divergence for run in runs])
+    gaussians = [g for run in runs for link in run.links for g in link.gaussians]
+    alone = gaussian_kl_sum(gaussians, together.detach())
     return total([*terms, alone]), total([*terms, together])
 
 
@@ -227,39 +228,33 @@ def elbo_loss(
     _check_loss(likelihood, noise_std, reduction)
     _check_targets(y, likelihood)
     # Not of x, whose first dimension may be that of a sequence, or of a mask.
-    rows = len(y) if y.dim() else 1
+    rows = y.shape[0] if y.dim() else 1
     weight = _batch_weight(rows, batch_weight, dataset_size)
     check_key(op, seed)
     check_callable(op, "output_fn", output_fn)
     modules = modules_of(model)
     device = device_of(modules)
-    if not any(p.device == y.device for m in modules for p in m.parameters(False)):
+    if device != y.device and not any(
+        p.device == y.device for m in modules for p in m.parameters(False)
+    ):
         refuse(op, "y", f"be on {device}", y.device)
     if device.type == "cpu":
         keep_freed_pages()
     with unmoved_by_errors(seed):
         # Not read back: a step on a GPU waits for nothing, and goes into a CUDA graph.
         key = new_key(device) if seed is None else seed
-        known = know(model, modules) if num_samples > 1 else nothing_known()
-        sampler, shortcuts = WeightSampler(device), _shortcuts(modules, x)
-        forward = Forward(model, layers, sampler, key, output_fn, known, op, **shortcuts)
-        draw = forward.draw(0, num_samples)
-        if device.type == "cpu" and forward.plain:
-            draw = draw._replace(divergences={})
-        outputs = _outputs(forward, modules, x, draw)
+        sampler = WeightSampler(device)
+        draw, runs = sampler.draw(key, 0, num_samples), []
+        if output_fn is None and is_eager() and is_chain(modules, x) and x.shape[0]:
+            outputs, runs = run_chain(op, modules, x, draw)
+        else:
+            known = know(model, modules) if num_samples > 1 else nothing_known()
+            forward = Forward(model, layers, sampler, key, output_fn, known, op)
+            outputs = _outputs(forward, modules, x, draw)
         scale = max(rows, 1) if reduction == "mean" else 1
         nll = _nll(outputs, num_samples, y, likelihood, noise_std) / (num_samples * scale)
-        kl, in_loss = _divergence(layers, draw, Pass(layers).streams)
+        kl, in_loss = _divergence(layers, draw, Pass(layers).streams, runs)
         return Elbo(_weighted_sum(nll, in_loss, weight / scale), nll, kl)
-
-
-def _shortcuts(modules: list[nn.Module], x) -> dict[str, bool]:
-    """What a `Forward` of plain layers need not do."""
-    plain = is_plain(modules)
-    # Autograd takes no tensors of inference mode.
-    kept = any(t.is_inference() for t in tensors(x))
-    copies = not plain or kept or any([getattr(m, "inplace", False) for m in modules])
-    return {"plain": plain, "copies": copies}
 
 
 def _outputs(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor:
@@ -287,10 +282,6 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
     coupled = any(module.training and averages_rows(module) for module in modules)
     if coupled or num_rows(forward.op, x) == 0:
         return None
-    if forward.plain and forward.output_fn is None and is_chain(forward.model, modules, x):
-        rows = dict.fromkeys(forward.layers, len(x))
-        x = expand(forward.op, x, draw.num_samples) if drops_first(modules) else x
-        return forward.run(x, draw, rows)[0]
     # Of two, the sample that is run alone would cost what going together saves. And processes that
     # wait for each other must make the same forwards,
     # which a proof by each one's own rows would not.
@@ -303,9 +294,9 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
 def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_std) -> Tensor:
     """-log p(y), summed over the rows and the T samples of outputs (T*N, ...)."""
     outputs = outputs.to(acc_dtype(outputs.dtype))  # a sum over rows soon is infinite in float16
-    rows, categorical = len(outputs) // num_samples, likelihood == "categorical"
+    rows, categorical = outputs.shape[0] // num_samples, likelihood == "categorical"
     if categorical:
-        check_logits("elbo_loss", outputs[:rows].shape)
+        check_logits("elbo_loss", (rows, *outputs.shape[1:]))
     expected = (rows, *outputs.shape[2 if categorical else 1 :])
     if tuple(y.shape) != expected:
         refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))

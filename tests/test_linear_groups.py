@@ -3,9 +3,9 @@
 import pytest
 import torch
 from allocated import most_allocated
+from one_link import bayes_linear_kl
 
 from bnuq_ext import ops
-from bnuq_ext.ops import linear
 
 SEED = torch.tensor([7, 3])
 # Rows, features in and out, replicas: three groups, the last one smaller.
@@ -47,7 +47,7 @@ def test_groups_are_the_replicas_together(name, dtype, shared):
 
 def with_kl(inputs, replicas):
     options = dict(seed=SEED, stream=1, num_samples=replicas, prior_std=0.5)
-    return linear.bayes_linear_kl(*inputs, **options)
+    return bayes_linear_kl(*inputs, **options)
 
 
 @pytest.mark.parametrize("biased", [True, False])

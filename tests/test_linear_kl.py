@@ -1,15 +1,12 @@
 """bayes_linear_kl, a layer and its divergence in one node, against the formulas in float64."""
 
 import math
-import weakref
 
 import pytest
 import torch
-from torch import nn
+from one_link import bayes_linear_kl
 
-import bnuq_ext as bnuq
 from bnuq_ext import ops, reference
-from bnuq_ext.ops.linear import bayes_linear_kl
 
 STREAM = 5
 RHO = {  # (low, high), of which the one with positive numbers goes another way
@@ -206,127 +203,6 @@ def test_bad_arguments_are_named():
     mu, rho, *bias = make(4, 5, torch.float32)
     with pytest.raises(ValueError, match="bayes_linear: x must have 5 features, got 6"):
         both(torch.randn(3, 6), [mu, rho, *bias], 1)
-
-
-# ---- in a training step --------------------------------------------------------------------------
-
-
-def chain(*extra, **options):
-    torch.manual_seed(0)
-    return nn.Sequential(
-        bnuq.BayesLinear(6, 9, rho_init=(-4.0, 1.0), prior=bnuq.GaussianPrior(0.7)),
-        *extra,
-        bnuq.BayesLinear(9, 3, rho_init=-3.0, **options),
-    )
-
-
-class Wrapped(nn.Module):
-    """No plain chain: layers and divergence each by themselves."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x)
-
-
-CHAINS = {
-    "plain": lambda: chain(nn.ReLU()),
-    "in place": lambda: chain(nn.ReLU(inplace=True)),
-    "twice": lambda: twice(bnuq.BayesLinear(9, 9, rho_init=-3.0)),
-    "mixture": lambda: chain(nn.ReLU(), prior=bnuq.ScaleMixturePrior(0.5, 1.0, 0.1)),
-    "local": lambda: chain(nn.ReLU(), estimator="local"),
-    "no bias": lambda: chain(nn.ReLU(), bias=False),
-    "pruned": lambda: pruned(chain(nn.ReLU())),
-}
-
-
-def twice(layer):
-    return chain(layer, nn.Tanh(), layer)
-
-
-def pruned(model):
-    bnuq.prune(model, 0.4)
-    return model
-
-
-@pytest.mark.parametrize("T, N", [(1, 16), (1, 3), (3, 16)])
-@pytest.mark.parametrize("name", CHAINS)
-def test_a_plain_chain_has_the_loss_and_the_gradients_of_any_other_model(name, T, N, monkeypatch):
-    model = CHAINS[name]()
-    parameters, noted = list(model.parameters()), []
-    monkeypatch.setattr(
-        "bnuq_ext.bayes.bayes_linear_kl",
-        lambda *a, **k: noted.append(1) or bayes_linear_kl(*a, **k),
-    )
-    x, y = torch.randn(N, 6), torch.randint(0, 3, (N,))
-    results = []
-    for given in (model, Wrapped(model)):
-        out = bnuq.elbo_loss(given, x, y, num_samples=T, batch_weight=0.2, seed=1)
-        grads = [
-            torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
-            for term in out
-        ]
-        results.append([*out, *(torch.zeros(()) if g is None else g for gs in grads for g in gs)])
-        once = {"mixture": 1, "local": 1, "twice": 3}.get(name, 2)
-        assert len(noted) == once  # none of the other model's
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["plain", "mixture", "twice"])
-def test_likelihood_and_divergence_by_themselves(name):
-    """One after the other and in either order; and the sum of both,
-    which a user may weigh as he likes."""
-    model, x, y = CHAINS[name](), torch.randn(16, 6), torch.randint(0, 3, (16,))
-    parameters = list(model.parameters())
-
-    def grads(*terms):
-        found = [torch.autograd.grad(t, parameters, allow_unused=True) for t in terms]
-        return [sum(g for g in gs if g is not None) for gs in zip(*found, strict=True)]
-
-    def loss():
-        return bnuq.elbo_loss(model, x, y, batch_weight=1.0, reduction="sum", seed=1)
-
-    expected = grads(loss().loss)
-    for terms in ((loss().nll, loss().kl), loss()[1:], loss()[:0:-1], [sum(loss()[1:])]):
-        for actual, e in zip(grads(*terms), expected, strict=True):
-            torch.testing.assert_close(actual, e, rtol=1e-5, atol=1e-5)
-
-
-def test_a_divergence_keeps_no_activations():
-    model, x = chain(nn.ReLU()), torch.randn(16, 6)
-    activation = weakref.ref(x)
-    kl = bnuq.elbo_loss(model, x, torch.randint(0, 3, (16,)), batch_weight=0.1).kl
-    del x
-    assert activation() is None and kl.requires_grad
-
-
-def test_without_gradients():
-    model, x, y = chain(nn.ReLU()), torch.randn(16, 6), torch.randint(0, 3, (16,))
-    expected = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)
-    with torch.no_grad():
-        out = bnuq.elbo_loss(model, x, y, batch_weight=0.2, seed=1)
-    torch.testing.assert_close(list(out), [t.detach() for t in expected])
-
-
-def test_a_weight_of_the_divergence_may_have_a_gradient():
-    model, x, y = chain(nn.ReLU()), torch.randn(16, 6), torch.randint(0, 3, (16,))
-    weight = torch.tensor(0.3, requires_grad=True)
-    out = bnuq.elbo_loss(model, x, y, batch_weight=weight, seed=1, reduction="sum")
-    (grad,) = torch.autograd.grad(out.loss, weight)
-    torch.testing.assert_close(grad, out.kl.detach())
-    torch.testing.assert_close(out.loss, out.nll + 0.3 * out.kl)
-
-
-def test_the_divergence_may_be_written_into():
-    model, x = nn.Sequential(bnuq.BayesLinear(6, 4)), torch.randn(8, 6)
-    elbo = bnuq.elbo_loss(model, x, torch.zeros(8).long(), batch_weight=0.1, seed=0)
-    kl = elbo.kl.item()
-    elbo.kl.mul_(0.5)
-    (elbo.nll + elbo.kl).backward()
-    assert elbo.kl.item() == kl / 2 and model[0].weight_mu.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("index", range(4))

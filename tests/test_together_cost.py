@@ -27,6 +27,7 @@ from training import (
 )
 
 import bnuq_ext as bnuq
+from bnuq_ext import chain as chains
 from bnuq_ext import vi
 from bnuq_ext.proof import standing
 
@@ -113,14 +114,17 @@ def test_images_go_through_a_chain_together(monkeypatch):
     model = nn.Sequential(nn.Flatten(), *hidden, bnuq.BayesLinear(9, K, **options))
     (x, y), rows = data(), []
     monkeypatch.setattr(
-        bnuq.BayesLinear,
-        "replicate",
-        lambda *args, run=bnuq.BayesLinear.replicate: rows.append(len(args[1])) or run(*args),
+        chains,
+        "bayes_linear_chain",
+        lambda x, *args, run=chains.bayes_linear_chain, **noise: (
+            rows.append(x[..., 0].numel()) or run(x, *args, **noise)
+        ),
     )
     terms = dict(num_samples=2, batch_weight=0.1, seed=3)
     out = bnuq.elbo_loss(model, x.view(N, 1, 2, D // 2), y, **terms)
     assert rows == [N, 2 * N] and not made
     torch.testing.assert_close(out, bnuq.elbo_loss(model[1:], x, y, **terms))
+    monkeypatch.setattr(vi, "is_chain", lambda *args: False)
     monkeypatch.setattr(vi, "_together", lambda *args: None)
     torch.testing.assert_close(out, bnuq.elbo_loss(model, x.view(N, 1, 2, D // 2), y, **terms))
 
@@ -165,7 +169,7 @@ def test_dropout_draws_what_it_draws_in_a_chain(monkeypatch):
     """The comparison is made without it: T samples and one alone,
     then the T of the step with their masks."""
     # A chain's layers would add the divergence's gradients in another order.
-    monkeypatch.setattr(bnuq.BayesLinear, "_notes_divergence", lambda layer, draw: False)
+    monkeypatch.setattr(chains, "_joins", lambda layer, x: False)
     model = Net(middle=nn.Dropout(0.5))
     chain = nn.Sequential(model.first, nn.Tanh(), model.middle, model.last)
     rows = counted(model)

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from .checks import (
-    DTYPES,
     check_device,
     check_dtype,
-    check_floating,
     check_num_samples,
     check_one_of,
+    check_parameter,
     check_positive_scalar,
     check_scalar,
     check_seed,
@@ -69,15 +68,6 @@ def check_activations(op: str, x: Tensor) -> None:
 def check_channels(op: str, x: Tensor, name: str, statistics: Tensor) -> None:
     if x.shape[1] != statistics.shape[1]:
         refuse(op, "x", f"have the {statistics.shape[1]} channels of {name}", x.shape[1])
-
-
-def check_parameter(op: str, name: str, value: Tensor, shape: tuple, device) -> None:
-    if isinstance(value, Tensor) and value.shape == shape and value.device == device:
-        if value.dtype in DTYPES and value.layout == torch.strided:
-            return
-    check_floating(op, name, value)
-    check_shape(op, name, value, shape)
-    check_device(op, name, value, device)
 
 
 def check_snapshot(op: str, snapshot: Tensor, num_snapshots: int, device) -> None:

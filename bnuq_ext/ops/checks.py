@@ -55,6 +55,15 @@ def check_device(op: str, name: str, value: Tensor, device: torch.device) -> Non
         refuse(op, name, f"be on {device}", value.device)
 
 
+def check_parameter(op: str, name: str, value: Tensor, shape: tuple, device) -> None:
+    if isinstance(value, Tensor) and value.shape == shape and value.device == device:
+        if value.dtype in DTYPES and value.layout == torch.strided:
+            return
+    check_floating(op, name, value)
+    check_shape(op, name, value, shape)
+    check_device(op, name, value, device)
+
+
 def check_seed(op: str, seed, device: torch.device | None = None) -> None:
     check_tensor(op, "seed", seed)
     if seed.dtype != torch.int64:
@@ -94,6 +103,8 @@ def check_one_of(op: str, name: str, value, choices) -> None:
 
 def check_number(op: str, name: str, value, kind: str = "a number") -> None:
     """TypeError for what is no real number, ValueError for an integer beyond every float."""
+    if type(value) is float:
+        return
     if isinstance(value, bool) or not isinstance(value, Real):
         refuse(op, name, f"be {kind}", _readable(value), TypeError)
     try:
@@ -182,6 +193,8 @@ def check_within(op: str, name: str, value, low: int, end: int, interval: str) -
 
 
 def _is_integer(value) -> bool:
+    if type(value) is int:
+        return True
     if isinstance(value, bool | Tensor):
         return False
     return isinstance(value, int | torch.SymInt) or hasattr(value, "__index__")

@@ -67,7 +67,10 @@ def gaussian_kl_sum(
 def total(terms: Iterable[Tensor]) -> Tensor:
     """The sum of scalars, in dtype and on the device of the first."""
     first, *others = terms
-    return sum((other.to(first) for other in others), start=first)
+    for other in others:
+        alike = other.dtype == first.dtype and other.device == first.device
+        first = first + (other if alike else other.to(first))
+    return first
 
 
 class _GaussianSum(torch.autograd.Function):

@@ -5,12 +5,11 @@ from torch import Tensor
 
 from .checks import (
     acc_dtype,
-    check_device,
     check_dtype,
     check_floating,
     check_num_samples,
+    check_parameter,
     check_seed,
-    check_shape,
     check_stream,
     refuse,
 )
@@ -18,9 +17,7 @@ from .modes import is_eager, past_autograd, refuse_other_derivatives, refuse_sec
 
 # Overloads: a packet takes 3 us a call to find its only one.
 _op = torch.ops.bnuq.bayes_linear.default
-_backward_op = torch.ops.bnuq.bayes_linear_backward.default
-_kl_op = torch.ops.bnuq.bayes_linear_kl.default
-_kl_backward_op = torch.ops.bnuq.bayes_linear_kl_backward.default
+backward_op = torch.ops.bnuq.bayes_linear_backward.default
 
 
 def bayes_linear(
@@ -89,30 +86,13 @@ def shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
     return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape)
 
 
-def bayes_linear_kl(
-    x: Tensor,
-    mu: Tensor,
-    rho: Tensor,
-    bias_mu: Tensor | None = None,
-    bias_rho: Tensor | None = None,
-    *,
-    seed: Tensor,
-    stream: int,
-    num_samples: int,
-    prior_std: float,
-) -> tuple[Tensor, Tensor]:
-    """`bayes_linear` on the CPU, (T*N, O), and `gaussian_kl` of its weights and biases,
-    in one node of autograd.
-
-    The divergence's gradients are added where the layer's lie: in memory of their own they take as
-    long to write and to add as to compute.
-    """
-    _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
-    tensors = [p.contiguous() for p in (mu, rho, bias_mu, bias_rho) if p is not None]
-    return _WithKl.apply((stream, num_samples, prior_std), x, seed.contiguous(), *tensors)
-
-
 def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
+    check_call(x, seed, num_samples)
+    check_posterior(x, x.shape[-1], mu, rho, bias_mu, bias_rho, stream=stream)
+
+
+def check_call(x, seed, num_samples) -> None:
+    """Checks what `bayes_linear` is given besides the weights."""
     op = "bayes_linear"
     check_dtype(op, "x", x)
     if x.dim() not in (2, 3):
@@ -120,11 +100,17 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
     check_num_samples(op, num_samples)
     if x.dim() == 3 and x.shape[0] != num_samples:
         refuse(op, "x", f"hold {num_samples} replicas", x.shape[0])
+    check_seed(op, seed, x.device)
+
+
+def check_posterior(x, features, mu, rho, bias_mu=None, bias_rho=None, *, stream) -> None:
+    """Checks weights that `bayes_linear` is given for activations like x, with `features`."""
+    op = "bayes_linear"
     check_floating(op, "mu", mu)
     if mu.dim() != 2:
         refuse(op, "mu", "have shape (O, I)", list(mu.shape))
-    if x.shape[-1] != mu.shape[1]:
-        refuse(op, "x", f"have {mu.shape[1]} features", x.shape[-1])
+    if features != mu.shape[1]:
+        refuse(op, "x", f"have {mu.shape[1]} features", features)
     if (bias_mu is None) != (bias_rho is None):
         missing = "bias_mu" if bias_mu is None else "bias_rho"
         refuse(op, missing, "be given with its other half", None)
@@ -132,12 +118,9 @@ def _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> None:
     weights = (("mu", mu, mu.shape), ("rho", rho, mu.shape))
     biases = (("bias_mu", bias_mu, mu.shape[:1]), ("bias_rho", bias_rho, mu.shape[:1]))
     for name, value, shape in weights if bias_mu is None else weights + biases:
-        check_floating(op, name, value)
-        check_shape(op, name, value, shape)
+        check_parameter(op, name, value, shape, x.device)
         if value.dtype != acc:
             refuse(op, name, f"be {acc} for x in {x.dtype}", value.dtype, TypeError)
-        check_device(op, name, value, x.device)
-    check_seed(op, seed, x.device)
     check_stream(op, stream)
     refuse_other_derivatives(op, x, mu, rho, bias_mu, bias_rho)
 
@@ -186,7 +169,7 @@ def _backward(ctx, grad_y):
     need_weight, need_bias = need_mu or need_rho, need_bias_mu or need_bias_rho
     needed = need_x, need_weight, need_bias
     with past_autograd():
-        grads = _backward_op(
+        grads = backward_op(
             grad_y, x, mu, rho, bias_rho, seed, ctx.stream, ctx.num_samples, *needed
         )
     grads = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
@@ -220,42 +203,5 @@ class _EagerRows(_Eager):
         return _backward(ctx, grad_y.reshape(ctx.num_samples, rows, grad_y.shape[1]))
 
 
-class _WithKl(torch.autograd.Function):
-    """Of (y, kl), of which either may have no gradient, by x and by mu and rho in turns."""
-
-    @staticmethod
-    def forward(ctx, numbers, x, seed, *tensors):
-        ctx.set_materialize_grads(False)
-        ctx.numbers = numbers
-        ctx.save_for_backward(x, seed, *tensors)
-        with past_autograd():
-            return _kl_op(x, tensors[::2], tensors[1::2], seed, *numbers)
-
-    @staticmethod
-    def backward(ctx, grad_y, grad_kl):
-        if grad_y is None and grad_kl is None:
-            return (None,) * len(ctx.needs_input_grad)
-        _, need_x, _, *needs = ctx.needs_input_grad
-        with past_autograd():
-            grads = _grads_with_kl(ctx, grad_y, grad_kl, need_x, needs)
-        by_x, *others = (g if n else None for g, n in zip(grads, (need_x, *needs), strict=False))
-        return None, by_x, None, *others
-
-
-def _grads_with_kl(ctx, grad_y, grad_kl, need_x, needs):
-    x, seed, *tensors = ctx.saved_tensors
-    mu, rho, *noise, prior_std = tensors[::2], tensors[1::2], seed, *ctx.numbers
-    if grad_y is None:
-        stds = [prior_std] * len(mu)
-        return None, *torch.ops.bnuq.gaussian_kl_sum_backward(grad_kl, mu, rho, stds)
-    needed = need_x, any(needs[:2]), any(needs[2:])
-    if grad_kl is None:
-        given = x, mu[0], rho[0], rho[1] if len(rho) > 1 else None
-        return _backward_op(grad_y, *given, *noise, *needed)
-    given = x, mu, rho, *noise, prior_std
-    return _kl_backward_op(grad_y, grad_kl, *given, *needed)
-
-
 torch.library.register_autograd("bnuq::bayes_linear", _backward, setup_context=_setup_context)
 refuse_second_derivatives("bayes_linear")
-refuse_second_derivatives("bayes_linear_kl")

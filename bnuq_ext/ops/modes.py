@@ -36,9 +36,9 @@ def past_autograd():
 
 def autocasted(x: Tensor) -> Tensor:
     """What autocast would make of an input of a linear layer."""
-    if x.is_floating_point() and x.dtype != torch.float64 and _autocasts(x.device):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    if not _autocasts(x.device) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
@@ -64,9 +64,9 @@ def without_autocast():
 
 
 def _autocasts(device: torch.device) -> bool:
-    kind = device.type
     if not torch._C._is_any_autocast_enabled():
         return False
+    kind = device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 

@@ -100,7 +100,8 @@ Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
 std::tuple<Tensor, double> sample_with_kl(const LinearCall& call, double prior_std) {
   const int64_t O = call.O, I = call.I;
   const Tensor weight = call.empty({O, I});
-  std::vector<double> by_band(tiles_of(O));  // summed in the same order by any number of threads
+  // Of pairs of rows, summed in the same order by any number of threads.
+  std::vector<double> by_pair(8 * tiles_of(O));
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = call.mu.const_data_ptr<acc_t>(), *r = call.rho.const_data_ptr<acc_t>();
@@ -108,11 +109,11 @@ std::tuple<Tensor, double> sample_with_kl(const LinearCall& call, double prior_s
     acc_t* w = weight.mutable_data_ptr<acc_t>();
     for_rows(call.noise, 0, O, I, [&](int64_t o, const float* z) {
       for (int64_t i = 0, at = o * I; i < I; i += kSlice, at += kSlice)
-        by_band[o / kEdge] += posterior_kl_row(
+        by_pair[o / kEdge * 8 + o % 8] += posterior_kl_row(
             w + at, m + at, r + at, z + i, prior.log_std, prior.precision, std::min(kSlice, I - i));
     });
   });
-  return {weight, std::accumulate(by_band.begin(), by_band.end(), 0.0)};
+  return {weight, std::accumulate(by_pair.begin(), by_pair.end(), 0.0)};
 }
 
 // ---- the ops ------------------------------------------------------------------------------------

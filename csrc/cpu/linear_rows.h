@@ -81,10 +81,10 @@ struct Noise {
 // row(o, z) for every row o of one replica's weights, in parallel.
 template <typename Row>
 void for_rows(const Noise& noise, int64_t replica, int64_t O, int64_t I, const Row& row) {
-  torch::stable::parallel_for(0, tiles_of(O), 1 + 2048 / (I + 1), [&](int64_t begin, int64_t end) {
-    for (int64_t band = begin; band < end; ++band)
-      for_band_rows(noise.sub, noise.first + replica, band, O, 0, tiles_of(I), row);
-  });
+  torch::stable::parallel_for(
+      0, 8 * tiles_of(O), 1 + 16384 / (I + 1), [&](int64_t begin, int64_t end) {
+        for_row_pairs(noise.sub, noise.first + replica, begin, end, O, 0, tiles_of(I), row);
+      });
 }
 
 }  // namespace bnuq

@@ -28,19 +28,29 @@ inline void weight_row_pair(
   }
 }
 
-// row(o, z) for every row o < O of the band tile_o, with the row's noise in the columns
-// [16 * tile, 16 * stop).
+// row(o, z) for every row o < O of the pairs [begin, end), eight of which make a band, with the
+// row's noise in the columns [16 * tile, 16 * stop).
+template <typename Row>
+void for_row_pairs(
+    Key sub, uint64_t replica, int64_t begin, int64_t end, int64_t O, int64_t tile, int64_t stop,
+    const Row& row) {
+  const int64_t width = (stop - tile + 1) / 2 * 2 * kEdge;
+  std::vector<float> z(2 * width);
+  for (int64_t pair = begin; pair < end; ++pair) {
+    const int64_t tile_o = pair / 8, o = tile_o * kEdge + pair % 8;
+    if (o >= O) continue;
+    weight_row_pair(z.data(), z.data() + width, sub, replica, tile_o, pair % 8, tile, stop);
+    row(o, z.data());
+    if (o + 8 < O) row(o + 8, z.data() + width);
+  }
+}
+
+// The same of the band tile_o.
 template <typename Row>
 void for_band_rows(
     Key sub, uint64_t replica, int64_t tile_o, int64_t O, int64_t tile, int64_t stop,
     const Row& row) {
-  const int64_t width = (stop - tile + 1) / 2 * 2 * kEdge;
-  std::vector<float> z(2 * width);
-  for (int o = 0; o < 8 && tile_o * kEdge + o < O; ++o) {
-    weight_row_pair(z.data(), z.data() + width, sub, replica, tile_o, o, tile, stop);
-    row(tile_o * kEdge + o, z.data());
-    if (tile_o * kEdge + o + 8 < O) row(tile_o * kEdge + o + 8, z.data() + width);
-  }
+  for_row_pairs(sub, replica, tile_o * 8, tile_o * 8 + 8, O, tile, stop, row);
 }
 
 }  // namespace bnuq

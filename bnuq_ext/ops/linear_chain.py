@@ -1,0 +1,133 @@
+"""Bayesian linear layers one after another, on the CPU, and their divergence, in one node."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .linear import backward_op, check_call, check_posterior
+from .modes import past_autograd, refuse_second_derivatives
+
+_op = torch.ops.bnuq.bayes_linear_kl.default
+_backward_op = torch.ops.bnuq.bayes_linear_kl_backward.default
+_divergence_op = torch.ops.bnuq.gaussian_kl_sum_backward.default
+
+
+class Link(NamedTuple):
+    """A layer of a chain.
+
+    Attributes:
+        posterior: mu and rho of the weights, and of the bias if there is one.
+        prior_std: of the Gaussian prior over all of them.
+        stream: see `ops.bayes_linear`.
+        rectified: whether ReLU follows.
+    """
+
+    posterior: tuple[Tensor, ...]
+    prior_std: float
+    stream: int
+    rectified: bool = False
+
+    @property
+    def gaussians(self) -> list[tuple[Tensor, Tensor, float]]:
+        """What `gaussian_kl_sum` takes."""
+        means, rhos = self.posterior[::2], self.posterior[1::2]
+        return [(mu, rho, self.prior_std) for mu, rho in zip(means, rhos, strict=True)]
+
+
+def bayes_linear_chain(
+    x: Tensor, links: list[Link], *, seed: Tensor, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    """`bayes_linear` of every link in turn, (T*N, O), and the sum of `gaussian_kl` of their weights
+    and biases.
+
+    A node of autograd takes as long as a small layer. The divergence's gradients are added where
+    the layer's lie: in memory of their own they take as long to write and to add as to compute.
+
+    Args:
+        x: as `ops.bayes_linear` takes it; with several links in the dtype of the weights.
+        links: at least one.
+        seed, num_samples: as `ops.bayes_linear` takes them.
+    """
+    features = x.shape[-1]
+    check_call(x, seed, num_samples)
+    for link in links:
+        check_posterior(x, features, *link.posterior, stream=link.stream)
+        features = link.posterior[0].shape[0]
+    tensors = [p.contiguous() for link in links for p in link.posterior]
+    return _Chain.apply(links, num_samples, x, seed.contiguous(), *tensors)
+
+
+class _Chain(torch.autograd.Function):
+    """Of (y, kl), of which either may have no gradient, by x and by mu and rho in turns."""
+
+    @staticmethod
+    def forward(ctx, links, num_samples, x, seed, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.num_samples, ctx.links, end = num_samples, [], 0
+        rows, kept, divergence = x.shape[-2], [x], None
+        with past_autograd():
+            for posterior, *numbers, rectified in links:
+                begin, end = end, end + len(posterior)
+                ctx.links.append((begin, end, *numbers, rectified))
+                mu, rho = tensors[begin:end:2], tensors[begin + 1 : end : 2]
+                prior_std, stream = numbers
+                y, kl = _op(kept[-1], mu, rho, seed, stream, num_samples, prior_std)
+                if rectified:
+                    y.relu_()
+                kept.append(y.view(num_samples, rows, y.shape[1]))
+                divergence = kl if divergence is None else divergence + kl
+        if rectified:
+            kept[-1] = y  # an output, and not a view of one, is what may be kept
+        else:
+            kept.pop()
+        ctx.save_for_backward(seed, *tensors, *kept)
+        return y, divergence
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_kl):
+        _, _, need_x, _, *needs = ctx.needs_input_grad
+        if grad_y is None and grad_kl is None:
+            return (None,) * (4 + len(needs))
+        with past_autograd():
+            by_x, grads = _grads(ctx, grad_y, grad_kl, need_x, needs)
+        return (
+            None,
+            None,
+            by_x,
+            None,
+            *[g if n else None for g, n in zip(grads, needs, strict=True)],
+        )
+
+
+def _grads(ctx, grad_y, grad_kl, need_x: bool, needs: list[bool]):
+    """By x, and by all tensors."""
+    seed, *saved = ctx.saved_tensors
+    tensors, kept = saved[: len(needs)], saved[len(needs) :]
+    if grad_y is None:
+        stds = [std for begin, end, std, *_ in ctx.links for _ in range(begin, end, 2)]
+        return None, _divergence_op(grad_kl, tensors[::2], tensors[1::2], stds)
+    grads = []
+    for number in reversed(range(len(ctx.links))):
+        begin, end, prior_std, stream, rectified = ctx.links[number]
+        if rectified:
+            grad_y = torch.ops.aten.threshold_backward.default(grad_y, kept[number + 1], 0)
+        by_weight, by_bias = any(needs[begin : begin + 2]), any(needs[begin + 2 : end])
+        asked = need_x or any(needs[:begin]), by_weight, by_bias
+        given = kept[number], tensors[begin:end:2], tensors[begin + 1 : end : 2]
+        noise = seed, stream, ctx.num_samples
+        grad_y, *found = _link_grads(grad_y, grad_kl, given, noise, prior_std, asked)
+        grads[:0] = found[: end - begin]
+        if not asked[0]:  # nor has what comes before any
+            return None, [None] * begin + grads
+    return grad_y, grads
+
+
+def _link_grads(grad_y, grad_kl, given, noise, prior_std, asked):
+    if grad_kl is not None:
+        return _backward_op(grad_y, grad_kl, *given, *noise, prior_std, *asked)
+    x, mu, rho = given
+    return backward_op(grad_y, x, mu[0], rho[0], rho[1] if len(rho) > 1 else None, *noise, *asked)
+
+
+refuse_second_derivatives("bayes_linear_kl")
