@@ -187,6 +187,8 @@ def target(device: str, name: str, rows: int) -> dict[str, float]:
 
 def ways_of(model) -> list[str]:
     """How `predict` has sent the replicas through the model; folding may have failed."""
+    if model in known._CHAINS:
+        return ["chain"]
     return sorted({plan.way for plan in known._KNOWN[model].plans.values()})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -20,30 +21,64 @@ from .samplers import Draw
 # by their definition.
 _BY_ROW = {BayesLinear, nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU,
            nn.SiLU, nn.ELU, nn.Softplus}  # fmt: skip
+# Those that do where the input has so many dimensions: with one less it is a single row.
+_OF_DIMENSIONS = {
+    kind: dim
+    for dim, kinds in {
+        3: (nn.Conv1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d),
+        4: (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d),
+        5: (nn.Conv3d, nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d),
+    }.items()
+    for kind in kinds
+}
 
 
-def is_chain(modules: list[nn.Module], x) -> bool:
+def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool:
     """Whether a model of these modules, its own first, calls layers that treat the rows of x one by
-    one, one after another, each once, and does nothing else than torch's classes."""
+    one, one after another, each once, and does nothing else than torch's classes; `others` are more
+    classes of such layers."""
     if not (isinstance(x, Tensor) and x.dim() >= 2):
         return False
-    links = 1
+    links, dim = 1, x.dim()
     for module in modules:
-        if type(module) is nn.Sequential:
-            links += len(module._modules)
-        elif type(module) not in _BY_ROW and not _is_by_row(module):
-            return False
+        kind = type(module)
         if "forward" in module.__dict__:
+            return False
+        if kind in _BY_ROW or kind in others:
+            continue
+        if _is_sequence(kind):
+            links += len(module._modules)
+        elif kind is nn.Flatten and module.start_dim == 1:
+            dim = 2 if module.end_dim == -1 else 0
+        elif not _is_by_row(module, dim):
             return False
     return links == len(modules) and not has_hooks(modules)
 
 
-def _is_by_row(module: nn.Module) -> bool:
+def _is_sequence(kind: type) -> bool:
+    """Whether modules of a class call theirs in turn."""
+    own = ("forward", "__iter__", "__call__")
+    return kind is nn.Sequential or (
+        issubclass(kind, nn.Sequential)
+        and all([getattr(kind, name) is getattr(nn.Sequential, name) for name in own])
+    )
+
+
+def layers_of(modules: list[nn.Module]) -> list[nn.Module]:
+    """The layers of a chain in the order in which they are called."""
+    return [module for module in modules if not isinstance(module, nn.Sequential)]
+
+
+def writes_in_place(layers: list[nn.Module]) -> bool:
+    """Whether some may write into the input of a chain."""
+    return any([layer.__dict__.get("inplace") for layer in layers])
+
+
+def _is_by_row(module: nn.Module, dim: int) -> bool:
     """Of layers that treat rows one by one for some of their arguments."""
-    kind = type(module)
-    if kind is nn.Flatten:
-        return module.start_dim == 1
-    return kind is nn.LayerNorm and len(module.normalized_shape) == 1
+    if type(module) is nn.LayerNorm:
+        return len(module.normalized_shape) == 1
+    return _OF_DIMENSIONS.get(type(module)) == dim and not getattr(module, "return_indices", False)
 
 
 def drops_first(modules: list[nn.Module]) -> bool:
@@ -64,9 +99,9 @@ class Run(NamedTuple):
 def run_chain(op: str, modules: list[nn.Module], x: Tensor, draw: Draw) -> tuple[Tensor, list[Run]]:
     """The outputs (T*N, ...) of a chain of `is_chain`, for what calling its modules gives in twice
     the time; on the CPU most of its Bayesian layers go as one."""
-    layers = [m for m in modules if type(m) is not nn.Sequential]
+    layers = layers_of(modules)
     # Autograd takes no tensors of inference mode.
-    if x.is_inference() or any([getattr(m, "inplace", False) for m in layers]):
+    if x.is_inference() or writes_in_place(layers):
         x = x.clone()
     shared = draw.num_samples > 1
     if shared and drops_first(layers):
@@ -82,7 +117,7 @@ def run_chain(op: str, modules: list[nn.Module], x: Tensor, draw: Draw) -> tuple
         else:
             layer, taken = layers[0], 1
             bayesian = [layer] if type(layer) is BayesLinear else []
-            x = layer.replicate(x, draw, "", stream, shared) if bayesian else layer(x)
+            x = layer.replicate(x, draw, "", stream, shared) if bayesian else layer.forward(x)
         layers = layers[taken:]
         stream, shared = stream + (len(bayesian) << 16), shared and not bayesian
     return x, runs

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .history import made_since, next_node
 from .inputs import call, copied
-from .known import Known
+from .known import Known, KnownChain
 from .ops.checks import refuse
 from .passes import ReplicaPass, running
 from .samplers import Draw, Sampler
@@ -23,7 +23,7 @@ class Forward(NamedTuple):
     sampler: Sampler
     key: int | Tensor  # what the sampler's draw takes
     output_fn: Callable | None
-    known: Known
+    known: Known | KnownChain
     op: str = "predict"
     call: Callable = call
 

@@ -12,10 +12,10 @@ from torch import nn
 from .attach import find_bank, remarks_on_gone_layers
 from .bank import Bank
 from .fingerprint import Fingerprint, fingerprint
-from .nn import named_stochastic_layers
+from .nn import Stochastic, named_stochastic_layers
 from .norm_calls import count_uncovered
 from .ops.checks import refuse
-from .passes import Pass
+from .passes import Pass, call_key
 from .restore import without_gradients
 from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
 from .untraced import untraced
@@ -23,6 +23,7 @@ from .warn import warn
 
 _LOCK = threading.Lock()
 _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
+_CHAINS: WeakKeyDictionary[nn.Module, KnownChain] = WeakKeyDictionary()
 
 
 class Known:
@@ -97,6 +98,22 @@ class Known:
         self.examined = True  # not where the warning is an error, and somebody has caught it
 
 
+class KnownChain:
+    """What is remembered of a chain (`is_chain`), of which all else can be seen at once.
+
+    Attributes:
+        seen: which modules it has, with which bank.
+        samplers: of its bank.
+        largest: by the shape of an input, see `Plan`.
+        predictions: as of any model.
+    """
+
+    def __init__(self, seen: list):
+        self.seen, self.samplers = seen, BankSamplers()
+        self.largest: dict[torch.Size, int] = {}
+        self.predictions = 0
+
+
 class BankSamplers:
     """The samplers of a model's bank, each made when it is first asked for,
     and again after a change of the bank."""
@@ -129,6 +146,11 @@ class BankSamplers:
         if batch_size is not None:
             warn_of_rescaling(op, bank, batch_size)
         return made[place]
+
+    def calls_once(self, names: list[str]) -> bool:
+        """Whether layers of these names were called once each when the bank was collected."""
+        means = {} if self._bank is None else self._bank.mean
+        return all([name in means and call_key(name, 1) not in means for name in names])
 
     def _bank_of(self, op: str, model: nn.Module) -> Bank | None:
         """The bank of the model; None where it has no stochastic batch norm."""
@@ -168,6 +190,17 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
                 known.proofs, known.unproven = before.proofs, before.unproven
             elif before.generation == 0 and before.predictions <= 1:
                 known.times_changed = before.times_changed + 1
+    return known
+
+
+def know_chain(model: nn.Module, modules: list[nn.Module]) -> KnownChain:
+    """What is known of a chain with these modules."""
+    banks = [(m.bank_name, id(m.bank)) for m in modules if isinstance(m, Stochastic)]
+    seen = [*map(id, modules), *banks]
+    with _LOCK:
+        known = _CHAINS.get(model)
+        if known is None or known.seen != seen:
+            known = _CHAINS[model] = KnownChain(seen)
     return known
 
 

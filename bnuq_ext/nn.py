@@ -46,15 +46,20 @@ class Stochastic(Replicated):
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
+        return self.finish(self.normalised(x, draw, key, stream, shared))
+
+    def normalised(
+        self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool, activation: str = "none"
+    ) -> Tensor:
+        """`replicate` before `finish`, with an activation of `ops.batch_norm_bank`."""
         statistics = draw.tables[key]
         weight, bias, eps = self.affine_parameters()
+        options = {"weight": weight, "bias": bias, "eps": eps, "shared": shared}
+        options["activation"] = activation
         if isinstance(statistics, Fitted):
             source = (statistics.params, draw.seed, stream, draw.num_samples, statistics.family)
-            parameters = {"weight": weight, "bias": bias, "eps": eps, "shared": shared}
-            return self.finish(batch_norm_fitted(x, *source, **parameters))
-        mean, var = statistics
-        y = batch_norm_snapshots(x, mean, var, draw.snapshot, weight, bias, eps, shared)
-        return self.finish(y)
+            return batch_norm_fitted(x, *source, **options)
+        return batch_norm_snapshots(x, *statistics, draw.snapshot, **options)
 
     def check_input(self, x: Tensor) -> None:
         """Raises as the original class does for an x with the wrong number of dimensions,

@@ -10,17 +10,19 @@ from torch import Tensor, nn
 
 from .batches import find_loader
 from .bayes import bayes_layers
+from .chain_folding import ChainFolding, is_stochastic_chain
 from .chunks import check_chunk
 from .collect import gather
 from .forward import Forward
 from .inputs import device_of, is_one_input, num_rows, split_batch, tensors
 from .interrupts import leaving_nothing_behind
-from .known import know
+from .known import KnownChain, know, know_chain
 from .nn import Stochastic, check_model, named_stochastic_layers
 from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
 from .passes import Replicated
 from .prediction import Prediction, check_likelihood
 from .predictor import STRATEGIES, Predictor, Request
+from .proof.folding import Folding
 from .query import joining_forward
 from .restore import evaluating, unmoved_by_errors
 from .samplers import (
@@ -102,8 +104,8 @@ def predict(
             as in a training step, and slow, since it takes a forward of M rows for each query and
             replica. Keeps all T batches in memory.
         strategy: "loop" runs one replica after another, which defines the answer; "folded" runs
-            many as one batch or refuses; "auto" folds where the model has proved
-            to give the loop's answer.
+            many as one batch or refuses; "auto" folds where the model has proved to give the loop's
+            answer, and where it is a plain `nn.Sequential` of layers that treat rows one by one.
         chunk: replicas at a time, or "auto".
         output_fn: takes the tensor out of the model's output where that is none.
         keep_samples: keep the raw outputs of all replicas.
@@ -128,6 +130,7 @@ def predict(
     device = device_of(modules)
     check_x("predict", x, device)
 
+    forward = None
     with unmoved_by_errors(seed):
         if query == "in":
             replicas = first_replica, num_samples
@@ -137,11 +140,16 @@ def predict(
             count = first_replica + num_samples
             forward = _forward_by_loader(model, modules, loader, count, seed, output_fn)
         else:
-            options = sampler, batch_size, seed, output_fn
-            forward = forward_by_bank("predict", model, modules, *options)
+            together = strategy != "loop" and num_samples > 1 and chunk != 1 and output_fn is None
+            if together and is_stochastic_chain(modules, x):
+                forward = _forward_of_chain(model, modules, sampler, batch_size, seed)
+            if forward is None:
+                options = sampler, batch_size, seed, output_fn
+                forward = forward_by_bank("predict", model, modules, *options)
         request = Request(first_replica, num_samples, strategy, chunk, keep_samples, progress)
         with torch.set_grad_enabled(False), evaluating(modules):
-            predictor = Predictor(forward, modules, request, likelihood, device)
+            fold = ChainFolding if isinstance(forward.known, KnownChain) else Folding
+            predictor = Predictor(forward, modules, request, likelihood, device, fold)
             pred = predictor.predict(x, noise_var)
         pred.snapshots = snapshots_of(forward.sampler, forward.key, first_replica, num_samples)
         return pred
@@ -184,6 +192,19 @@ def forward_by_bank(
     # In this order the weights are those of elbo_loss.
     layers = bayes_layers(model, modules) | layers_by_bank(modules)
     return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known, op)
+
+
+def _forward_of_chain(
+    model: nn.Module, modules: list[nn.Module], sampler: str, batch_size, seed
+) -> Forward | None:
+    """How to run a chain with replicas from its bank; None where its layers were called more often
+    for that."""
+    known, device, layers = know_chain(model, modules), device_of(modules), layers_by_bank(modules)
+    drawn = known.samplers.get("predict", model, sampler, batch_size, device)
+    if not known.samplers.calls_once([*layers]):
+        return None
+    layers = bayes_layers(model, modules) | layers
+    return Forward(model, layers, drawn, draw_key(seed, device), None, known)
 
 
 def check_bank_sampler(op: str, sampler: str, batch_size) -> None:

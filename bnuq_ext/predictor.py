@@ -50,6 +50,7 @@ class Predictor:
         request: which replicas, and how.
         likelihood: of the outputs.
         device: the model's.
+        fold: makes the folding of an input.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class Predictor:
         request: Request,
         likelihood: str,
         device: torch.device,
+        fold: type[Folding] = Folding,
     ):
         self.forward, self.modules, self.request = forward, modules, request
-        self.likelihood, self.device = likelihood, device
+        self.likelihood, self.device, self.fold = likelihood, device, fold
         self.most = request.count  # in a chunk; less once memory did not suffice
         self.shape: list[int] = []  # of a replica's output for the current input
         if device.type == "cpu":
@@ -109,7 +111,7 @@ class Predictor:
     def run_one(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
         """`run` under a bar that is there already, or none."""
         moments = samples = summary = None
-        folding = Folding(self.forward, self.modules, self.request.first, inputs)
+        folding = self.fold(self.forward, self.modules, self.request.first, inputs)
         done, plan = 0, self._plan(folding)
         while done < self.request.count:
             size = self._size(plan, self.request.count - done)

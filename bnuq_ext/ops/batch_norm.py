@@ -93,7 +93,15 @@ def batch_norm_bank(
 
 
 def batch_norm_snapshots(
-    x: Tensor, mean: Tensor, var: Tensor, snapshot: Tensor, weight, bias, eps: float, shared: bool
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    snapshot: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    shared: bool,
+    activation: str = "none",
 ) -> Tensor:
     """`batch_norm_bank` without checks of the statistics and snapshots,
     which this package has drawn."""
@@ -106,7 +114,8 @@ def batch_norm_snapshots(
         mean, var = prepare(mean, acc), prepare(var, acc)
     refuse_other_derivatives("batch_norm_bank", x, weight, bias)
     T, weight, bias = snapshot.shape[0], prepare(weight, acc), prepare(bias, acc)
-    args = (x, mean, var, None, snapshot, T, weight, bias, None, eps, 1.0, shared)
+    slope = slope_of("batch_norm_bank", activation, 0.0)
+    args = (x, mean, var, None, snapshot, T, weight, bias, None, eps, slope, shared)
     with past_autograd():
         return torch.ops.bnuq.batch_norm_bank.default(*args)
 

@@ -1,0 +1,75 @@
+"""Predictions of chains: known to fold, run without the machinery of other models, and with each ReLU
+behind a batch norm in its kernel."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from .bayes import BayesLinear
+from .chain import is_chain, layers_of, writes_in_place
+from .chunks import OTHERS
+from .known import KnownChain
+from .nn import StochasticBatchNorm1d, StochasticBatchNorm2d, StochasticBatchNorm3d
+from .ops.modes import is_eager
+from .proof.folding import Folding, Plan
+from .samplers import Draw
+
+_STOCHASTIC = {StochasticBatchNorm1d, StochasticBatchNorm2d, StochasticBatchNorm3d}
+
+
+def is_stochastic_chain(modules: list[nn.Module], x) -> bool:
+    """Whether a model of these modules treats the rows of x one by one in eval, by its definition."""
+    return is_eager() and is_chain(modules, x, _STOCHASTIC) and x.shape[0] > 0
+
+
+class ChainFolding(Folding):
+    """`Folding` of a chain, of which nothing need be found out but how large its activations are."""
+
+    known: KnownChain
+
+    def is_planned(self) -> bool:
+        return True
+
+    def plan(self, wanted=None) -> Plan:
+        shape, largest = self.inputs.shape, self.known.largest
+        if shape not in largest:
+            sizes: list[int] = []
+            _run(self, self.forward.draw(self.first_replica, 1), sizes)
+            self.remember(largest, shape, max(sizes, default=0))
+        return Plan("folded", {}, largest[shape], (), {}, set())
+
+    def give_up(self, plan: Plan, reason: Exception) -> Plan:
+        raise reason  # the model's own
+
+    def run(self, plan: Plan, first_replica: int, num_samples: int) -> Tensor:
+        output = _run(self, self.forward.draw(first_replica, num_samples))
+        return output.view(num_samples, self.inputs.shape[0], *output.shape[1:])
+
+
+def _run(folding: ChainFolding, draw: Draw, sizes: list[int] | None = None) -> Tensor:
+    """The outputs (T*N, ...) of a draw's replicas; of one, it notes `sizes` for `Plan.largest`."""
+    layers = layers_of(folding.modules)
+    x = folding.inputs.clone() if writes_in_place(layers) else folding.inputs
+    stream = {id(layer): n << 16 for n, layer in enumerate(folding.forward.layers.values())}
+    shared, drawn, rectified = draw.num_samples > 1, False, False
+    for layer, following in pairwise([*layers, None]):
+        kind = type(layer)
+        if rectified:  # by the layer before
+            rectified = False
+            continue
+        stochastic = kind is BayesLinear or kind in _STOCHASTIC
+        if sizes is not None and (stochastic or drawn):
+            sizes.append(x.numel() * x.element_size() // (1 if stochastic else OTHERS))
+        if kind is BayesLinear:
+            x = layer.replicate(x, draw, "", stream[id(layer)], shared)
+        elif stochastic:
+            layer.check_input(x)
+            rectified = type(following) is nn.ReLU
+            activation = "relu" if rectified else "none"
+            x = layer.normalised(x, draw, layer.bank_name, stream[id(layer)], shared, activation)
+        else:
+            x = layer.forward(x)  # it has no hooks
+        drawn, shared = drawn or stochastic, shared and not stochastic
+    return x

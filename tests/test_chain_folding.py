@@ -1,0 +1,247 @@
+"""Predictions of chains, which fold without a trial, against the loop."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import bnuq_ext as bnuq
+from bnuq_ext.chain_folding import is_stochastic_chain
+from bnuq_ext.proof import folding
+from bnuq_ext.state import modules_of
+
+N, D, T = 7, 6, 5
+
+
+def mlp(*between, width=9):
+    return nn.Sequential(
+        nn.Linear(D, width),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        *between,
+        nn.Linear(width, 4),
+    )
+
+
+def convolutional(dim):
+    kind = {n: getattr(nn, f"{n}{dim}d") for n in ("Conv", "BatchNorm", "MaxPool", "AvgPool")}
+    return nn.Sequential(
+        kind["Conv"](2, 4, 3, padding=1),
+        kind["BatchNorm"](4),
+        nn.ReLU(inplace=True),
+        kind["MaxPool"](2),
+        kind["Conv"](4, 5, 1),
+        kind["AvgPool"](2),
+        kind["BatchNorm"](5),
+        nn.Flatten(),
+        nn.Linear(5, 4),
+    )
+
+
+class Stack(nn.Sequential):
+    pass
+
+
+MODELS = {
+    "MLP": lambda: mlp(),
+    "deep": lambda: mlp(nn.Linear(9, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Dropout(0.5)),
+    "another activation": lambda: mlp(nn.Linear(9, 9), nn.BatchNorm1d(9), nn.Tanh()),
+    "at the end": lambda: nn.Sequential(mlp(), nn.BatchNorm1d(4)),
+    "ReLU twice": lambda: mlp(nn.ReLU()),
+    "first": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(D), nn.ReLU(), mlp()),
+    "nested": lambda: Stack(
+        Stack(nn.Linear(D, D), nn.BatchNorm1d(D)), nn.ReLU(), nn.Identity(), mlp()
+    ),
+    "no parameters": lambda: nn.Sequential(
+        nn.BatchNorm1d(D, affine=False), nn.ReLU(), nn.Linear(D, 3)
+    ),
+    "Bayesian": lambda: mlp(bnuq.BayesLinear(9, 9), nn.BatchNorm1d(9), nn.LayerNorm(9), nn.ReLU()),
+    "weights first": lambda: nn.Sequential(bnuq.BayesLinear(D, D), nn.ReLU(), mlp()),
+    "1d": lambda: convolutional(1),
+    "2d": lambda: convolutional(2),
+    "3d": lambda: convolutional(3),
+}
+SAMPLERS = ("bank", "joint", "lognormal", "normal")
+
+
+def prepared(name):
+    """A converted model with a bank, and an input."""
+    torch.manual_seed(1)
+    dim = int(name[0]) if name[0].isdigit() else None
+    shape = (2, *[4] * dim) if dim else (D,)
+    if dim:
+        shape = (2, *[4] * dim)
+    model = bnuq.convert(MODELS[name]())
+    bnuq.collect(model, [torch.randn(8, *shape) for _ in range(6)], num_batches=6, progress=False)
+    return model, torch.randn(N, *shape)
+
+
+def predicted(model, x, **options):
+    options = {
+        "likelihood": "categorical",
+        "num_samples": T,
+        "seed": 3,
+        "keep_samples": True,
+    } | options
+    return bnuq.predict(model, x, **options)
+
+
+@pytest.fixture
+def no_trials(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a trial")
+
+    monkeypatch.setattr(folding, "Trial", refuse)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gives_what_the_loop_gives(name, sampler, no_trials):
+    model, x = prepared(name)
+    given, state = x.clone(), {n: v.clone() for n, v in model.state_dict().items()}
+    flags = [m.training for m in model.modules()]
+    loop = predicted(model, x, sampler=sampler, strategy="loop")
+    for options in ({}, {"strategy": "folded"}, {"chunk": 2}, {"chunk": 4, "progress": True}):
+        pred = predicted(model, x, sampler=sampler, **options)
+        torch.testing.assert_close(pred.samples, loop.samples, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(pred.mean, loop.mean, rtol=1e-5, atol=1e-6)
+        assert sampler != "bank" or torch.equal(pred.snapshots, loop.snapshots)
+    assert loop.variance.max() > 0
+    assert torch.equal(x, given) and flags == [m.training for m in model.modules()]
+    assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
+
+
+def test_second_half():
+    model, x = prepared("deep")
+    whole = predicted(model, x, num_samples=6)
+    half = predicted(model, x, num_samples=3, first_replica=3)
+    torch.testing.assert_close(half.samples, whole.samples[3:])
+    assert torch.equal(half.snapshots, whole.snapshots[3:])
+
+
+def test_sixteen_bits_and_autocast():
+    model, x = prepared("deep")
+    for options in (dict(dtype=torch.bfloat16), dict(dtype=torch.float16)):
+        with torch.autocast("cpu", **options):
+            pred, loop = predicted(model, x), predicted(model, x, strategy="loop")
+        torch.testing.assert_close(pred.samples, loop.samples, rtol=2e-2, atol=2e-2)
+    model, x = model.double(), x.double()
+    pred, loop = predicted(model, x), predicted(model, x, strategy="loop")
+    torch.testing.assert_close(pred.samples, loop.samples, rtol=1e-12, atol=1e-12)
+
+
+class Own(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+class Backwards(nn.Sequential):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+def hooked(model):
+    model[0].register_forward_hook(lambda module, args, y: y - y.mean(0))
+    return model
+
+
+def overridden(model):
+    model[2].forward = lambda x: x - x.mean(0)
+    return model
+
+
+def shared(model):
+    return nn.Sequential(model, model[2])
+
+
+OTHERS = {
+    "its own forward": lambda: Own(nn.Linear(D, 9), mlp(), nn.Identity()),
+    "its own order": lambda: Backwards(nn.Linear(D, 9), nn.BatchNorm1d(D)),
+    "a hook": lambda: hooked(mlp()),
+    "a forward of its own": lambda: overridden(mlp()),
+    "a layer in two places": lambda: shared(mlp()),
+    "a softmax over rows": lambda: mlp(nn.Softmax(0)),
+    "flattened otherwise": lambda: mlp(nn.Flatten(0)),
+    "a convolution of a row": lambda: nn.Sequential(nn.Conv1d(N, N, 1), mlp()),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_no_chains(name):
+    model = bnuq.convert(OTHERS[name]())
+    assert not is_stochastic_chain(modules_of(model), torch.randn(N, D))
+
+
+@pytest.mark.parametrize("indices", [True, False])
+def test_indices_are_no_rows(indices):
+    pool = nn.MaxPool1d(2, return_indices=indices)
+    model = bnuq.convert(nn.Sequential(nn.BatchNorm1d(3), pool))
+    x = torch.randn(N, 3, 4)
+    assert is_stochastic_chain(modules_of(model), x) != indices
+    assert not is_stochastic_chain(modules_of(model), x[..., 0])
+
+
+def test_hooks_of_all_modules_and_odd_inputs():
+    modules, x = modules_of(bnuq.convert(mlp())), torch.randn(N, D)
+    assert is_stochastic_chain(modules, x)
+    for other in (x[0], x[:0], (x,), {"input": x}, [x]):
+        assert not is_stochastic_chain(modules, other)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, y: y)
+    assert not is_stochastic_chain(modules, x)
+    handle.remove()
+    assert is_stochastic_chain(modules, x)
+
+
+def test_a_new_bank_is_used():
+    model, x = prepared("MLP")
+    first = predicted(model, x)
+    bnuq.collect(model, [torch.randn(8, D) * 3 for _ in range(6)], num_batches=6, progress=False)
+    second = predicted(model, x)
+    torch.testing.assert_close(second.samples, predicted(model, x, strategy="loop").samples)
+    assert not torch.allclose(first.samples, second.samples)
+    model[1].bank.mean["1"][:] += 1
+    torch.testing.assert_close(
+        predicted(model, x).samples, predicted(model, x, strategy="loop").samples
+    )
+    model[3].weight.data = model[3].weight.data * 2  # and weights, however they change
+    torch.testing.assert_close(
+        predicted(model, x).samples, predicted(model, x, strategy="loop").samples
+    )
+
+
+def test_calls_of_the_bank_are_asked_for():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(D)
+
+        def forward(self, x):
+            return self.norm(self.norm(x) + 1)
+
+    twice = bnuq.convert(Twice())
+    bank = bnuq.collect(twice, [torch.randn(8, D) for _ in range(4)], num_batches=4, progress=False)
+    model = nn.Sequential()
+    model.add_module("norm", twice.norm)
+    bnuq.attach(model, bank)
+    with pytest.raises(ValueError, match="be called as often as when the bank was collected"):
+        predicted(model, torch.randn(N, D))
+
+
+def test_errors_are_the_models_own_and_move_nothing():
+    model, x = prepared("MLP")
+    before = torch.get_rng_state()
+    for strategy in ("auto", "folded"):
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+            predicted(model, x[:, 1:], strategy=strategy, seed=None)
+        with pytest.raises(ValueError, match="expected 2D or 3D input"):
+            predicted(model, x.view(N, 1, 1, D), strategy=strategy, seed=None)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_sixteen_threads():
+    model, x = prepared("deep")
+    expected = predicted(model, x).samples
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda _: predicted(model, x).samples, range(64)))
+    assert all(torch.equal(samples, expected) for samples in found)
