@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from .bayes import BayesLinear
 from .fingerprint import has_hooks
 from .inputs import expand
-from .ops.linear import shaped
 from .ops.linear_chain import Link, bayes_linear_chain
 from .samplers import Draw
 
@@ -42,12 +41,12 @@ def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool
     links, dim = 1, x.dim()
     for module in modules:
         kind = type(module)
-        if "forward" in module.__dict__:
+        if "forward" in module.__dict__ or (module._modules and not _is_sequence(kind)):
             return False
-        if kind in _BY_ROW or kind in others:
-            continue
-        if _is_sequence(kind):
+        if module._modules:
             links += len(module._modules)
+        elif kind in _BY_ROW or kind in others or kind is nn.Sequential:
+            continue
         elif kind is nn.Flatten and module.start_dim == 1:
             dim = 2 if module.end_dim == -1 else 0
         elif not _is_by_row(module, dim):
@@ -57,7 +56,7 @@ def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool
 
 def _is_sequence(kind: type) -> bool:
     """Whether modules of a class call theirs in turn."""
-    own = ("forward", "__iter__", "__call__")
+    own = ("forward", "__iter__", "__call__", "_call_impl", "_wrapped_call_impl")
     return kind is nn.Sequential or (
         issubclass(kind, nn.Sequential)
         and all([getattr(kind, name) is getattr(nn.Sequential, name) for name in own])
@@ -92,7 +91,6 @@ class Run(NamedTuple):
     """Bayesian layers of a chain that went as one, and their divergence."""
 
     layers: list[BayesLinear]
-    links: list[Link]
     divergence: Tensor
 
 
@@ -113,7 +111,7 @@ def run_chain(op: str, modules: list[nn.Module], x: Tensor, draw: Draw) -> tuple
             x, divergence = _run_links(links, x, draw, shared)
             taken = len(links) + sum([link.rectified for link in links])
             bayesian = [m for m in layers[:taken] if type(m) is BayesLinear]
-            runs.append(Run(bayesian, links, divergence))
+            runs.append(Run(bayesian, divergence))
         else:
             layer, taken = layers[0], 1
             bayesian = [layer] if type(layer) is BayesLinear else []
@@ -129,7 +127,8 @@ def _run_links(links: list[Link], x: Tensor, draw: Draw, shared: bool) -> tuple[
     each = N * math.prod(inner) // (1 if shared else T)  # rows of a replica
     rows = x.reshape((each, features) if shared or T == 1 else (T, each, features))
     y, divergence = bayes_linear_chain(rows, links, seed=draw.seed, num_samples=T)
-    return shaped(y, (T * N if shared else N, *inner, y.shape[1])), divergence
+    # A view: what writes into an output that is kept for a backward is found out.
+    return y.view(T * N if shared else N, *inner, y.shape[1]), divergence
 
 
 def _links(layers: list[nn.Module], x: Tensor, stream: int) -> list[Link]:

@@ -189,8 +189,7 @@ def forward_by_bank(
     """How to run a model with replicas from its bank."""
     known, device = know(model, modules), device_of(modules)
     drawn = known.samplers.get(op, model, sampler, batch_size, device)
-    # In this order the weights are those of elbo_loss.
-    layers = bayes_layers(model, modules) | layers_by_bank(modules)
+    layers = _layers_by_name(model, modules)
     return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known, op)
 
 
@@ -198,13 +197,23 @@ def _forward_of_chain(
     model: nn.Module, modules: list[nn.Module], sampler: str, batch_size, seed
 ) -> Forward | None:
     """How to run a chain with replicas from its bank; None where its layers were called more often
-    for that."""
-    known, device, layers = know_chain(model, modules), device_of(modules), layers_by_bank(modules)
+    for that, or share a name in it."""
+    known, device = know_chain(model, modules), device_of(modules)
     drawn = known.samplers.get("predict", model, sampler, batch_size, device)
-    if not known.samplers.calls_once([*layers]):
+    layers = _layers_by_name(model, modules)
+    unique = len(layers) == sum([isinstance(module, Replicated) for module in modules])
+    if not (unique and known.samplers.calls_once([*layers_by_bank(modules)])):
         return None
-    layers = bayes_layers(model, modules) | layers
     return Forward(model, layers, drawn, draw_key(seed, device), None, known)
+
+
+def _layers_by_name(model: nn.Module, modules: list[nn.Module]) -> dict[str, nn.Module]:
+    """The layers that a pass draws for, in the order of their streams; of a part of a model, whose
+    batch norm has the names of the whole, a Bayesian layer may have the name of another."""
+    by_bank = layers_by_bank(modules)
+    # In this order the weights are those of elbo_loss.
+    bayesian = bayes_layers(model, modules).items()
+    return {f"{n} (weights)" if n in by_bank else n: m for n, m in bayesian} | by_bank
 
 
 def check_bank_sampler(op: str, sampler: str, batch_size) -> None:

@@ -135,7 +135,8 @@ def _divergence(
         kl = total(terms)
         return kl, kl
     together = total([run.divergence for run in runs])
-    gaussians = [g for run in runs for link in run.links for g in link.gaussians]
+    # Of the layers: parameters that pruning masks would be masked by nodes that the runs share.
+    gaussians = [g for run in runs for layer in run.layers for g in layer.gaussian_divergence()]
     alone = gaussian_kl_sum(gaussians, together.detach())
     return total([*terms, alone]), total([*terms, together])
 

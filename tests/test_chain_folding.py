@@ -1,5 +1,7 @@
 """Predictions of chains, which fold without a trial, against the loop."""
 
+import copy
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -155,7 +157,22 @@ def shared(model):
     return nn.Sequential(model, model[2])
 
 
+def parent(kind):
+    """A layer with a module that it does not call, beside one that is called twice."""
+    twice, layer = nn.ReLU(), kind(9, 9)
+    layer.extra = nn.Identity()
+    return mlp(twice, layer, twice)
+
+
+class Called(nn.Sequential):
+    def _call_impl(self, x):
+        return super()._call_impl(x - x.mean(0))
+
+
 OTHERS = {
+    "a layer with a module": lambda: parent(nn.Linear),
+    "a Bayesian layer with one": lambda: parent(bnuq.BayesLinear),
+    "its own call": lambda: Called(nn.Linear(D, 9), mlp()),
     "its own forward": lambda: Own(nn.Linear(D, 9), mlp(), nn.Identity()),
     "its own order": lambda: Backwards(nn.Linear(D, 9), nn.BatchNorm1d(D)),
     "a hook": lambda: hooked(mlp()),
@@ -245,3 +262,35 @@ def test_sixteen_threads():
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda _: predicted(model, x).samples, range(64)))
     assert all(torch.equal(samples, expected) for samples in found)
+
+
+def test_copied_layers_have_one_name():
+    block, x = bnuq.convert(mlp()), torch.randn(N, D)
+    bnuq.collect(block, [torch.randn(8, D) for _ in range(6)], num_batches=6, progress=False)
+    model = nn.Sequential(*block[:3], nn.Linear(9, D), copy.copy(block[0]), copy.copy(block[1]))
+    with pytest.warns(UserWarning):
+        pred = predicted(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(pred.samples, predicted(model, x, strategy="loop").samples)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "folded", "loop"])
+def test_a_part_whose_layers_have_each_others_names(strategy):
+    """Batch norm has the name "1" in the bank of the whole, the Bayesian layer in the part."""
+    whole = nn.Sequential(nn.Identity(), nn.BatchNorm1d(D), bnuq.BayesLinear(D, 4, rho_init=-1.0))
+    whole = bnuq.convert(whole)
+    bnuq.collect(whole, [torch.randn(8, D) for _ in range(6)], num_batches=6, progress=False)
+    part, x = nn.Sequential(*list(whole)[1:]), torch.randn(N, D)
+    expected = predicted(Wrapped(part), x, strategy="loop")
+    found = predicted(part, x, strategy=strategy)
+    torch.testing.assert_close(found.samples, expected.samples, rtol=1e-5, atol=1e-5)

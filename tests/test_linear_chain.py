@@ -183,6 +183,16 @@ def test_a_plain_chain_has_the_loss_and_the_gradients_of_any_other_model(name, T
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_writing_into_what_a_backward_needs_is_an_error():
+    """As of torch's ReLU: the layer after it may not write into its output."""
+    model = chain(nn.ReLU(), nn.Dropout(0.5, inplace=True))
+    for shape in ((8, 6), (2, 4, 6)):
+        y = torch.zeros(*shape[:-1], 3)
+        out = bnuq.elbo_loss(model, torch.randn(shape), y, likelihood="gaussian", batch_weight=0.1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.loss.backward()
+
+
 @pytest.mark.parametrize("T", [1, 3])
 def test_rows_with_inner_dimensions(T):
     model, x = chain(nn.ReLU()), torch.randn(4, 5, 6)
@@ -200,7 +210,7 @@ def test_rows_with_inner_dimensions(T):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "mixture", "twice"])
+@pytest.mark.parametrize("name", ["plain", "mixture", "twice", "pruned"])
 def test_likelihood_and_divergence_by_themselves(name):
     """One after the other and in either order; and the sum of both,
     which a user may weigh as he likes."""

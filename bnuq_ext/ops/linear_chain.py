@@ -28,12 +28,6 @@ class Link(NamedTuple):
     stream: int
     rectified: bool = False
 
-    @property
-    def gaussians(self) -> list[tuple[Tensor, Tensor, float]]:
-        """What `gaussian_kl_sum` takes."""
-        means, rhos = self.posterior[::2], self.posterior[1::2]
-        return [(mu, rho, self.prior_std) for mu, rho in zip(means, rhos, strict=True)]
-
 
 def bayes_linear_chain(
     x: Tensor, links: list[Link], *, seed: Tensor, num_samples: int
@@ -67,17 +61,16 @@ class _Chain(torch.autograd.Function):
         ctx.num_samples, ctx.links, end = num_samples, [], 0
         rows, kept, divergence = x.shape[-2], [x], None
         with past_autograd():
-            for posterior, *numbers, rectified in links:
-                begin, end = end, end + len(posterior)
-                ctx.links.append((begin, end, *numbers, rectified))
+            for link in links:
+                begin, end = end, end + len(link.posterior)
+                ctx.links.append((begin, end, link.prior_std, link.stream, link.rectified))
                 mu, rho = tensors[begin:end:2], tensors[begin + 1 : end : 2]
-                prior_std, stream = numbers
-                y, kl = _op(kept[-1], mu, rho, seed, stream, num_samples, prior_std)
-                if rectified:
+                y, kl = _op(kept[-1], mu, rho, seed, link.stream, num_samples, link.prior_std)
+                if link.rectified:
                     y.relu_()
                 kept.append(y.view(num_samples, rows, y.shape[1]))
                 divergence = kl if divergence is None else divergence + kl
-        if rectified:
+        if links[-1].rectified:
             kept[-1] = y  # an output, and not a view of one, is what may be kept
         else:
             kept.pop()
