@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 import bnuq_ext as bnuq
 from bnuq_ext import chunks, known, ops, prediction, predictor
-from bnuq_ext.proof import folding
+from bnuq_ext.chain_folding import ChainFolding
 from bnuq_ext.state import modules_of
 
 
@@ -326,9 +326,9 @@ def test_says_that_outputs_cannot_be_kept(model, strategy, monkeypatch):
 def test_chunks_of_activations_stay_below_the_budget(model, monkeypatch):
     monkeypatch.setattr(chunks, "CPU_BYTES", 5 * 9 * 6 * 4 * 4 * 4)
     seen = []
-    original = folding.Folding.run
+    original = ChainFolding.run
     monkeypatch.setattr(
-        folding.Folding,
+        ChainFolding,
         "run",
         lambda self, p, f, size: seen.append(size) or original(self, p, f, size),
     )
@@ -381,7 +381,7 @@ def test_a_sampler_is_made_while_another_thread_begins_anew(model, monkeypatch):
     make = known.make_sampler
 
     def made(*args):
-        known._KNOWN[model].samplers._made = {}
+        known._CHAINS[model].samplers._made = {}
         return make(*args)
 
     monkeypatch.setattr(known, "make_sampler", made)
