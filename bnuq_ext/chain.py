@@ -14,6 +14,7 @@ from .bayes import BayesLinear
 from .fingerprint import has_hooks
 from .inputs import expand
 from .ops.linear_chain import Link, bayes_linear_chain
+from .passes import stream_of
 from .samplers import Draw
 
 # Layers that treat every row of an input with two dimensions or more by itself,
@@ -104,9 +105,9 @@ def run_chain(op: str, modules: list[nn.Module], x: Tensor, draw: Draw) -> tuple
     shared = draw.num_samples > 1
     if shared and drops_first(layers):
         x, shared = expand(op, x, draw.num_samples), False
-    stream, runs = 0, []
+    number, runs = 0, []  # of the next Bayesian layer
     while layers:
-        links = _links(layers, x, stream)
+        links = _links(layers, x, number)
         if links:
             x, divergence = _run_links(links, x, draw, shared)
             taken = len(links) + sum([link.rectified for link in links])
@@ -115,9 +116,13 @@ def run_chain(op: str, modules: list[nn.Module], x: Tensor, draw: Draw) -> tuple
         else:
             layer, taken = layers[0], 1
             bayesian = [layer] if type(layer) is BayesLinear else []
-            x = layer.replicate(x, draw, "", stream, shared) if bayesian else layer.forward(x)
+            x = (
+                layer.replicate(x, draw, "", stream_of(number), shared)
+                if bayesian
+                else layer.forward(x)
+            )
         layers = layers[taken:]
-        stream, shared = stream + (len(bayesian) << 16), shared and not bayesian
+        number, shared = number + len(bayesian), shared and not bayesian
     return x, runs
 
 
@@ -131,8 +136,8 @@ def _run_links(links: list[Link], x: Tensor, draw: Draw, shared: bool) -> tuple[
     return y.view(T * N if shared else N, *inner, y.shape[1]), divergence
 
 
-def _links(layers: list[nn.Module], x: Tensor, stream: int) -> list[Link]:
-    """The layers from the first on that can go as one."""
+def _links(layers: list[nn.Module], x: Tensor, number: int) -> list[Link]:
+    """The layers from the first on that can go as one; `number` of the first Bayesian one."""
     links: list[Link] = []
     if x.device.type != "cpu" or torch._C._is_any_autocast_enabled():
         return links
@@ -141,7 +146,7 @@ def _links(layers: list[nn.Module], x: Tensor, stream: int) -> list[Link]:
         if type(layer) is nn.ReLU and links and not links[-1].rectified:
             links[-1] = links[-1]._replace(rectified=True)
         elif type(layer) is BayesLinear and features == layer.in_features and _joins(layer, x):
-            links.append(_link(layer, stream + (len(links) << 16)))
+            links.append(_link(layer, stream_of(number + len(links))))
             features = layer.out_features
         else:
             break

@@ -13,6 +13,7 @@ from .chunks import OTHERS
 from .known import KnownChain
 from .nn import StochasticBatchNorm1d, StochasticBatchNorm2d, StochasticBatchNorm3d
 from .ops.modes import is_eager
+from .passes import stream_of
 from .proof.folding import Folding, Plan
 from .samplers import Draw
 
@@ -52,7 +53,7 @@ def _run(folding: ChainFolding, draw: Draw, sizes: list[int] | None = None) -> T
     """The outputs (T*N, ...) of a draw's replicas; of one, it notes `sizes` for `Plan.largest`."""
     layers = layers_of(folding.modules)
     x = folding.inputs.clone() if writes_in_place(layers) else folding.inputs
-    stream = {id(layer): n << 16 for n, layer in enumerate(folding.forward.layers.values())}
+    stream = {id(layer): stream_of(n) for n, layer in enumerate(folding.forward.layers.values())}
     shared, drawn, rectified = draw.num_samples > 1, False, False
     for layer, following in pairwise([*layers, None]):
         kind = type(layer)

@@ -136,6 +136,11 @@ def _note_missed(layer: Replicated) -> None:
             active.missed.add(name)
 
 
+def stream_of(number: int) -> int:
+    """Of the first call of a model's n-th layer, in the order of a pass; from 0."""
+    return number << 16
+
+
 class Pass:
     """One forward of a model with its stochastic layers doing something else than usual.
 
@@ -154,7 +159,7 @@ class Pass:
 
     def __init__(self, layers: dict[str, nn.Module]):
         self.names = {id(layer): name for name, layer in layers.items()}
-        self.streams = {name: number << 16 for number, name in enumerate(layers)}
+        self.streams = {name: stream_of(number) for number, name in enumerate(layers)}
         self.calls: dict[str, int] = {}
         self.missed: set[str] = set()
 

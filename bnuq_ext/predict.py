@@ -202,7 +202,8 @@ def _forward_of_chain(
     drawn = known.samplers.get("predict", model, sampler, batch_size, device)
     layers = _layers_by_name(model, modules)
     unique = len(layers) == sum([isinstance(module, Replicated) for module in modules])
-    if not (unique and known.samplers.calls_once([*layers_by_bank(modules)])):
+    names = [name for name, layer in layers.items() if layer.needs_bank]
+    if not (unique and known.samplers.calls_once(names)):
         return None
     return Forward(model, layers, drawn, draw_key(seed, device), None, known)
 

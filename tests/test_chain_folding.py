@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from zoo import Wrapped
 
 import bnuq_ext as bnuq
 from bnuq_ext.chain_folding import is_stochastic_chain
@@ -273,15 +274,6 @@ def test_copied_layers_have_one_name():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.testing.assert_close(pred.samples, predicted(model, x, strategy="loop").samples)
-
-
-class Wrapped(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "folded", "loop"])

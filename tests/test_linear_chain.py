@@ -6,6 +6,7 @@ import pytest
 import torch
 from one_link import bayes_linear_kl
 from torch import nn
+from zoo import Wrapped
 
 import bnuq_ext as bnuq
 from bnuq_ext.ops.linear_chain import Link, bayes_linear_chain
@@ -115,17 +116,6 @@ def chain(*extra, **options):
         *extra,
         bnuq.BayesLinear(9, 3, rho_init=-3.0, **options),
     )
-
-
-class Wrapped(nn.Module):
-    """No plain chain: layers and divergence each by themselves."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x)
 
 
 CHAINS = {

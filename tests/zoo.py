@@ -21,6 +21,17 @@ class Residual(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Wrapped(nn.Module):
+    """A model in a forward of its own, and so no plain chain."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
 class Shared(nn.Module):
     """One batch norm under two names, and called twice."""
 
