@@ -112,7 +112,7 @@ class Reads:
             given = ()  # a number; a list may have been one of tensors
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if drawn or func.overloadpacket in _UNWRITTEN or not self.keep(given, result):
-            for tensor in (*tensors(result), *_written(func, args, kwargs)):
+            for tensor in (*tensors(result), *written(func, args, kwargs)):
                 self.constants.discard(storage_of(tensor))
                 self.kept.pop(storage_of(tensor), None)
 
@@ -212,7 +212,7 @@ def _is_integer_dtype(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
+def written(func, args: tuple, kwargs: dict) -> list[Tensor]:
     """The tensors that an operation writes into."""
     names = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs

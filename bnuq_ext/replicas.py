@@ -54,9 +54,9 @@ def replicas(
     gradients flow. The model must be one that `predict` can fold, which is known of a plain
     `nn.Sequential` of Bayesian and other layers; of others it is found out in eval at the first
     call with a shape, once with the training flags as they are and nothing dropped, and again in
-    eval, by T replicas and one alone, when parameters have changed. Such a trial does not see what
-    rare values alone set off, nor a flag outside of the model that changes later: there,
-    `predict(..., strategy="loop")`. Dropout in train() draws for each of the T*N rows. What a
+    eval, by T replicas and one alone, when parameters have changed. Such a trial does not see all
+    that rare values alone set off (README, "One batch or a loop"), nor a flag outside of the model
+    that changes later: there, `predict(..., strategy="loop")`. Dropout in train() draws for each of the T*N rows. What a
     backward computes again (`torch.utils.checkpoint`) is the same as in the forward; a checkpoint
     around the model itself needs use_reentrant=False and a call of it in the body, and ends in an
     error where the model lets its input past the first stochastic layer or drops before it. A

@@ -185,9 +185,9 @@ def elbo_loss(
     other random numbers than dropout's, has backward hooks of modules, computes with a tensor that
     it has left in a hook or a global, or is wrapped in DistributedDataParallel. In the two ways
     dropout draws different masks; `torch.use_deterministic_algorithms` keeps the way from depending
-    on the steps before. A trial runs forward hooks, and does not see what rare values alone set
-    off, nor a flag outside of the model that changes later: there the mean of T calls with one
-    sample is right.
+    on the steps before. A trial runs forward hooks, and does not see all that rare values alone set
+    off (README, "One batch or a loop"), nor a flag outside of the model that changes later: there
+    the mean of T calls with one sample is right.
 
     Backward draws the same weights again, and so does what it computes again
     (`torch.utils.checkpoint`) from the output, or from tensors that the modules keep as attributes,

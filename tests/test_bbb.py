@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from bnuq_ext import BayesLinear, data, ops, reference
+from bnuq_ext import BayesLinear, cli, data, ops, reference
 from bnuq_ext.experiments import bbb, bbb_report
 
 TINY = bbb.Settings(hidden=8, epochs=2, test_samples=3)
@@ -169,25 +169,26 @@ def test_more_epochs_continue_to_the_same_numbers(finished, tmp_path):
         assert torch.equal(v, again["mixture"].best[k])
 
 
-def test_killed_and_run_again(tmp_path):
+def test_killed_and_run_again(tmp_path, capsys, on_one_thread):
     root = Path(bbb.__file__).parent.parent.parent
     place = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     options = "--prior mixture --hidden 16 --epochs 20 --json".split()
 
-    def start(folder):
-        command = [sys.executable, "-m", "bnuq_ext", "bbb", *options, "--output", str(folder)]
+    def start():
+        command = [sys.executable, "-m", "bnuq_ext", "bbb", *options, "--output", str(tmp_path)]
         return subprocess.Popen(command, env=place, stdout=subprocess.PIPE)
 
-    killed, whole = start(tmp_path / "killed"), start(tmp_path / "whole")
-    run = tmp_path / "killed" / "mixture"
+    killed, run = start(), tmp_path / "mixture"
     while not (run / "checkpoint.safetensors").exists():
         assert killed.poll() is None
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     assert killed.communicate()[0] == b"" and killed.returncode == -signal.SIGKILL
     assert 0 < len(json.loads((run / "log.json").read_text())) < 20
-    again = start(tmp_path / "killed")
-    found = [json.loads(process.communicate()[0])["runs"]["mixture"] for process in (again, whole)]
+    again = start()
+    assert cli.main(["bbb", *options, "--output", str(tmp_path / "whole")]) == 0
+    outputs = again.communicate()[0], capsys.readouterr().out
+    found = [json.loads(output)["runs"]["mixture"] for output in outputs]
     assert len(found[0]["log"]) == 20 and found[0]["pruned"] == found[1]["pruned"]
     assert without_times(found[0]["log"]) == without_times(found[1]["log"])
 

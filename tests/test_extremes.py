@@ -167,6 +167,7 @@ CASTS = {
 }
 
 
+@pytest.mark.usefixtures("by_values_alone")
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 def test_a_mask_that_is_cast_hides_nothing(cast):
     mask = torch.tensor([1.0, 0.0]).repeat(6)[:, None]
@@ -174,10 +175,12 @@ def test_a_mask_that_is_cast_hides_nothing(cast):
     assert_never_folds(model, (ROWS[:12] / 4, mask), (3 * ROWS[12:24], mask))
 
 
+@pytest.mark.usefixtures("by_values_alone")
 def test_a_forward_that_takes_no_infinities_is_given_large_values():
     assert_never_folds(collected(Spectral()), ROWS[:12] / 4, 3 * ROWS[12:24])
 
 
+@pytest.mark.usefixtures("by_values_alone")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("least, experts", [(8, 4), (16, 2)])
 @pytest.mark.parametrize("by_weight", [False, True])
@@ -187,6 +190,7 @@ def test_a_queue_that_no_three_rows_fill(least, experts, by_weight, seed):
     assert_never_folds(collected(Switch(least, experts, by_weight)), *inputs)
 
 
+@pytest.mark.usefixtures("by_values_alone")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cls", [LeavesEarly, Quantised, Distinct, Unbiased])
 def test_what_all_rows_decide_together(cls, seed):

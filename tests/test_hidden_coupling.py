@@ -30,6 +30,7 @@ class ZeroGateBehind(ZeroGateAhead):
         return nn.functional.pad(h, (0, 0, 3, 0))[:-3]
 
 
+@pytest.mark.usefixtures("by_values_alone")
 @pytest.mark.parametrize("cls", [ZeroGate, ZeroGateAhead, ZeroGateBehind, Clipped, Threshold])
 def test_rows_that_meet_on_other_values_than_the_trials(cls):
     """The first rows show nothing; the others do, on the same plan."""
@@ -69,6 +70,7 @@ class BelowMedian(Norms):
         return self.head(h.minimum(5 * h.abs().median()))
 
 
+@pytest.mark.usefixtures("by_values_alone")
 @pytest.mark.parametrize(
     "cls, most",
     [*product((Outliers, BoundedOutliers), (1.5, 2, 3, 4, 5)), (BelowMedian, None)],
@@ -103,6 +105,7 @@ SMALL = {
 }
 
 
+@pytest.mark.usefixtures("by_values_alone")
 @pytest.mark.parametrize("small", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("scale, dtype", [(1e5, torch.float32), (100, torch.bfloat16)])
 @pytest.mark.parametrize("dim", [1, 2])

@@ -32,11 +32,12 @@ FILES = [
 SLOW = [
     "gradcheck", "784-270-20", "100-129-131-20", "beyond_the_caches", "long_row", "mixture_mean",
     "moments", "opcheck", "compile", "exports", "fake_tensors", "dynamic_rows", "known_answers",
+    "784-270-3", "100-129-131-3", "9000-",
     "(large_products_in_float64 and not direct)",  # which go that way whatever is asked
 ]  # fmt: skip
 SLOW_ON_A_GPU = [
     "784", "1024", "400-400", "bit_equal", "more_replicas", "peak", "weight_matrix",
-    "((direct or sampled) and 600)", "(direct and 64-70)",
+    "((direct or sampled) and 600)", "(fused and 600 and 10-)", "(direct and 64-70)",
 ]  # fmt: skip
 
 

@@ -68,6 +68,7 @@ CHANGES = {
 CHANGES |= {"vector_to_parameters": by_vector, "p.data = ...": by_assignment}
 
 
+@pytest.mark.usefixtures("by_values_alone")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_predict_sees_rows_that_meet_now(change):
     model = prepared(SoftGate, ROWS)
@@ -109,6 +110,7 @@ def test_steps_of_one_model_are_nothing_to_another():
     assert fingerprint([mine]) == before
 
 
+@pytest.mark.usefixtures("by_values_alone")
 def test_what_a_hook_notes_is_no_change():
     """Nor is a truth value: a trial would take it for a state of the model."""
     model, noted = prepared(SoftGate, ROWS), {}
@@ -144,7 +146,7 @@ def test_other_packages_steps_compile_whole():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_of_training_is_held_to_one_sample(fused):
+def test_a_step_of_training_is_held_to_one_sample(fused, by_values_alone):
     """Behind a threshold, which parameters moved by their own size do not reach."""
 
     class Late(Attention):
@@ -183,6 +185,7 @@ def test_nothing_is_kept_of_parameters_that_are_gone():
     assert not any(key in optimizer_steps.STEPS for key in keys)
 
 
+@pytest.mark.usefixtures("by_values_alone")
 def test_a_plan_of_one_autocast_is_not_that_of_another():
     """What the tolerance of bfloat16 lets pass, that of float16 does not."""
     model = prepared(SoftGate, ROWS)

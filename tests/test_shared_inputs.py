@@ -37,7 +37,7 @@ class Net(nn.Module):
         return h if gate is None else h - gate * h.mean(0)
 
     def choose(self, h, flag):
-        return h if flag is None else torch.where(flag, h - h.mean(0), h)
+        return h if flag is None else torch.where(flag, h - h.roll(1, 0), h)
 
     def first_rows(self, h, most):
         return h if most is None else h * (torch.arange(len(h)) < most).unsqueeze(1)

@@ -257,10 +257,10 @@ def test_replicas_stand_too(monkeypatch):
         step(model, 1e-3)
     assert len(made) == 1
     gated = Net(middle=Attention())
-    with bnuq.replicas(gated, T), pytest.raises(ValueError, match="same folded as one by one"):
-        gated(x)
-    with torch.no_grad(), bnuq.replicas(gated, T):
-        assert len(gated(x)) == T * N
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), bnuq.replicas(gated, T):
+            with pytest.raises(ValueError, match="same folded as one by one"):
+                gated(x)
 
 
 def test_a_tuple_and_a_dict_stand_too():

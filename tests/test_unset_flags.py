@@ -58,6 +58,7 @@ def assert_goes_as_the_loop(model, *inputs):
         torch.testing.assert_close(samples(model, x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("by_values_alone")
 @pytest.mark.parametrize("unset", FLAGS.values(), ids=FLAGS)
 def test_a_flag_that_no_row_of_the_first_batch_sets(unset):
     value = unset.flatten()[0].item()
@@ -69,6 +70,7 @@ def test_a_flag_that_no_row_of_the_first_batch_sets(unset):
     assert way(model) == "loop"
 
 
+@pytest.mark.usefixtures("by_values_alone")
 def test_a_column_that_is_the_same_in_all_rows_of_the_first_batch():
     x = ROWS[:12].clone()
     x[:, -1] = 0
@@ -99,6 +101,7 @@ BESIDE = {
 }
 
 
+@pytest.mark.usefixtures("by_values_alone")
 @pytest.mark.parametrize("cls, other", BESIDE.values(), ids=BESIDE)
 def test_an_input_that_the_model_takes_in_one_form_alone_hides_no_flag(cls, other):
     unset, some = torch.zeros(12, 1), torch.zeros(12, 1)
@@ -109,6 +112,7 @@ def test_an_input_that_the_model_takes_in_one_form_alone_hides_no_flag(cls, othe
     assert way(model) == "loop"
 
 
+@pytest.mark.usefixtures("by_values_alone")
 def test_each_input_is_looked_at_though_the_model_takes_another():
     class Second(Divided):
         def forward(self, x, other, scale, flag):
@@ -159,6 +163,7 @@ def test_columns_of_three_values_stay_as_they_are():
     assert list(probe.varied_probes(torch.arange(9).view(3, 3), False)) == []
 
 
+@pytest.mark.usefixtures("by_values_alone")
 @pytest.mark.parametrize("column", [0, 1, 2])
 def test_each_of_several_flags_is_set(column):
     class Chosen(Centred):
@@ -202,6 +207,7 @@ def test_a_mask_that_gives_positions_is_left_on_another_device_than_the_cpu(monk
         assert min(place.min().item() for place in places) == least
 
 
+@pytest.mark.usefixtures("by_values_alone")
 def test_of_many_inputs_that_a_model_does_not_take_otherwise_some_are_looked_at():
     class Many(Norms):
         def forward(self, x, *scales):

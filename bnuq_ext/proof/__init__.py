@@ -3,6 +3,7 @@
 signature   what a plan for an input is remembered by
 probe       rows and draws that are made up for a trial
 agreement   when outputs of replicas count as equal, and when that says something
+mixed       what operations make of all replicas at once, whatever the values
 moved       parameters moved for a while, so that no gate stands at zero
 carried     what a forward leaves for the next
 trial       two replicas of three rows, folded and one after another

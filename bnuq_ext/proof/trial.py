@@ -30,6 +30,7 @@ from .agreement import (
     tolerance_of,
 )
 from .carried import CARRIES, Carried
+from .mixed import Mixed
 from .moved import Moved
 from .probe import CROWD, ROWS, copies_of_last, probe_draws, probe_inputs, varied_probes
 
@@ -98,30 +99,40 @@ class Trial(NamedTuple):
         if hooked and self.flags is not None:
             raise DoesNotFold("a backward hook of a module would see all replicas at once")
         reads = Reads(self.modules, probe, ROWS)
-        rows, shared, folded = self._compare(probe, reads, Carried(self.modules, reads.constant))
+        carried = Carried(self.modules, reads.constant)
+        rows, shared, folded = self._compare(probe, reads, carried, Mixed(reads.constant, 2))
         with held_ranges(reads.casts) as ranges:
             self._compare_harder(probe, rows, folded, ranges)
         self._compare_varied(varied_probes(probe, reads.casts or reads.counts))
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
-        self, probe, mode, carried: Carried | None = None
+        self, probe, mode, carried: Carried | None = None, mixed: Mixed | None = None
     ) -> tuple[dict[str, int], dict[str, bool], Tensor]:
         *alone, both = self._draws()
         runs = []
         for draw in alone:
-            with carried or nullcontext(), mode:
-                runs.append(self.forward.run(probe, draw))
+            with carried or nullcontext():
+                runs.append(self._watched(mode, mixed, probe, draw))
         if carried is not None and carried.found():
             raise DoesNotFold(CARRIES)
         loop, rows = torch.cat([output for output, _ in runs]), runs[0][1].rows
         tolerance = tolerance_of(loop, probe, self.modules)
         if self.tells:
             check_informative(torch.stack([output for output, _ in runs]), tolerance)
-        with mode:
-            folded, seen = self.forward.run(self._arguments(probe), both, rows)
+        folded, seen = self._watched(mode, mixed, self._arguments(probe), both, rows)
         check_equal(folded, loop, tolerance)
+        if mixed is not None:
+            mixed.check(folded)
         return rows, seen.shared, folded
+
+    def _watched(self, mode, mixed: Mixed | None, arguments, draw: Draw, rows=None):
+        """One forward inside of both."""
+        if mixed is None:
+            with mode:
+                return self.forward.run(arguments, draw, rows)
+        with mode, mixed:
+            return self.forward.run(arguments, mixed.watched(draw), rows)
 
     def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor, ranges) -> None:
         """The same with infinities, and with rows far out and nearly alike, none of which become

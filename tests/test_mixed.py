@@ -1,0 +1,232 @@
+"""What a forward makes of the rows of all replicas shows in the sizes of its operations,
+whatever the values of a trial are."""
+
+import copy
+
+import pytest
+import torch
+from coupled import ROWS, D, K, Norms
+from test_folding import prepared, samples, way
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from training import Net as BayesianNet
+from training import assert_right, ways
+
+import bnuq_ext as bnuq
+
+
+class Between(Norms):
+    """A function between its two layers, and one behind them."""
+
+    def __init__(self, between, behind=lambda h: h):
+        super().__init__()
+        self.between, self.behind = between, behind
+
+    def forward(self, x):
+        return self.behind(self.head(self.second(self.between(self.first(x)))))
+
+
+def written(h):
+    """A part of what a forward makes, by way of another name."""
+    part = h.clone()
+    name = part[:, :1]
+    name.mul_(1 + (h.amax() > 1e6))
+    return part
+
+
+def given_a_place(h):
+    """What an operation was told to write into, and a part of it."""
+    place = torch.empty(1, D)
+    torch.amax(h, 0, keepdim=True, out=place)
+    return torch.where(place[:, :1] > 1e6, 0, h)
+
+
+def queued(h):
+    """Of the rows far out the first 27 alone."""
+    place = (h.amax(1) > 1e6).cumsum(0)
+    return h * (place <= 27)[:, None]
+
+
+def near(h):
+    """Rows that are nearly the same count for each other."""
+    distance = torch.cdist(h, h)
+    return h + ((distance < 1e-9) & (distance > 0)).to(h) @ h
+
+
+RARE = {
+    "largest": lambda h: torch.where(h.amax() > 1e6, 0, h),
+    "largest of a column": lambda h: h / h.amax(0).clamp(min=1e6) * 1e6,
+    "queue": lambda h: torch.where((h > 1e6).sum(0) > 27, 0, h),
+    "queue by place": queued,
+    "median": lambda h: torch.where(h > 1e6 * (1 + h.median()), 0, h),
+    "quantile": lambda h: torch.minimum(h, 1e6 + torch.quantile(h, 0.9)),
+    "softmax over rows": lambda h: h * (1 + 1e-9 * h.softmax(0)),
+    "any": lambda h: torch.where((h > 1e6).any(), 0, h),
+    "neighbours": near,
+    "written": written,
+    "given a place": given_a_place,
+    "below the tolerance": lambda h: h * (1 + 1e-7 * h.mean(0)),
+    "first row": lambda h: torch.where(h[0] > 1e6, 0, h),
+    "chosen rows": lambda h: h + h[h[:, 0] > -1].sum(0) * 1e-7,
+    "a product": lambda h: h + 1e-9 * h @ (h.T @ h),
+    "in vmap": lambda h: torch.vmap(lambda row: row * (1 + 1e-7 * h.sum()))(h),
+}
+
+
+@pytest.mark.parametrize("between", RARE.values(), ids=RARE)
+def test_what_rare_values_alone_would_set_off(between):
+    model = prepared(lambda: Between(between), ROWS)
+    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
+    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=0, atol=0)
+    assert way(model) == "loop"
+    with pytest.raises(ValueError, match=r"its output hangs on what aten\.\w+\.\w+ makes of the r"):
+        samples(copy.deepcopy(model), ROWS[:6], strategy="folded")
+
+
+def looked_at(h):
+    assert h[0].shape == (D,) and len(h[0, :2]) == 2
+    return h
+
+
+def monitored(h):
+    largest = h.amax()
+    del largest  # as where it is logged now and then
+    return h
+
+
+def written_to_rows(h):
+    out = torch.empty_like(h)
+    out[:, 1:] = h[:, 1:]
+    out[:, 0] = h.mean(1)
+    return out
+
+
+def packed(h):
+    lengths = torch.full((len(h),), 2)
+    sequence = pack_padded_sequence(h.view(len(h), 2, -1), lengths, batch_first=True)
+    return sequence.data.view(2, len(h), -1).transpose(0, 1).reshape(len(h), -1)
+
+
+def experts(h):
+    out, left = torch.zeros_like(h), h[:, 0] > h[:, 1]
+    out[left], out[~left] = h[left] * 2, h[~left] - 1
+    return out
+
+
+APART = {
+    "nothing": lambda h: h,
+    "peeks": looked_at,
+    "monitored": monitored,
+    "factories": lambda h: h + h.new_ones(D) + h.new_zeros(()) + torch.zeros_like(h),
+    "squeeze and excite": lambda h: h * h.mean(1, keepdim=True).sigmoid(),
+    "normalised": lambda h: nn.functional.normalize(h - h.amax(1, keepdim=True)),
+    "within rows": lambda h: (h.view(len(h), 4, 2) @ h.view(len(h), 2, 4)).flatten(1)[:, :D],
+    "parameters": lambda h: h * torch.ones(3, D).mean(0) + torch.arange(D).max(),
+    "number of rows": lambda h: h + torch.ones(len(h), D).cumsum(1),
+    "written": written_to_rows,
+    "packed": packed,
+    "experts": experts,
+    "in vmap": torch.vmap(lambda row: row * row.mean() * 5),
+    "sorted": lambda h: h.sort(1)[0] + h.topk(1, 1)[0] + h.cumsum(1) + h.softmax(-1),
+    "sorted and put back": lambda h: h[(order := h[:, 0].argsort())][order.argsort()],
+    "a number": lambda h: h + torch.tensor(2.0).cumsum(0) + torch.tensor(1.0).softmax(0),
+}
+
+
+LAYERS = {
+    "LSTM": lambda: nn.LSTM(4, 4, batch_first=True),
+    "GRU": lambda: nn.GRU(4, 4, num_layers=2, batch_first=True),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+    "norms": lambda: nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(1, 2), nn.Softmax(1)),
+    "convolution": lambda: nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.AdaptiveMaxPool1d(4)),
+    "bilinear": lambda: nn.Sequential(nn.Upsample(scale_factor=2, mode="linear"), nn.MaxPool1d(2)),
+}
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_layers_of_torch_fold(make):
+    class Sequences(Norms):
+        def __init__(self):
+            super().__init__()
+            self.layer = make()
+
+        def forward(self, x):
+            h = self.layer(self.first(x).view(-1, 2, 4))
+            h = h[0] if isinstance(h, tuple) else h
+            return self.head(self.second(h.flatten(1)))
+
+    model = prepared(Sequences, ROWS)
+    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
+    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
+    assert way(model) == "folded"
+
+
+@pytest.mark.parametrize("between", APART.values(), ids=APART)
+def test_rows_that_are_kept_apart_fold(between):
+    model = prepared(lambda: Between(between), ROWS)
+    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
+    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
+    assert way(model) == "folded"
+
+
+def test_a_number_that_does_not_reach_the_output_is_no_matter():
+    class Two(Norms):
+        def forward(self, x):
+            out = self.head(self.second(self.first(x)))
+            return out, out.softmax(1).mean(0)
+
+    model = prepared(Two, ROWS)
+    samples(model, ROWS[:6], output_fn=lambda outputs: outputs[0])
+    assert way(model) == "folded"
+    samples(model, ROWS[:6], output_fn=lambda outputs: outputs[0] * (1 + 1e-9 * outputs[1]))
+    assert way(model) == "loop"
+
+
+def test_what_an_output_fn_makes_counts():
+    model = prepared(lambda: Between(lambda h: h), ROWS)
+    samples(model, ROWS[:6], output_fn=lambda out: torch.where(out.amax() > 1e6, 0, out))
+    assert way(model) == "loop"
+
+
+def test_rows_that_meet_before_anything_stochastic_are_the_same_for_all_replicas():
+    class Early(Norms):
+        def forward(self, x):
+            return self.head(self.second(self.first(x / x.abs().amax())))
+
+    model = prepared(Early, ROWS)
+    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
+    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
+    assert way(model) == "folded"
+
+
+def test_forwards_of_other_operations_are_told_apart_by_their_values():
+    """One that goes over its rows by itself has more operations for more of them."""
+
+    def by_rows(h):
+        return torch.stack([row * 2 for row in h])
+
+    model = prepared(lambda: Between(by_rows), ROWS)
+    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
+    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
+    assert way(model) == "folded"
+
+
+def test_a_training_step():
+    """Behind a gate at zero, which no value shows."""
+    model = BayesianNet(mix=lambda h: h + 0.0 * h.mean(0))
+    assert_right(model)
+    assert ways(model) == {"loop"}
+
+
+def test_a_body_of_replicas_refuses():
+    model = prepared(lambda: Between(RARE["largest"]), ROWS)
+    with bnuq.replicas(model, 4, 0), pytest.raises(ValueError, match="aten.amax.default makes of"):
+        model(ROWS[:6])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_numbers(dtype):
+    for between, expected in ((RARE["largest"], "loop"), (APART["squeeze and excite"], "folded")):
+        model = prepared(lambda between=between: Between(between).to(dtype), ROWS.to(dtype))
+        assert samples(model, ROWS[:6].to(dtype)).shape == (6, 6, K)
+        assert way(model) == expected
