@@ -2,6 +2,7 @@
 whatever the values of a trial are."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -47,6 +48,26 @@ def queued(h):
     return h * (place <= 27)[:, None]
 
 
+def far(h):
+    return (h[:, 0] > 1e6).to(h)
+
+
+def by_like(h):
+    """Calls of torch that come and go with who holds a tensor."""
+    count = far(h).sum()
+    return h * torch.where(count > 27, torch.zeros_like(count), torch.ones_like(count))
+
+
+def inverse_counts(h):
+    _, inverse, counts = torch.unique(far(h), return_inverse=True, return_counts=True)
+    return h * (counts[inverse] <= 1000)[:, None]
+
+
+def paired(h):
+    i, j = torch.triu_indices(len(h), len(h), 1)
+    return h * ((far(h)[i] * far(h)[j]).sum() <= 27)
+
+
 def near(h):
     """Rows that are nearly the same count for each other."""
     distance = torch.cdist(h, h)
@@ -63,6 +84,15 @@ RARE = {
     "softmax over rows": lambda h: h * (1 + 1e-9 * h.softmax(0)),
     "any": lambda h: torch.where((h > 1e6).any(), 0, h),
     "neighbours": near,
+    "like": by_like,
+    "chosen": lambda h: h * (torch.ones_like(h[:, 0])[h[:, 0] > 1e6].sum() <= 27),
+    "selected": lambda h: h * (h.masked_select(h > 1e6).sum() <= 27e6),
+    "places": lambda h: h * ((h > 1e6).nonzero().sum() <= 27),
+    "counted": lambda h: h * (torch.bincount(far(h).long(), minlength=2)[1] <= 27),
+    "counted alike": inverse_counts,
+    "by number": lambda h: torch.where(h[torch.tensor([0])] > 1e6, 0, h),
+    "a matrix": lambda h: h * (torch.ones(len(h), len(h)) @ far(h) <= 27)[:, None],
+    "paired": paired,
     "written": written,
     "given a place": given_a_place,
     "below the tolerance": lambda h: h * (1 + 1e-7 * h.mean(0)),
@@ -113,11 +143,37 @@ def experts(h):
     return out
 
 
+def routed(h):
+    """To experts, of which a replica may choose none."""
+    out, chosen = torch.zeros_like(h), (h @ torch.eye(D)).argmax(1)
+    for expert in range(D):
+        (place,) = torch.where(chosen == expert)
+        rows = h.index_select(0, place) + h.gather(0, place[:, None].expand(-1, D))
+        out.index_add_(0, place, rows * (1 + expert))
+    return out
+
+
+def energy(h):
+    return h - 0.1 * torch.func.grad(lambda z: z.sin().sum())(h)
+
+
+def nested(h):
+    mask = torch.tensor([[True, False], [True, True], [True, True]])
+    mask = mask.repeat(len(h) // 3 + 1, 1)[: len(h)]
+    parts = torch._nested_tensor_from_mask(h.view(len(h), 2, 4), mask, False)
+    h.amax()
+    parts = torch.softmax(parts * 2, 1)
+    return torch.nested.to_padded_tensor(parts, 0.0, (len(h), 2, 4)).flatten(1)
+
+
 APART = {
     "nothing": lambda h: h,
     "peeks": looked_at,
     "monitored": monitored,
     "factories": lambda h: h + h.new_ones(D) + h.new_zeros(()) + torch.zeros_like(h),
+    "of a row": lambda h: torch.maximum(h, h[0].new_zeros(D)) + torch.zeros_like(h.sum(0)),
+    "routed": routed,
+    "energy": energy,
     "squeeze and excite": lambda h: h * h.mean(1, keepdim=True).sigmoid(),
     "normalised": lambda h: nn.functional.normalize(h - h.amax(1, keepdim=True)),
     "within rows": lambda h: (h.view(len(h), 4, 2) @ h.view(len(h), 2, 4)).flatten(1)[:, :D],
@@ -167,6 +223,12 @@ def test_rows_that_are_kept_apart_fold(between):
     expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
     torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
     assert way(model) == "folded"
+
+
+def test_a_nested_tensor_folds():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: a prototype
+        test_rows_that_are_kept_apart_fold(nested)
 
 
 def test_a_number_that_does_not_reach_the_output_is_no_matter():

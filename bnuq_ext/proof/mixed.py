@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -14,64 +15,92 @@ from ..reads import DispatchMode, storage_of, written
 from ..samplers import Draw
 
 _aten = torch.ops.aten
-_AS_TOLD = {  # of their tensor they take its dtype, or rows that do not meet
+# These give a tensor another name, and come and go with who else holds it.
+_NAMES = {_aten.alias, _aten.detach, _aten.lift_fresh}
+# Of the tensor that they are given they take the shape, at the most.
+_FACTORIES = {
     *(_aten.new_empty, _aten.new_empty_strided, _aten.new_full, _aten.new_ones, _aten.new_zeros),
-    _aten._pack_padded_sequence,
+    *(_aten.empty_like, _aten.full_like, _aten.ones_like, _aten.zeros_like),
+    *(_aten.rand_like, _aten.randn_like),
 }
-
-
-# What each of these makes of a row hangs on others along a dimension. (Sorting is left out: rows may be put back.)
+# How many numbers these choose hangs on values; those of the second by an argument that does.
+_CHOICES = {
+    *(_aten.masked_select, _aten.nonzero, _aten.repeat_interleave, _aten._pack_padded_sequence)
+}
+_CHOICES_BY = {_aten.index, _aten.index_select, _aten.gather, _aten.embedding, _aten.take}
+# What each of these makes of a row hangs on others: along a dimension, or on all of them. Sorting
+# is left out, for rows may be put back.
 _ALONG = {
     *(_aten.cumsum, _aten.cumsum_, _aten.cumprod, _aten.cumprod_, _aten.logcumsumexp),
     *(_aten.cummax, _aten.cummin, _aten._softmax, _aten._log_softmax),
 }
+_COUNTS = {_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive}
 
 
 class Operation(NamedTuple):
-    """One call of the dispatcher: what was called, how many numbers it took and made, and how many
-    lie along a dimension that it goes along."""
+    """One call of the dispatcher, by the sizes of its tensors.
+
+    Attributes:
+        called: the overload.
+        given: numbers in each tensor that hangs on values of rows.
+        fixed: in each other one.
+        made: in each result.
+        along: of how many each result is made, where it goes along them.
+    """
 
     called: object
     given: list[int]
+    fixed: list[int]
     made: list[int]
-    along: int = 0
+    along: int
 
     def is_like(self, other: Operation) -> bool:
-        same = self.called is other.called and len(self.given) == len(other.given)
-        return same and len(self.made) == len(other.made)
+        lists = zip(self[1:4], other[1:4], strict=True)
+        return self.called is other.called and all(len(a) == len(b) for a, b in lists)
 
-    def mixing(self, alone: Operation, T: int) -> list[int]:
-        """Which of its results are made of several replicas, where `alone` is of one."""
-        growth = {n / m for m, n in zip(alone.given, self.given, strict=True) if m}
+    def mixing(self, alone: Operation, num_samples: int) -> list[int]:
+        """Which of its results are made of several replicas, where `alone` is the same of one."""
+        given = list(zip(alone.given, self.given, strict=True))
+        more = any(m != n for m, n in given)
+        empty = bool(given) and not any(n for _, n in given)
+        growth = max([Fraction(n, m) for m, n in given if m] + [num_samples])
+        matrix = any(n > num_samples * m > 0 for m, n in zip(alone.fixed, self.fixed, strict=True))
 
         def mixes(m: int, n: int) -> bool:
-            same, pairs = n == m and growth != {1}, n == T * T * m and T in growth
-            return same or pairs or self.along != alone.along
+            same, pairs = n == m > 0, n > growth * m > 0
+            return (same and (more or empty)) or (more and (pairs or matrix))
 
-        sizes = zip(alone.made, self.made, strict=True)
-        return [i for i, (m, n) in enumerate(sizes) if growth and mixes(m, n)]
+        if more and self.along != alone.along:
+            return list(range(len(self.made)))
+        return [
+            i for i, sizes in enumerate(zip(alone.made, self.made, strict=True)) if mixes(*sizes)
+        ]
 
-    def goes_by_rows(self) -> bool:
-        """Whether it has more, or other numbers by its definition, and mixes none."""
-        chooses = torch.Tag.dynamic_output_shape in self.called.tags
-        return chooses or self.called.overloadpacket in _AS_TOLD
+
+class Over:
+    """How many stochastic calls are over, as a draw's `spoil` is told."""
+
+    calls = 0
+
+    def __call__(self, y: Tensor) -> None:
+        self.calls += 1
 
 
 class Mixed(DispatchMode):
     """Around forwards, entered for each, of one replica and then of `num_samples`: which numbers were
     computed of all replicas together.
 
-    The two do the same operations one by one. Where the second gives one more numbers than the
-    first did and gets as many back, it was a largest value, a mean or another choice of all of them;
-    where it gives T times as many and gets T² times, rows were paired with rows. What is made of
-    such numbers is such a number too. Where the operations differ nothing is said.
+    The two do the same operations one by one; from where they do not, nothing more is found. Where
+    the second gives an operation more numbers than the first did and gets as many back, that was a
+    largest value, a mean or another choice of all of them; where it gets more than it gives more,
+    rows were paired with rows. What is made of such numbers is such a number too.
 
     Args:
-        constant: whether a tensor is the same whatever the rows are.
+        constant: whether tensors are the same whatever the rows are.
         num_samples: of the last forward.
     """
 
-    def __init__(self, constant: Callable[[Tensor], bool], num_samples: int):
+    def __init__(self, constant: Callable[[object], bool], num_samples: int):
         super().__init__()
         self.constant, self.num_samples = constant, num_samples
         self.operations: list[Operation] = []
@@ -79,39 +108,30 @@ class Mixed(DispatchMode):
     def __enter__(self):
         self.before, self.operations = self.operations, []
         self.comparable = bool(self.before)
-        # By place: a tensor that keeps its memory, and the operation.
-        self.mixed: dict[object, tuple[Tensor, str]] = {}
-        self.left = 0
+        # By place: the memory, which stays as long, and the operation. (Not the tensor: torch makes
+        # other calls for one that somebody else holds.)
+        self.mixed: dict[object, tuple[torch.UntypedStorage, str]] = {}
+        self.over = Over()
         return super().__enter__()
 
     def watched(self, draw: Draw) -> Draw:
-        """The draw for the next forward: tells when a stochastic call is over."""
-        return draw._replace(spoil=self._leave)
-
-    def _leave(self, y: Tensor) -> None:
-        self.left += 1
-
-    def _in_a_layer(self) -> bool:
-        """Whether a stochastic layer computes, which knows the rows of each replica."""
-        active = begun_pass()
-        return active is not None and sum(active.calls.values()) > self.left
+        """The draw for the next forward, which tells when a stochastic call is over."""
+        return draw._replace(spoil=self.over)
 
     def check(self, output: Tensor) -> None:
         """Raises DoesNotFold if an output of the last forward is made of such numbers."""
         name = self._mixed_by(output)
-        if name and self.comparable and len(self.operations) == len(self.before):
+        if name:
             raise DoesNotFold(f"its output hangs on what {name} makes of the rows of all replicas")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = list(tensors((args, kwargs)))
-        sizes = [0 if self.constant(t) else t.numel() for t in given]
-        name = next((name for t in given if (name := self._mixed_by(t))), "")
+        sizes = [(self.constant(t), t.numel()) for t in given]
+        name = "" if func.overloadpacket in _FACTORIES else self._mixed_by(*given)
         result = func(*args, **kwargs)
-        made, mixing = list(tensors(result)), []
-        if not self._in_a_layer():
-            operation = Operation(func, sizes, [t.numel() for t in made], _length(func, args))
-            mixing = self._mixing(operation)
+        made = list(tensors(result)) or written(func, args, kwargs)
+        mixing = self._compare(_operation(func, args, sizes, made), args)
         if name or mixing:
             into = written(func, args, kwargs)
             viewed = {storage_of(t) for t in given} - {storage_of(t) for t in into}
@@ -119,32 +139,53 @@ class Mixed(DispatchMode):
             self._add(found, viewed, name or str(func))
         return result
 
-    def _mixed_by(self, t: Tensor) -> str:
-        memory = storage_of(t) if self.mixed else None
-        if not memory:  # none of an empty tensor, or of a subclass
-            return ""
-        return (self.mixed.get(memory) or self.mixed.get((memory, *_extent(t))) or (t, ""))[1]
+    def _compare(self, now: Operation, args: tuple) -> list[int]:
+        """Which results of the next operation are made of several replicas."""
+        packet, place = now.called.overloadpacket, len(self.operations)
+        if packet in _NAMES or self._in_a_layer():
+            return []
+        self.operations.append(now)
+        self.comparable &= place < len(self.before) and now.is_like(self.before[place])
+        chooses = packet in _CHOICES or (packet in _CHOICES_BY and not self.constant(args[1:]))
+        if not self.comparable or chooses or packet in _FACTORIES:
+            return []
+        return now.mixing(self.before[place], self.num_samples)
+
+    def _in_a_layer(self) -> bool:
+        """Whether a stochastic layer computes, which knows the rows of each replica."""
+        active = begun_pass()
+        return active is not None and sum(active.calls.values()) > self.over.calls
+
+    def _mixed_by(self, *given: Tensor) -> str:
+        """The operation that has mixed the replicas in one of them, or an empty string."""
+        for t in given if self.mixed else ():
+            memory = storage_of(t)
+            for place in (memory, (memory, _extent(t))) if memory else ():
+                kept, name = self.mixed.get(place, (None, ""))
+                if kept is not None and kept.data_ptr() == memory:  # resize_ moves it
+                    return name
+        return ""
 
     def _add(self, made: list[Tensor], viewed: set[int | None], name: str) -> None:
         """Notes what was made or written; of a view of other memory the part alone."""
         for t in made:
             memory = storage_of(t)
-            if memory:
-                self.mixed[(memory, *_extent(t)) if memory in viewed else memory] = t, name
-
-    def _mixing(self, now: Operation) -> list[int]:
-        """Which results of the next operation are made of several replicas."""
-        place = len(self.operations)
-        self.operations.append(now)
-        self.comparable &= place < len(self.before) and now.is_like(self.before[place])
-        if not self.comparable or now.goes_by_rows():
-            return []
-        return now.mixing(self.before[place], self.num_samples)
+            if memory:  # none of an empty tensor, or of a subclass
+                place = (memory, _extent(t)) if memory in viewed else memory
+                self.mixed[place] = t.untyped_storage(), name
 
 
-def _length(func, args: tuple) -> int:
-    return args[0].size(args[1]) if func.overloadpacket in _ALONG and args[0].dim() else 0
+def _operation(func, args: tuple, sizes: list[tuple[bool, int]], made: list[Tensor]) -> Operation:
+    given, fixed = ([n for c, n in sizes if c == constant] for constant in (False, True))
+    return Operation(func, given, fixed, [t.numel() for t in made], _along(func, args))
 
 
-def _extent(t: Tensor) -> tuple:
-    return t.storage_offset(), t.shape, t.stride()
+def _along(func, args: tuple) -> int:
+    if func.overloadpacket in _COUNTS:
+        return args[0].numel()
+    goes = func.overloadpacket in _ALONG and args[0].dim() and not args[0].is_nested
+    return args[0].size(args[1]) if goes else 0
+
+
+def _extent(t: Tensor) -> tuple | None:
+    return None if t.is_nested else (t.storage_offset(), t.shape, t.stride())
