@@ -88,6 +88,9 @@ RARE = {
     "chosen": lambda h: h * (torch.ones_like(h[:, 0])[h[:, 0] > 1e6].sum() <= 27),
     "selected": lambda h: h * (h.masked_select(h > 1e6).sum() <= 27e6),
     "places": lambda h: h * ((h > 1e6).nonzero().sum() <= 27),
+    "count of an expert": lambda h: (
+        h * (torch.bincount(far(h).long())[far(h).long()] <= 1000)[:, None]
+    ),
     "counted": lambda h: h * (torch.bincount(far(h).long(), minlength=2)[1] <= 27),
     "counted alike": inverse_counts,
     "by number": lambda h: torch.where(h[torch.tensor([0])] > 1e6, 0, h),
@@ -153,6 +156,26 @@ def routed(h):
     return out
 
 
+def grouped(h):
+    """Rows sorted by their expert, whose rows end at sums of counts; the last row of each."""
+    chosen = (h @ torch.eye(D)).argmax(1)
+    order = chosen.argsort()
+    ends = torch.histc(chosen.float(), D, 0, D - 1).cumsum(0, dtype=torch.int32)
+    experts = torch.eye(D).repeat(D, 1, 1) * torch.arange(D)[:, None, None]
+    made = torch._grouped_mm(h[order].bfloat16(), experts.bfloat16(), offs=ends).to(h)
+    return h + made[order.argsort()]
+
+
+def ragged(h):
+    """Rows of so many parts as they say, summed from where they begin, and of which one is read."""
+    lengths = 1 + (h.abs().sum(1) * 3).long() % 4
+    places = torch.arange(4).expand(len(h), 4)
+    parts = places[places < lengths[:, None]]
+    starts = lengths.cumsum(0) - lengths
+    table = torch.linspace(-1, 1, 4 * D).view(4, D)
+    return h + nn.functional.embedding_bag(parts, table, starts) + parts[starts][:, None]
+
+
 def energy(h):
     return h - 0.1 * torch.func.grad(lambda z: z.sin().sum())(h)
 
@@ -173,6 +196,8 @@ APART = {
     "factories": lambda h: h + h.new_ones(D) + h.new_zeros(()) + torch.zeros_like(h),
     "of a row": lambda h: torch.maximum(h, h[0].new_zeros(D)) + torch.zeros_like(h.sum(0)),
     "routed": routed,
+    "grouped": grouped,
+    "ragged": ragged,
     "energy": energy,
     "squeeze and excite": lambda h: h * h.mean(1, keepdim=True).sigmoid(),
     "normalised": lambda h: nn.functional.normalize(h - h.amax(1, keepdim=True)),

@@ -35,6 +35,11 @@ _ALONG = {
     *(_aten.cummax, _aten.cummin, _aten._softmax, _aten._log_softmax),
 }
 _COUNTS = {_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive}
+# Counts and their sums say where the rows of a group lie, to what reads or multiplies them there.
+_PLACES = {_aten.bincount, _aten.histc, _aten.cumsum}
+_AT_PLACES = _CHOICES_BY | {
+    *(_aten._grouped_mm, _aten._embedding_bag, _aten._embedding_bag_forward_only)
+}
 
 
 class Operation(NamedTuple):
@@ -110,7 +115,7 @@ class Mixed(DispatchMode):
         self.comparable = bool(self.before)
         # By place: the memory, which stays as long, and the operation. (Not the tensor: torch makes
         # other calls for one that somebody else holds.)
-        self.mixed: dict[object, tuple[torch.UntypedStorage, str]] = {}
+        self.mixed: dict[object, tuple[torch.UntypedStorage, torch._ops.OpOverload]] = {}
         self.over = Over()
         return super().__enter__()
 
@@ -120,23 +125,25 @@ class Mixed(DispatchMode):
 
     def check(self, output: Tensor) -> None:
         """Raises DoesNotFold if an output of the last forward is made of such numbers."""
-        name = self._mixed_by(output)
-        if name:
-            raise DoesNotFold(f"its output hangs on what {name} makes of the rows of all replicas")
+        source = self._source(output)
+        if source is not None:
+            raise DoesNotFold(
+                f"its output hangs on what {source} makes of the rows of all replicas"
+            )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = list(tensors((args, kwargs)))
         sizes = [(self.constant(t), t.numel()) for t in given]
-        name = "" if func.overloadpacket in _FACTORIES else self._mixed_by(*given)
+        source = self._source_of(func.overloadpacket, args, kwargs)
         result = func(*args, **kwargs)
         made = list(tensors(result)) or written(func, args, kwargs)
         mixing = self._compare(_operation(func, args, sizes, made), args)
-        if name or mixing:
+        if source or mixing:
             into = written(func, args, kwargs)
             viewed = {storage_of(t) for t in given} - {storage_of(t) for t in into}
-            found = [*made, *into] if name else [made[i] for i in mixing]
-            self._add(found, viewed, name or str(func))
+            found = [*made, *into] if source else [made[i] for i in mixing]
+            self._add(found, viewed, source or func)
         return result
 
     def _compare(self, now: Operation, args: tuple) -> list[int]:
@@ -156,23 +163,33 @@ class Mixed(DispatchMode):
         active = begun_pass()
         return active is not None and sum(active.calls.values()) > self.over.calls
 
-    def _mixed_by(self, *given: Tensor) -> str:
-        """The operation that has mixed the replicas in one of them, or an empty string."""
-        for t in given if self.mixed else ():
-            memory = storage_of(t)
-            for place in (memory, (memory, _extent(t))) if memory else ():
-                kept, name = self.mixed.get(place, (None, ""))
-                if kept is not None and kept.data_ptr() == memory:  # resize_ moves it
-                    return name
-        return ""
+    def _source_of(self, packet, args: tuple, kwargs: dict):
+        """The operation by which what an operation is given is mixed, or None."""
+        if not self.mixed or packet in _FACTORIES:
+            return None
+        first, others = [
+            [self._source(t) for t in tensors(a)] for a in (args[:1], (args[1:], kwargs))
+        ]
+        if packet in _AT_PLACES:
+            others = [s for s in others if s is None or s.overloadpacket not in _PLACES]
+        return next((source for source in (*first, *others) if source), None)
 
-    def _add(self, made: list[Tensor], viewed: set[int | None], name: str) -> None:
+    def _source(self, t: Tensor):
+        """The same of a tensor."""
+        memory = storage_of(t)
+        for place in (memory, (memory, _extent(t))) if memory else ():
+            kept, source = self.mixed.get(place, (None, None))
+            if kept is not None and kept.data_ptr() == memory:  # resize_ moves it
+                return source
+        return None
+
+    def _add(self, made: list[Tensor], viewed: set[int | None], source) -> None:
         """Notes what was made or written; of a view of other memory the part alone."""
         for t in made:
             memory = storage_of(t)
             if memory:  # none of an empty tensor, or of a subclass
                 place = (memory, _extent(t)) if memory in viewed else memory
-                self.mixed[place] = t.untyped_storage(), name
+                self.mixed[place] = t.untyped_storage(), source
 
 
 def _operation(func, args: tuple, sizes: list[tuple[bool, int]], made: list[Tensor]) -> Operation:
