@@ -17,14 +17,21 @@ import bnuq_ext as bnuq
 
 
 class Between(Norms):
-    """A function between its two layers, and one behind them."""
+    """A function between its two layers."""
 
-    def __init__(self, between, behind=lambda h: h):
+    def __init__(self, between):
         super().__init__()
-        self.between, self.behind = between, behind
+        self.between = between
 
     def forward(self, x):
-        return self.behind(self.head(self.second(self.between(self.first(x)))))
+        return self.head(self.second(self.between(self.first(x))))
+
+
+def assert_folds(make):
+    model = prepared(make, ROWS)
+    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
+    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
+    assert way(model) == "folded"
 
 
 def written(h):
@@ -157,7 +164,7 @@ def routed(h):
 
 
 def grouped(h):
-    """Rows sorted by their expert, whose rows end at sums of counts; the last row of each."""
+    """Rows sorted by their expert, whose rows end at sums of counts."""
     chosen = (h @ torch.eye(D)).argmax(1)
     order = chosen.argsort()
     ends = torch.histc(chosen.float(), D, 0, D - 1).cumsum(0, dtype=torch.int32)
@@ -236,24 +243,18 @@ def test_layers_of_torch_fold(make):
             h = h[0] if isinstance(h, tuple) else h
             return self.head(self.second(h.flatten(1)))
 
-    model = prepared(Sequences, ROWS)
-    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
-    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
-    assert way(model) == "folded"
+    assert_folds(Sequences)
 
 
 @pytest.mark.parametrize("between", APART.values(), ids=APART)
 def test_rows_that_are_kept_apart_fold(between):
-    model = prepared(lambda: Between(between), ROWS)
-    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
-    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
-    assert way(model) == "folded"
+    assert_folds(lambda: Between(between))
 
 
 def test_a_nested_tensor_folds():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own: a prototype
-        test_rows_that_are_kept_apart_fold(nested)
+        assert_folds(lambda: Between(nested))
 
 
 def test_a_number_that_does_not_reach_the_output_is_no_matter():
@@ -280,10 +281,7 @@ def test_rows_that_meet_before_anything_stochastic_are_the_same_for_all_replicas
         def forward(self, x):
             return self.head(self.second(self.first(x / x.abs().amax())))
 
-    model = prepared(Early, ROWS)
-    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
-    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
-    assert way(model) == "folded"
+    assert_folds(Early)
 
 
 def test_forwards_of_other_operations_are_told_apart_by_their_values():
@@ -292,10 +290,7 @@ def test_forwards_of_other_operations_are_told_apart_by_their_values():
     def by_rows(h):
         return torch.stack([row * 2 for row in h])
 
-    model = prepared(lambda: Between(by_rows), ROWS)
-    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
-    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
-    assert way(model) == "folded"
+    assert_folds(lambda: Between(by_rows))
 
 
 def test_a_training_step():

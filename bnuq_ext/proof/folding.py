@@ -6,8 +6,9 @@ One replica after another is the definition of the answer. Folding must prove it
 2.  On three rows, two replicas folded must equal the two one after another, also where flags are set
     that none of the rows sets, or one replica is scaled; infinities in one must not reach the
     other. Among nine replicas a row that lies far out, and rows that are nearly alike, must be
-    treated as in one. No output may be made of what an operation makes of both replicas. This is tried once per model and trailing shape. If it fails, the input is
-    expanded T-fold and that is tried.
+    treated as in one. No output may be made of what an operation makes of both replicas. This is
+    tried once per model and trailing shape. If it fails, the input is expanded T-fold and that is
+    tried.
 3.  The first folded chunk of every size must agree with four of its replicas run alone.
 4.  Every folded run must show each stochastic call the rows of the record, or T times as many, as in
     the trial, and return T times the rows of the record.

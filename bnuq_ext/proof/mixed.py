@@ -25,7 +25,10 @@ _FACTORIES = {
 }
 # How many numbers these choose hangs on values; those of the second by an argument that does.
 _CHOICES = {
-    *(_aten.masked_select, _aten.nonzero, _aten.repeat_interleave, _aten._pack_padded_sequence)
+    _aten.masked_select,
+    _aten.nonzero,
+    _aten.repeat_interleave,
+    _aten._pack_padded_sequence,
 }
 _CHOICES_BY = {_aten.index, _aten.index_select, _aten.gather, _aten.embedding, _aten.take}
 # What each of these makes of a row hangs on others: along a dimension, or on all of them. Sorting
@@ -38,7 +41,9 @@ _COUNTS = {_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consec
 # Counts and their sums say where the rows of a group lie, to what reads or multiplies them there.
 _PLACES = {_aten.bincount, _aten.histc, _aten.cumsum}
 _AT_PLACES = _CHOICES_BY | {
-    *(_aten._grouped_mm, _aten._embedding_bag, _aten._embedding_bag_forward_only)
+    _aten._grouped_mm,
+    _aten._embedding_bag,
+    _aten._embedding_bag_forward_only,
 }
 
 
