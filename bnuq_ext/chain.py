@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .bayes import BayesLinear
+from .bayes import DTYPES, BayesLinear
 from .fingerprint import has_hooks
 from .inputs import expand
 from .ops.linear_chain import Link, bayes_linear_chain
@@ -158,7 +158,7 @@ def _joins(layer: BayesLinear, x: Tensor) -> bool:
     mu = layer._parameters.get("weight_mu")  # past the look-up of a module's attributes
     if type(mu) is not nn.Parameter or mu.shape != (layer.out_features, layer.in_features):
         return False
-    fits = x.dtype is mu.dtype and x.device == mu.device and x.layout is torch.strided
+    fits = x.dtype is mu.dtype in DTYPES and x.device == mu.device and x.layout is torch.strided
     return fits and layer.estimator == "exact" and layer.has_closed_divergence
 
 

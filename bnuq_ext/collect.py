@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 
 import torch
@@ -61,9 +61,12 @@ def collect(
             one batch independent of the next; from 2 to the size of the data set.
         device: where the inputs go; by default that of the model's first parameter or buffer.
         input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword
-            arguments. M is the first size of its first tensor, unless that is in a list or a layer
-            sees no multiple of it: the loader's batch_size then, or how many images (C, H, W), of
-            up to four channels, the list holds. N is the number of the data set's items, and where
+            arguments. M is the first size of its first tensor. Where that is less than the
+            loader's `batch_size`, or the one above, or a layer sees no multiple of it, M is the
+            first size of another tensor, or the second of the first one (sequences with time
+            first), if neither is so of that. Of a first tensor in a list, or where layers see
+            multiples of none, M is that `batch_size`, or how many images (C, H, W), of up to four
+            channels, the list holds. N is the number of the data set's items, and where
             a batch has more rows than the loader's batch_size (the nodes of graphs, several crops
             of an image) so many times more; of data that does not tell its size, an iterator or a
             list, the rows that were seen (set `bank.dataset_size` before it is rescaled).
@@ -183,6 +186,7 @@ class _Record:
         self.count: dict[str, list[int]] = {}
         self.called: set[str] = set()
         self.rows: list[int] = []
+        self.others: list[list[int]] = []  # what else may be the rows of each batch
         self.passes: Counter[int] = Counter()
         self.seen = self.small = self.nonfinite = 0
         self.listed = False  # whether the model takes a list of rows
@@ -217,6 +221,7 @@ class _Record:
         listed = _first_list(inputs)
         self.listed |= bool(listed)
         self.rows.append(len(listed) if _are_images(listed) else rows)
+        self.others.append(_other_sizes(inputs))
         self.passes[number_of_pass] += 1
 
     def _leave_out(self, where: str) -> None:
@@ -245,38 +250,45 @@ class _Record:
         if not self.called:
             got = "calls of none"
             refuse(self.op, "model", "call its stochastic layers in eval", got)
-        rows = self._batch_size(source)
+        rows = self._rows(source.batch_size or 0)
+        batch_size = self._batch_size(source, rows)
         names = list(self.mean)
         return Bank.adopt(
             {key: torch.stack(self.mean.pop(key)) for key in names},
             {key: torch.stack(self.var.pop(key)) for key in names},
             {key: torch.tensor(self.count.pop(key), device="cpu") for key in names},
-            batch_size=rows,
-            dataset_size=self._dataset_size(source, rows),
+            batch_size=batch_size,
+            dataset_size=self._dataset_size(source, batch_size, sum(rows)),
             disjoint=self._disjoint(source),
             unused=[name for name in self.layers if name not in self.called],
             metadata={"torch": torch.__version__, "bnuq_ext": __version__},
         )
 
-    def _batch_size(self, source: Source) -> int:
-        """M, the rows of most batches; the loader's batch_size where the first tensor's size is not
-        that of rows: it is one row of a list, or a layer saw no multiple of it."""
-        uneven = any(
-            count % rows
-            for counts in self.count.values()
-            for count, rows in zip(counts, self.rows, strict=True)
-        )
-        # A loader of one item a batch may have whole batches for items.
-        if (self.listed or uneven) and (source.batch_size or 0) > 1:
-            return source.batch_size
-        return Counter(self.rows).most_common(1)[0][0]
+    def _rows(self, items: int) -> list[int]:
+        """Those of each batch, of which most have at least as many as items."""
+        for sizes in [self.rows, *zip(*self.others, strict=False)]:
+            if self._divide_counts(sizes) and _commonest(sizes) >= items:
+                return list(sizes)
+        return self.rows
 
-    def _dataset_size(self, source: Source, rows: int) -> int:
+    def _divide_counts(self, sizes: Sequence[int]) -> bool:
+        pairs = (zip(counts, sizes, strict=True) for counts in self.count.values())
+        return not any(size == 0 or count % size for pair in pairs for count, size in pair)
+
+    def _batch_size(self, source: Source, rows: list[int]) -> int:
+        """M, the rows of most batches; the loader's batch_size where no size is that of rows:
+        it is one row of a list, or a layer saw no multiple of it."""
+        # A loader of one item a batch may have whole batches for items.
+        if (self.listed or not self._divide_counts(rows)) and (source.batch_size or 0) > 1:
+            return source.batch_size
+        return _commonest(rows)
+
+    def _dataset_size(self, source: Source, rows: int, seen: int) -> int:
         """N, in what M counts: of a data set whose items have several rows each, their rows."""
         known, items = source.dataset_size or 0, source.batch_size or rows
         if rows > items:
             return known * rows // items
-        return known if known >= rows else sum(self.rows)
+        return known if known >= rows else seen
 
     def _disjoint(self, source: Source) -> float:
         """Fraction of the pairs of snapshots that come from one pass, whose batches share no row;
@@ -305,6 +317,16 @@ class _Record:
                 f"{bank.dataset_size}: the larger they are the less their statistics vary, and "
                 "the mutual information vanishes"
             )
+
+
+def _commonest(sizes: Sequence[int]) -> int:
+    return Counter(sizes).most_common(1)[0][0]
+
+
+def _other_sizes(inputs) -> list[int]:
+    """The first sizes of all tensors but the first, and the second of that."""
+    first, *others = (t.shape for t in tensors(inputs) if t.dim() > 0)
+    return [shape[0] for shape in [*others, first[1:]] if shape]
 
 
 def _first_list(inputs) -> list:

@@ -70,7 +70,8 @@ def convert(
 def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """The model with its stochastic layers turned back into what they were, without their bank.
 
-    Parameters, buffers, hooks and flags are the current ones.
+    Parameters, buffers, hooks and flags are the current ones; but torch's batch norm cannot hold its
+    statistics in train(), as layers that `freeze` has frozen do, which gives a warning.
 
     Args:
         model: a model with stochastic layers.
@@ -84,12 +85,14 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         ValueError: it has no stochastic layer, or one with a parametrisation.
     """
     check_model("revert", model)
-    if not named_stochastic_layers(model):
+    layers = named_stochastic_layers(model)
+    if not layers:
         refuse("revert", "model", "contain a stochastic layer", "none")
-    for name, module in model.named_modules():
-        if isinstance(module, Stochastic) and is_parametrized(module):
+    for name, layer in layers.items():
+        if is_parametrized(layer):
             got = f"layer {name!r}" if name else "the model itself"
             refuse("revert", "model", "hold no stochastic layer that is parametrised", got)
+    frozen = [repr(name) for name, layer in layers.items() if layer.frozen]
     if not inplace:
         model = copy_model("revert", model, _INPLACE)
     originals = {}
@@ -97,6 +100,10 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         if isinstance(module, Stochastic):
             originals[id(module)] = _restore(module)
         _remember_excluded(module, False)
+    if frozen:
+        warn(
+            f"revert: {', '.join(frozen)}: frozen, but torch's batch norm moves its statistics in train()"
+        )
     return _replace(model, originals)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from .ops.checks import refuse
 
@@ -188,7 +189,8 @@ def call(model: nn.Module, inputs):
         return model(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    several = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)
+    return model(*inputs) if several else model(inputs)
 
 
 def device_of(modules: Iterable[nn.Module]) -> torch.device:

@@ -294,9 +294,10 @@ class ReplicaPass(Pass):
             output.register_hook(replay.enter)
 
     def check_calls(self) -> None:
-        """Raises unless the forward made the calls of the bank, at least one,
-        and those of T = 1."""
+        """Raises unless the forward made a call at the least, those of the bank, and those of T = 1."""
         made = sum(self.calls.values())
+        if not made:
+            refuse(self.op, "model", "call a stochastic layer in its forward", "no call")
         if made != len(self.draw.tables):  # equal in a model without other layers
             self._check_against_bank()
         if made != len(self.rows):
@@ -305,8 +306,6 @@ class ReplicaPass(Pass):
             )
 
     def _check_against_bank(self) -> None:
-        if not self.calls:
-            refuse(self.op, "model", "call a stochastic layer in its forward", "no call")
         for key in self.draw.tables:
             name, call = split_key(key)
             # A part of a model may be run with the bank of the whole.

@@ -102,7 +102,7 @@ def predict(
             are the batch's. "in": each query by itself takes the place of the last row of the
             batch, and the statistics are those of the M rows together, in deeper layers too: exact,
             as in a training step, and slow, since it takes a forward of M rows for each query and
-            replica. Keeps all T batches in memory.
+            replica. The model's input is one tensor then. Keeps all T batches in memory.
         strategy: "loop" runs one replica after another, which defines the answer; "folded" runs
             many as one batch or refuses; "auto" folds where the model has proved to give the loop's
             answer, and where it is a plain `nn.Sequential` of layers that treat rows one by one.

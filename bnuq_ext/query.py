@@ -11,7 +11,7 @@ from .batches import find_loader
 from .bayes import bayes_layers
 from .collect import CollectPass
 from .forward import Forward
-from .inputs import device_of, map_tensors, model_input, num_rows, tensors
+from .inputs import device_of, map_tensors, num_rows, split_batch, tensors
 from .known import know
 from .nn import require_stochastic_layers
 from .ops.checks import refuse
@@ -124,7 +124,7 @@ def take_batches(op: str, loader, first: int, count: int, device: torch.device) 
     with preserved_rng(*source.generators), closing(source.batches(most)) as batches:
         for _, given in batches:
             seen += 1
-            batch = model_input(op, given)
+            batch, _ = split_batch(op, given)
             if not isinstance(batch, Tensor):
                 got = type(batch).__name__
                 refuse(op, "loader", 'yield one tensor a batch with query "in"', got, TypeError)

@@ -14,8 +14,14 @@
 namespace bnuq {
 
 constexpr float kTinyRho = -40.0f;
-// A rho below this, -inf, stands for a pruned weight, whose term is 0. Its gradients stay finite.
 constexpr float kPrunedRho = -3.4e38f;
+
+// Of a rho of -inf, which stands for a pruned weight: its term is 0, and what its gradients are
+// multiplied by.
+template <typename acc_t>
+BNUQ_HD acc_t unless_pruned(acc_t rho, acc_t value) {
+  return rho < acc_t(kPrunedRho) ? acc_t(0) : value;
+}
 
 template <typename acc_t>
 struct Posterior {
@@ -44,7 +50,7 @@ GaussianScale<acc_t> gaussian_scale(double prior_std) {
 }
 
 template <typename acc_t>
-struct KlTerm {
+struct KlTerm {  // its gradients as if not pruned
   acc_t value, by_mu, by_rho;
 };
 
@@ -53,9 +59,7 @@ BNUQ_HD KlTerm<acc_t> gaussian_kl_term(acc_t mu, acc_t rho, acc_t log_std, acc_t
   const Posterior<acc_t> q = posterior(rho);
   const acc_t value =
       log_std - q.log_sigma - acc_t(0.5) + acc_t(0.5) * precision * (q.sigma * q.sigma + mu * mu);
-  return {
-      rho < acc_t(kPrunedRho) ? acc_t(0) : value, mu * precision,
-      q.sigma * q.slope * precision - q.log_slope};
+  return {unless_pruned(rho, value), mu * precision, q.sigma * q.slope * precision - q.log_slope};
 }
 
 // log(log(1 + x) / x) for 0 <= x <= 1, absolute error below 1e-7.
@@ -102,8 +106,7 @@ BNUQ_HD KlTerm<acc_t> mixture_kl_term(
   const acc_t share1 = first ? larger : e * larger, share2 = first ? e * larger : larger;
   const acc_t by_w = w * (share1 * p.precision1 + share2 * p.precision2);
   const acc_t value = -acc_t(0.5) * eps * eps - q.log_sigma - log_p;
-  return {
-      q.log_sigma < acc_t(kPrunedRho) ? acc_t(0) : value, by_w, by_w * eps * q.slope - q.log_slope};
+  return {unless_pruned(q.log_sigma, value), by_w, by_w * eps * q.slope - q.log_slope};
 }
 
 }  // namespace bnuq

@@ -377,3 +377,46 @@ def test_a_batch_weight_may_be_a_tensor():
             bnuq.elbo_loss(model, x, y, batch_weight=weight)
     with pytest.raises(TypeError, match="elbo_loss: batch_weight must be real, got torch.bool"):
         bnuq.elbo_loss(model, x, y, batch_weight=torch.tensor(True))
+
+
+@pytest.mark.parametrize("estimator", ["exact", "local"])
+def test_weights_of_16_bits_are_not_sampled(estimator):
+    model = nn.Sequential(bnuq.BayesLinear(5, 3, estimator=estimator)).to(torch.bfloat16)
+    x, y = torch.randn(4, 5, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.long)
+    assert model.eval()(x).dtype == torch.bfloat16
+    text = "^BayesLinear: the weights must be float32 or float64 where .*, got torch.bfloat16"
+    for run in (
+        lambda: model.train()(x),
+        lambda: bnuq.elbo_loss(model, x, y, batch_weight=1.0),
+        lambda: bnuq.predict(model, x, likelihood="categorical"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            run()
+
+
+class Enclosed(nn.Module):
+    """Calls its layer by way of a closure, which a copy of the model shares with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = layer = nn.Linear(5, 3)
+        self.head = lambda x: layer(x.relu())
+
+    def forward(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_a_forward_that_samples_nothing_is_refused(T):
+    model = bnuq.to_bayesian(Enclosed())
+    x, y = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
+    text = "model must call a stochastic layer in its forward, got no call"
+    with pytest.raises(ValueError, match=f"predict: {text}"):
+        bnuq.predict(model, x, likelihood="categorical", num_samples=T)
+    with pytest.raises(ValueError, match=f"elbo_loss: {text}"):
+        bnuq.elbo_loss(model, x, y, batch_weight=1.0, num_samples=T)
+    with (
+        pytest.raises(ValueError, match=f"replicas: {text}"),
+        bnuq.replicas(model, num_samples=T),
+    ):
+        model(x)

@@ -125,3 +125,60 @@ def test_parts_of_an_input_in_a_list_are_no_rows():
     batches = [([torch.randn(100, 6), torch.randn(331, 6)],) for _ in range(20)]
     bank = bnuq.collect(bnuq.convert(Graph()), batches, 20, input_fn=lambda batch: batch)
     assert (bank.batch_size, bank.dataset_size) == (100, 2000)
+
+
+class Steps(nn.Module):
+    """A recurrent network with time first, torch's default, and batch norm behind its last step."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.bn = nn.GRU(WIDTH, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x, *, scale=1.0, **others):
+        return self.bn(self.recurrent(x)[0][-1] * scale)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 8, 16, 24])
+@pytest.mark.parametrize("form", ["loader", "data set", "batches"])
+def test_steps_of_sequences_are_no_rows(form, length):
+    data = torch_data.TensorDataset(torch.randn(400, length, WIDTH))
+    given = {"data": data, "batch_size": 8}
+    if form != "data set":
+        given = {"data": torch_data.DataLoader(data, 8, shuffle=True)}
+    if form == "batches":
+        given = {"data": list(given["data"])}
+    told = form != "batches" or length in (3, 16, 24)  # else nothing shows that they are none
+    model = bnuq.convert(Steps())
+    bank = bnuq.collect(model, **given, num_batches=50, input_fn=lambda b: b[0].transpose(0, 1))
+    assert bank.count["bn"].eq(8).all()
+    assert (bank.batch_size, bank.dataset_size) == ((8, 400) if told else (length, 50 * length))
+
+
+def test_other_arguments_before_the_rows():
+    data = torch_data.TensorDataset(torch.randn(404, WIDTH))
+    batches = torch_data.DataLoader(data, 8, shuffle=True)
+
+    def keywords(batch):
+        return {"scale": torch.ones(1), "x": batch[0][None], "mask": torch.ones(len(batch[0]))}
+
+    bank = bnuq.collect(bnuq.convert(Steps()), batches, 50, input_fn=keywords)
+    assert (bank.batch_size, bank.dataset_size) == (8, 404)
+
+
+def test_edges_of_graphs_before_their_nodes():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, edges, nodes):
+            return self.bn(nodes.index_add(0, edges[0], nodes[edges[1]]))
+
+    def together(graphs):
+        edges = torch.cat([e + 12 * i for i, (e, _) in enumerate(graphs)], 1)
+        return edges, torch.cat([nodes for _, nodes in graphs])
+
+    graphs = [(torch.randint(12, (2, 30)), torch.randn(12, WIDTH)) for _ in range(200)]
+    data = torch_data.DataLoader(graphs, 4, shuffle=True, collate_fn=together)
+    bank = bnuq.collect(bnuq.convert(Graph()), data, 50, input_fn=lambda batch: batch)
+    assert (bank.batch_size, bank.dataset_size) == (48, 2400)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from predicting import predict
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 import bnuq_ext as bnuq
 from bnuq_ext.inputs import map_tensors
@@ -261,3 +262,26 @@ def test_pairs_of_a_data_set_become_a_list_in_its_loader():
     for images, y in [(torch.ones(3, 4, 4), torch.ones(2)), ("text", torch.ones(2))]:
         with pytest.raises(TypeError, match="a batch must be .* got list of list"):
             bnuq.predict(model, [[[images, images], y]], **options)
+
+
+def test_a_packed_sequence_is_one_argument():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent, self.bn = nn.GRU(4, 6), nn.BatchNorm1d(6)
+
+        def forward(self, packed):
+            return self.bn(self.recurrent(packed)[1][0])
+
+    def packed(rows):
+        return pack_sequence([torch.randn(2 + i % 4, 4) for i in range(rows)], False)
+
+    torch.manual_seed(0)
+    model, x = bnuq.convert(Recurrent()).eval(), packed(5)
+    bank = bnuq.collect(model, [packed(16) for _ in range(6)], 6, input_fn=lambda p: p)
+    pred = predict(model, x, likelihood="gaussian", keep_samples=True, num_samples=6)
+    plain = bnuq.revert(model)
+    for sample, snapshot in zip(pred.samples, pred.snapshots, strict=True):
+        plain.bn.running_mean.copy_(bank.mean["bn"][snapshot])
+        plain.bn.running_var.copy_(bank.var["bn"][snapshot])
+        torch.testing.assert_close(sample, plain(x).detach(), rtol=1e-5, atol=1e-5)

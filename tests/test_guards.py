@@ -192,7 +192,8 @@ def test_a_layer_in_eval_stays_there_when_it_is_let_go():
 def test_a_layer_that_is_turned_back_is_frozen_no_more():
     model = bnuq.convert(block())
     bnuq.freeze(model)
-    model = bnuq.convert(bnuq.revert(model)).train()
+    with pytest.warns(UserWarning, match="^revert: '1': frozen, but torch's batch norm moves its"):
+        model = bnuq.convert(bnuq.revert(model)).train()
     before = model[1].running_mean.clone()
     model(ROWS)
     assert model[1].training and not torch.equal(model[1].running_mean, before)
@@ -210,7 +211,8 @@ def test_what_predict_normalises_with_is_another_switch():
     assert predict(again, num_samples=4).mutual_information.max() > 1e-4
     frozen = copy.deepcopy(again).train()
     assert not frozen[1].training
-    reverted = bnuq.revert(frozen).train()
+    with pytest.warns(UserWarning, match="^revert: '1', '5': frozen"):
+        reverted = bnuq.revert(frozen).train()
     assert reverted[1].training and type(reverted[1]) is nn.BatchNorm2d
 
 

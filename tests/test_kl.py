@@ -105,6 +105,25 @@ def test_pruned_weights_count_nothing(highest, dtype):
             torch.testing.assert_close(a[kept].double(), e, rtol=10 * rtol, atol=10 * rtol)
 
 
+@pytest.mark.parametrize("highest", [-1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pruned_weights_have_no_gradient(highest, dtype):
+    """Whatever their mean is, by the ops alone."""
+    rho = torch.linspace(-6, highest, 300, dtype=dtype)
+    pruned = torch.arange(300) % 3 == 0
+    rho[pruned] = -math.inf
+    mu = torch.linspace(1, 2, 300, dtype=dtype).requires_grad_()
+    rho.requires_grad_()
+    seed = ops.new_seed(1)
+    for kl in (
+        ops.gaussian_kl(mu, rho, 0.7),
+        kl_ops.gaussian_kl_sum([(mu, rho, 0.7), (mu, rho, 0.7)]),
+        ops.mixture_kl(mu, rho, seed, STREAM, 2, pi=0.5, std1=1.0, std2=0.1),
+    ):
+        for grad in torch.autograd.grad(kl, (mu, rho)):
+            assert not grad[pruned].any() and grad[~pruned].all()
+
+
 @pytest.mark.parametrize("shape", [(1,), (130,), (7, 5), (33, 129)], ids=str)
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -226,10 +226,11 @@ def test_rejects(model, options, message):
         predict(model, x, **{**OPTIONS, **options})
 
 
-def test_rejects_batches_of_several_tensors(model):
+@pytest.mark.parametrize("batch", [{"x": (X, X)}, ((X, X), torch.zeros(len(X)))], ids=type)
+def test_rejects_batches_of_several_tensors(model, batch):
     text = 'predict: loader must yield one tensor a batch with query "in", got tuple'
     with pytest.raises(TypeError, match=text):
-        predict(model, X, **{**OPTIONS, "loader": [{"x": (X, X)}] * 9})
+        predict(model, X, **{**OPTIONS, "loader": [batch] * 9})
 
 
 def test_rejects_models_without_stochastic_calls():

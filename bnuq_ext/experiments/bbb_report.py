@@ -3,6 +3,7 @@ Singh's report."""
 
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -64,8 +65,9 @@ def summarise(state: State, split: data.Split, settings: Settings) -> dict:
         "validation_error": best["validation_error"],
         "test_error": best["test_error"],
         "final_test_error": log[-1]["test_error"],
-        "seconds_per_epoch": sum(e["seconds"] for e in log) / len(log),
-        "test_seconds_per_epoch": sum(e["test_seconds"] for e in log) / len(log),
+        # Medians: the first epoch of a process starts torch's threads, and its optimiser.
+        "seconds_per_epoch": median(e["seconds"] for e in log),
+        "test_seconds_per_epoch": median(e["test_seconds"] for e in log),
         "pruned": pruned_errors(state.load_best(), split.test, settings, state.best_epoch - 1),
         "log": log,
     }

@@ -37,7 +37,7 @@ inline float narrow_kl_value(
     float mu, float rho, float e, float sigma, float log_std, float precision) {
   const float value =
       log_std - (rho + log_log1p_ratio(e)) - 0.5f + 0.5f * precision * (sigma * sigma + mu * mu);
-  return rho < kPrunedRho ? 0.0f : value;
+  return unless_pruned(rho, value);
 }
 
 // gaussian_slice where no rho is positive, in two thirds of its time.
@@ -67,8 +67,9 @@ BNUQ_CLONES static void gaussian_grad_slice(
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const KlTerm<acc_t> term = gaussian_kl_term(mu[i], rho[i], acc_t(0), precision);
-    grad_mu[i] = (kAdd ? grad_mu[i] : acc_t(0)) + grad * term.by_mu;
-    grad_rho[i] = (kAdd ? grad_rho[i] : acc_t(0)) + grad * term.by_rho;
+    const acc_t by_term = unless_pruned(rho[i], grad);
+    grad_mu[i] = (kAdd ? grad_mu[i] : acc_t(0)) + by_term * term.by_mu;
+    grad_rho[i] = (kAdd ? grad_rho[i] : acc_t(0)) + by_term * term.by_rho;
   }
 }
 
@@ -82,8 +83,9 @@ BNUQ_CLONES static void narrow_grad_slice(
   for (int64_t i = 0; i < n; ++i) {
     const float e = exp_nonpositive(rho[i]), ratio = log1p_ratio(e), sigma = e * ratio;
     const float by_rho = (sigma * sigma * precision - 1.0f) / (ratio * (1.0f + e));
-    grad_mu[i] = (kAdd ? grad_mu[i] : 0.0f) + grad * (mu[i] * precision);
-    grad_rho[i] = (kAdd ? grad_rho[i] : 0.0f) + grad * by_rho;
+    const float by_term = unless_pruned(rho[i], grad);
+    grad_mu[i] = (kAdd ? grad_mu[i] : 0.0f) + by_term * (mu[i] * precision);
+    grad_rho[i] = (kAdd ? grad_rho[i] : 0.0f) + by_term * by_rho;
   }
 }
 

@@ -106,8 +106,9 @@ BNUQ_CLONES void mixture_grad_row(
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const KlTerm<acc_t> term = mixture_kl_term(mu[i], posterior(rho[i]), acc_t(z[i]), p);
-    grad_mu[i] += grad * term.by_mu;
-    grad_rho[i] += grad * term.by_rho;
+    const acc_t by_term = unless_pruned(rho[i], grad);
+    grad_mu[i] += by_term * term.by_mu;
+    grad_rho[i] += by_term * term.by_rho;
   }
 }
 

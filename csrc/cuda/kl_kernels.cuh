@@ -73,8 +73,9 @@ __global__ void __launch_bounds__(kKlThreads)
   const int64_t n = q.n, stride = int64_t(gridDim.x) * kKlThreads;
   for (int64_t i = int64_t(blockIdx.x) * kKlThreads + threadIdx.x; i < n; i += stride) {
     const KlTerm<acc_t> term = gaussian_kl_term(mu[i], rho[i], acc_t(0), q.precision);
-    grad_mu[i] = *grad * term.by_mu;
-    grad_rho[i] = *grad * term.by_rho;
+    const acc_t by_term = unless_pruned(rho[i], *grad);
+    grad_mu[i] = by_term * term.by_mu;
+    grad_rho[i] = by_term * term.by_rho;
   }
 }
 
@@ -180,8 +181,9 @@ __global__ void __launch_bounds__(kKlThreads) mixture_kl_backward_kernel(
         by_rho[slot] += term.by_rho;
       });
     MixtureGroup<acc_t>::for_group(p, g, [&](int slot, int64_t k) {
-      grad_mu[k] = scale * by_mu[slot];
-      grad_rho[k] = scale * by_rho[slot];
+      const acc_t by_terms = unless_pruned(p.rho[k], scale);
+      grad_mu[k] = by_terms * by_mu[slot];
+      grad_rho[k] = by_terms * by_rho[slot];
     });
   }
 }
