@@ -21,7 +21,7 @@ from .collect import gather
 from .inputs import device_of, move, split_batch
 from .interrupts import leaving_nothing_behind
 from .metrics import mutual_information
-from .metrics.arguments import as_rows_of, take_labels
+from .metrics.arguments import as_rows_of, check_fittable, take_labels
 from .nn import require_stochastic_layers
 from .ops.checks import check_integer, refuse
 from .predict import predict
@@ -353,6 +353,7 @@ def log_likelihood(samples: Tensor, y, likelihood: str, noise_var) -> Tensor:
         y = take_labels(OP, y, samples[0]).expand(len(samples), *expected)
         loss = F.cross_entropy(samples.flatten(0, 1), y.flatten(0, 1), reduction="none")
         return -loss.unflatten(0, (len(samples), -1))
+    check_fittable(OP, "targets", y)
     y = y.to(samples.device).expand(len(samples), *expected)
     noise = torch.distributions.Normal(samples, noise_var**0.5, validate_args=False)
     return noise.log_prob(y.to(samples.dtype)).reshape(*samples.shape[:2], -1).sum(2)

@@ -355,6 +355,10 @@ CASES = {
     "targets": ({"data": TensorDataset(torch.rand(N, 4))}, ValueError, r"data must be \(x, y\) or a data set with targets, got inputs alone"),
     "no targets": ({"data": torch.rand(N, 4)}, ValueError, r"data must be \(x, y\) or a data set with targets, got inputs alone"),
     "validation targets": ({"validation": torch.rand(N, 4)}, ValueError, r"validation must be \(x, y\) or a data set with targets"),
+    "targets of nan": (
+        {"data": (torch.rand(N, 4), torch.zeros(N, K).index_fill(0, torch.tensor(2), math.nan)), "likelihood": "gaussian", "noise_var": 1.0},
+        ValueError, "targets must be finite, got 3 values that are not",
+    ),
     "targets type": ({"data": (torch.rand(N, 4), torch.rand(N))}, TypeError, "y must be a tensor of integer labels, got torch.float32"),
     "targets range": ({"data": (torch.rand(N, 4), torch.full((N,), 9))}, ValueError, r"y must lie in \[0, 3\), got \[9, 9\]"),
     "targets shape": ({"data": dataset(outputs=1)}, ValueError, r"shape \[60\], got \[60, 1\]"),

@@ -2,11 +2,14 @@
 
 import gzip
 import math
+import re
 import struct
 import sys
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from bnuq_ext import data
 
@@ -135,6 +138,18 @@ def mnist_files(tmp_path):
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(3, 4, 5))
     (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(3), mtime=0))
     return tmp_path
+
+
+@pytest.mark.parametrize("dtype,mode", [(np.uint16, "I;16"), (np.int32, "I"), (np.float32, "F")])
+def test_images_of_wider_pixels_are_refused(tmp_path, dtype, mode):
+    """Pillow would cut them off at 255."""
+    (tmp_path / "cat").mkdir()
+    path = tmp_path / "cat" / "a.tif"
+    Image.fromarray(np.linspace(0, 60000, 35).astype(dtype).reshape(5, 7)).save(path)
+    path = path.rename(path.with_suffix(".png"))  # Pillow goes by the content
+    text = f"image_folder: {path} must have 8 bits a channel, got an image of Pillow's mode {mode}"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        data.image_folder(tmp_path)
 
 
 def test_mnist_keeps_the_last_training_rows_to_validate(mnist_files):

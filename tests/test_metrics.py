@@ -220,6 +220,13 @@ def test_temperature_of_perfect_logits_is_the_bound_whatever_their_size(size):
     assert metrics.fit_temperature(-size * torch.eye(4), y) == pytest.approx(100)
 
 
+def test_temperature_where_all_are_as_good_is_1():
+    assert (
+        metrics.fit_temperature(torch.tensor([[2.0], [0.0]]).expand(2, 3), torch.tensor([0, 2]))
+        == 1
+    )
+
+
 def test_temperature_does_not_see_what_all_classes_have():
     logits, y = 4 * draw(300, 5), labels(300, 5)
     logits[torch.arange(300), y] += 3

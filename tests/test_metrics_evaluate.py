@@ -14,6 +14,17 @@ def approx(expected):
     return pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-9)
 
 
+def test_a_label_whose_probability_is_lost_has_its_nll_where_replicas_were_kept():
+    """In float32 softmax gives it 0."""
+    logits = torch.tensor([[0.0, 120.0], [3.0, 0.0]]).expand(4, 2, 2)
+    pred, y = Prediction.from_samples(logits, "categorical"), torch.tensor([0, 0])
+    expected = torch.nn.functional.cross_entropy(logits[0].double(), y).item()
+    assert metrics.nll(pred.mean, y).isinf()
+    assert metrics.evaluate(pred, y)["nll"] == pytest.approx(expected, rel=1e-12)
+    pred.samples = None
+    assert metrics.evaluate(pred, y)["nll"] == float("inf")
+
+
 @pytest.mark.parametrize("place", [(), (4, 2)], ids=["rows", "pixels"])
 def test_categorical(place):
     logits, y = 2 * draw(5, 20, 3, *place), torch.arange(20) % 3

@@ -4,6 +4,7 @@ statistics and images."""
 from dataclasses import replace
 from itertools import product
 
+import estimates
 import numpy as np
 import pytest
 import scipy.stats
@@ -70,7 +71,7 @@ def error_of(values):
 
 
 def shown(values, digits):
-    return f"{values.mean():.{digits}f} ± {error_of(values):.{digits}f}"
+    return estimates.shown(values.mean(), error_of(values), digits)
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,26 @@ def test_a_mark_between_the_sizes_has_its_word():
     assert [label.get_text() for label in ax.get_xticklabels()] == ["4", "16\ntraining", "300"]
 
 
+def test_words_of_neighbouring_marks_have_lines_of_their_own():
+    sizes = [2**k for k in range(1, 11)]
+    marks = {32: "training", 64: "best by NLL", 128: "best by ELBO", 1024: "= N"}
+    ax = plots.against_batch_size(sizes, {"a": np.ones(10)}, ylabel="NLL", marks=marks)
+    words = {label.get_text() for label in ax.get_xticklabels()}
+    assert {"32\ntraining", "64\n\nbest by NLL", "128\nbest by ELBO", "1024\n= N"} <= words
+
+
+def test_no_two_of_many_curves_look_alike():
+    many = {str(k): [1.0, 2.0] for k in range(20)}
+    for ax in (
+        plots.against_batch_size([4, 16], many, ylabel=""),
+        plots.entropy_cdf(many),
+        plots.error_over_epochs(many),
+    ):
+        assert len({(line.get_color(), line.get_linestyle()) for line in ax.lines}) == 20
+    ax = plots.error_over_epochs({"a": [1.0]}, levels={"b": 1.0, "c": 2.0})
+    assert [line.get_linestyle() for line in ax.lines[1:]] == ["--", ":"]
+
+
 def test_labels_of_batch_sizes_do_not_touch():
     sizes = [2**k for k in range(1, 14)] + [10000]
     curve = {"a": np.ones(len(sizes))}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import estimates
 import numpy as np
 import pytest
 
@@ -36,7 +37,7 @@ def invented() -> dict:
 
 
 def shown(values, digits):
-    return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1) / 2**0.5:.{digits}f}"
+    return estimates.shown(np.mean(values), np.std(values, ddof=1) / 2**0.5, digits)
 
 
 def curve(ax, label):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from estimates import shown
 
 from bnuq_ext.protocols import runner, sensitivity
 
@@ -67,11 +68,12 @@ def test_tables(finished, score, paper_size, paper_T):
     for M, cell in zip((8, 16), ours[2:4], strict=True):
         found = values(folder, M, 6, score)
         assert len(found) == 4
-        assert cell == f"{found.mean():.1f} ± {found.std(ddof=1) / 2:.1f}"
+        assert cell == shown(found.mean(), found.std(ddof=1) / 2, 1)
     assert ours[4] is None and paper[3] == paper_size and paper[:2] == ["wine", "paper"]
     ours, paper = results["tables"][f"T-{score}"]["rows"]
     for T, cell in zip((4, 6, 9), ours[2:], strict=True):
-        assert cell.startswith(f"{values(folder, 16, T, score).mean():.1f} ±")
+        expected = values(folder, 16, T, score).mean()
+        assert float(cell.split(" ± ")[0]) == pytest.approx(expected, abs=0.05)
     assert paper[2:] == [paper_T] * 3
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from estimates import shown
 from torch import nn
 
 from bnuq_ext import metrics
@@ -38,7 +39,7 @@ def test_report(run):
     for method, *cells in rows:
         for cell, (name, places) in zip(cells, digits.items(), strict=True):
             one, two = (units[f"{method}-{run}"][name] for run in (0, 1))
-            assert cell == f"{(one + two) / 2:.{places}f} ± {abs(one - two) / 2:.{places}f}"
+            assert cell == shown((one + two) / 2, abs(one - two) / 2, places)
     assert (folder / "toy.png").stat().st_size > 10_000
     assert found["figures"] == ["toy.png"]
     assert found["remarks"][0] == "The paper prints no number for this figure."

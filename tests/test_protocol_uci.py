@@ -11,6 +11,7 @@ import pytest
 import scipy.special
 import scipy.stats
 import torch
+from estimates import shown
 from torch import nn
 
 from bnuq_ext import data, metrics
@@ -70,7 +71,7 @@ def test_tables_are_those_of_the_runs(finished):
         values = runs_of(folder, name, method, f"normalised_{score.lower()}")
         assert len(values) == 4
         mean, error = values.mean(), values.std(ddof=1) / 2
-        assert ours == f"{mean:.2f} ± {error:.2f}"
+        assert ours == shown(mean, error)
         assert p == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue, rel=1e-6)
     assert rows[0][6:] == ["8.50 ± 0.86", 6.39e-10, rows[0][8]] and rows[-1][6:] == [None] * 3
     raw = results["tables"]["raw"]["rows"]

@@ -9,6 +9,7 @@ import pytest
 import scipy.special
 import scipy.stats
 import torch
+from estimates import shown
 from quadrature import crps_scores
 
 from bnuq_ext.protocols import uci, uci_report
@@ -86,7 +87,7 @@ def values_of(results, name, method, score):
 
 
 def cell(values):
-    return f"{values.mean():.2f} ± {values.std(ddof=1) / len(values) ** 0.5:.2f}"
+    return shown(values.mean(), values.std(ddof=1) / len(values) ** 0.5)
 
 
 def rows_of(report, name):

@@ -187,9 +187,12 @@ def _image(op: str, path: Path, mode: str | None) -> np.ndarray:
         refuse(op, "Pillow", "be installed (pip install pillow)", error, ModuleNotFoundError)
     try:
         with Image.open(path) as image:
-            return np.array(image if mode is None else image.convert(mode))
+            stored, pixels = image.mode, np.array(image if mode is None else image.convert(mode))
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
         refuse(op, str(path), "be a whole image file", error)
+    if mode is not None and stored.startswith(("I", "F")):  # Pillow cuts these off at 255
+        refuse(op, str(path), "have 8 bits a channel", f"an image of Pillow's mode {stored}")
+    return pixels
 
 
 def image_folder(root) -> Part:
@@ -206,7 +209,7 @@ def image_folder(root) -> Part:
 
     Raises:
         ValueError: the folder is missing, a class has no image,
-            a file is damaged or of another size than the first.
+            a file is damaged, of more than 8 bits a channel or of another size than the first.
         ModuleNotFoundError: an image is not an npy file and Pillow is not installed.
     """
     root = as_path("image_folder", "root", root)

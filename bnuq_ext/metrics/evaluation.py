@@ -1,11 +1,13 @@
 """The scores that fit a prediction."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..ops.checks import check_tensor, refuse
 from ..prediction import Prediction
-from .arguments import take_targets
+from .arguments import take_labels, take_targets
 from .classification import accuracy, brier, ece, nll
 from .regression import gaussian_crps, gaussian_nll, gaussian_pll, rmse
 
@@ -14,7 +16,7 @@ def evaluate(pred: Prediction, y: Tensor) -> dict[str, float]:
     """The mean over the data of each score that the prediction's likelihood has.
 
     Categorical: accuracy, nll, brier, ece (15 bins), entropy, mutual_information, of the mean
-    probabilities.
+    probabilities; nll, if the replicas were kept, by their logits, to which no probability is 0.
 
     Gaussian: rmse of the mean, and crps of N(mean, variance + noise_var). A density needs a
     noise_var, positive everywhere: with one there is nll, of that Gaussian, and if the replicas
@@ -36,9 +38,17 @@ def evaluate(pred: Prediction, y: Tensor) -> dict[str, float]:
 
 def _categorical(pred: Prediction, y: Tensor) -> dict[str, float]:
     scores = {score.__name__: score(pred.mean, y) for score in (accuracy, nll, brier, ece)}
+    if pred.samples is not None:
+        scores["nll"] = _nll_of_logits(pred.samples, y)
     scores["entropy"] = pred.entropy.double().mean()
     scores["mutual_information"] = pred.mutual_information.double().mean()
     return {name: score.item() for name, score in scores.items()}
+
+
+def _nll_of_logits(samples: Tensor, y: Tensor) -> Tensor:
+    y = take_labels("evaluate", y, samples[0])
+    log_p = samples.double().log_softmax(2).logsumexp(0) - math.log(len(samples))
+    return -log_p.gather(1, y.unsqueeze(1)).mean()
 
 
 def _gaussian(pred: Prediction, y: Tensor) -> dict[str, float]:

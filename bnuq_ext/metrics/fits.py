@@ -22,12 +22,15 @@ def fit_temperature(logits: Tensor, y: Tensor) -> float:
         y: (N, *) integer labels in [0, K).
 
     Returns:
-        the temperature, held in [0.01, 100] (labels that are all right have no finite optimum).
+        the temperature, held in [0.01, 100] (labels that are all right have no finite optimum); 1
+        where all logits of each row are equal, so that none is better.
     """
     logits = take_logits("fit_temperature", "logits", logits, "(N, K)")
     y = take_labels("fit_temperature", y, logits)
     check_fittable("fit_temperature", "logits", logits)
     logits = logits - logits.gather(1, y.unsqueeze(1))
+    if not logits.any():
+        return 1.0
     low, high = 0.01, 100.0
     for _ in range(60):
         inverse = (low * high) ** 0.5

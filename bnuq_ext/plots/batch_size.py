@@ -1,7 +1,5 @@
 """Scores against the batch size of the statistics."""
 
-from itertools import cycle
-
 import numpy as np
 
 from ..ops.checks import check_positive, refuse
@@ -12,6 +10,7 @@ from .canvas import (
     ORANGE,
     check_entries,
     check_labels,
+    curve_styles,
     share_axes,
     take_array,
     take_axes,
@@ -19,6 +18,7 @@ from .canvas import (
     take_values,
 )
 
+DIGIT = 0.025  # its width, of that of an axis of 3.5 inches
 ORDER = (BLUE, ORANGE, GREY, *COLORS[1:5])
 
 
@@ -43,20 +43,21 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
     batch_sizes = _take_sizes(op, batch_sizes)
     for m in marks:
         check_positive(op, "marks", m)
-    for (label, values), color in zip(curves.items(), cycle(ORDER), strict=False):
+    for (label, values), style in zip(curves.items(), curve_styles(ORDER), strict=False):
         values = take_values(op, label, values)
         if len(values) != len(batch_sizes):
             requirement = f"have one value for each of {len(batch_sizes)} batch sizes"
             refuse(op, label, requirement, len(values))
-        ax.plot(batch_sizes, values, marker="o", markersize=4, color=color, label=label)
+        ax.plot(batch_sizes, values, marker="o", markersize=4, label=label, **style)
         if label in levels:
-            level = {"color": color, "linestyle": "--", "linewidth": 1}
+            level = {"color": style["color"], "linestyle": "--", "linewidth": 1}
             ax.axhline(levels[label], label=f"{label}, plug-in BN", **level)
     for m in marks:
         ax.axvline(m, color=GREY, linewidth=0.6, zorder=0)
     ax.set_xscale("log", base=2)
     places = sorted({*batch_sizes, *marks})
-    ticks = [f"{m}\n{marks[m]}" if m in marks else str(m) for m in places]
+    words = _words_below(marks, places)
+    ticks = [f"{m}{words.get(m, '')}" for m in places]
     shown = _apart(places, marks)
     ax.set_xticks(places, [t if i in shown else "" for i, t in enumerate(ticks)])
     ax.minorticks_off()
@@ -72,13 +73,27 @@ def _take_sizes(op: str, batch_sizes) -> list:
     return take_array(batch_sizes).tolist()
 
 
+def _words_below(marks, places: list) -> dict:
+    """Each mark's word, a line lower than that of the mark before where the two would touch."""
+    words, span, lines, before = {}, _span(places), 1, None
+    for m in sorted(marks):
+        word = str(marks[m])
+        if before is not None:
+            width = DIGIT * (len(word) + len(str(marks[before]))) / 2
+            lines = 2 if lines == 1 and np.log2(m / before) / span < width else 1
+        words[m], before = "\n" * lines + word, m
+    return words
+
+
+def _span(batch_sizes: list) -> float:
+    return max(np.log2(batch_sizes[-1] / batch_sizes[0]), 1e-9)
+
+
 def _apart(batch_sizes: list, marks) -> set[int]:
     """Places of the sizes whose labels do not touch: marked ones,
     and from the largest down what fits between."""
-    digit = 0.025  # its width, of that of an axis of 3.5 inches
-    places = np.log2(batch_sizes)
-    span = max(places[-1] - places[0], 1e-9)
-    widths = [digit * (len(str(m)) + 1) for m in batch_sizes]
+    places, span = np.log2(batch_sizes), _span(batch_sizes)
+    widths = [DIGIT * (len(str(m)) + 1) for m in batch_sizes]
     shown = set()
     for i in sorted(range(len(places)), key=lambda i: (batch_sizes[i] not in marks, -i)):
         if all(abs(places[i] - places[j]) / span > (widths[i] + widths[j]) / 2 for j in shown):

@@ -1,6 +1,7 @@
 """What every figure starts from: colours, a figure outside pyplot, panels, checked values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import cycle, product
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +14,13 @@ BLUE, ORANGE, GREY, LIGHT_GREY = "#0072b2", "#d55e00", "#8a8a8a", "#d9d9d9"
 COLORS = "#0072b2 #e69f00 #009e73 #cc79a7 #56b4e9 #d55e00 #f0e442 #8a8a8a".split()
 # Twelve that stay apart side by side; more classes start over.
 CLASS_COLORS = [*COLORS, "#882255", "#332288", "#999933", "#44aa99"]
+
+
+def curve_styles(colors) -> Iterator[dict]:
+    """Of one curve after another: those of a second round of the colours are dotted, of a third
+    dash-dotted; dashes are left to levels."""
+    rounds = product(({}, {"linestyle": ":"}, {"linestyle": "-."}), colors)
+    return cycle(line | {"color": color} for line, color in rounds)
 
 
 def check_matplotlib():

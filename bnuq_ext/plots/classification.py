@@ -16,6 +16,7 @@ from .canvas import (
     LIGHT_GREY,
     ORANGE,
     check_entries,
+    curve_styles,
     share_axes,
     take_array,
     take_axes,
@@ -42,12 +43,12 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
     op = "entropy_cdf"
     check_entries(op, "entropies", entropies)
     styles = take_options(op, "styles", styles, "arguments")
-    for (label, values), color in zip(entropies.items(), cycle(CLASS_COLORS), strict=False):
+    for (label, values), style in zip(entropies.items(), curve_styles(CLASS_COLORS), strict=False):
         values = np.sort(take_values(op, label, values))
         fraction = np.arange(len(values) + 1) / len(values)
         edges = np.concatenate([[0], values])
-        style = {"color": color} | styles.get(label, {})
-        ax.step(edges, fraction, where="post", label=label, **style)
+        options = style | styles.get(label, {})
+        ax.step(edges, fraction, where="post", label=label, **options)
     if num_classes is not None:
         check_positive(op, "num_classes", num_classes)
         ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)

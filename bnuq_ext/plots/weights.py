@@ -11,6 +11,7 @@ from .canvas import (
     GREY,
     check_entries,
     check_labels,
+    curve_styles,
     share_axes,
     take_axes,
     take_finite,
@@ -27,7 +28,7 @@ def error_over_epochs(
 
     Args:
         errors: dict of label -> (E,) errors in percent, one per epoch.
-        levels: dict of label -> an error to compare with, drawn dashed.
+        levels: dict of label -> an error to compare with, drawn dashed or dotted.
         best: dict of label of a curve -> the epoch that is marked on it.
         colors: dict of label of a curve -> its colour; by default those of `COLORS` in turn.
         ylabel: what the error is, and its unit.
@@ -44,18 +45,20 @@ def error_over_epochs(
     colors = take_options(op, "colors", colors, "colours")
     check_entries(op, "errors", errors)
     check_labels(op, "best", best, errors)
-    for (label, values), color in zip(errors.items(), cycle(COLORS), strict=False):
+    for (label, values), style in zip(errors.items(), curve_styles(COLORS), strict=False):
         values = take_values(op, label, values)
-        color = colors.get(label, color)
-        style = {"color": color, "linewidth": 1.4, "marker": "." if len(values) == 1 else ""}
+        if label in colors:
+            style = {"color": colors[label]}
+        style = {"linewidth": 1.4, "marker": "." if len(values) == 1 else "", **style}
         ax.plot(np.arange(1, len(values) + 1), values, label=label, **style)
         if label in best:
             epoch = check_integer(op, "best", best[label], 1)
             if epoch > len(values):
                 refuse(op, "best", f"lie in [1, {len(values)}]", epoch)
+            color = style["color"]
             ax.plot(epoch, values[epoch - 1], marker="o", color=color, mec="white", zorder=3)
-    for label, level in levels.items():
-        ax.axhline(level, color=GREY, linestyle="--", linewidth=1, label=label)
+    for (label, level), dash in zip(levels.items(), cycle(("--", ":", "-.")), strict=False):
+        ax.axhline(level, color=GREY, linestyle=dash, linewidth=1, label=label)
     ax.set(xlabel="epoch", ylabel=ylabel, xlim=(1, None), ylim=(0, None))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     ax.legend(edgecolor="none", framealpha=0.9)
