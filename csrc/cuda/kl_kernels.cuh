@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kKlThreads) mixture_kl_backward_kernel(
         by_rho[slot] += term.by_rho;
       });
     MixtureGroup<acc_t>::for_group(p, g, [&](int slot, int64_t k) {
-      const acc_t by_terms = unless_pruned(p.rho[k], scale);
+      const acc_t by_terms = unless_pruned(group.q[slot].log_sigma, scale);
       grad_mu[k] = by_terms * by_mu[slot];
       grad_rho[k] = by_terms * by_rho[slot];
     });
