@@ -68,7 +68,8 @@ def predict(
     is its own): bit-identical for any chunk and strategy. On another device they are the same: the
     same snapshots, and normals to rounding. Outputs agree to rounding. Memory beyond the result
     does not grow with T (but for a model that goes together only with its input T times over: what
-    it makes before its first stochastic layer does). Training flags are restored, gradients are
+    it makes before its first stochastic layer does); on a CPU glibc keeps up to 256 MB of what was
+    freed for the next prediction. Training flags are restored, gradients are
     off. Other threads may use the model meanwhile, but not change it (its weights or hooks): a
     trial takes what changes for the forward's doing, and puts it back.
 
