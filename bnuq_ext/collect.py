@@ -63,8 +63,8 @@ def collect(
         input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword
             arguments. M is the first size of its first tensor. Where that is less than the
             loader's `batch_size`, or the one above, or a layer sees no multiple of it, M is the
-            first size of another tensor, or the second of the first one (sequences with time
-            first), if neither is so of that. Of a first tensor in a list, or where layers see
+            first size of another tensor of which neither is so, or the second of the first one if
+            that is the `batch_size` (sequences with time first). Of a first tensor in a list, or where layers see
             multiples of none, M is that `batch_size`, or how many images (C, H, W), of up to four
             channels, the list holds. N is the number of the data set's items, and where
             a batch has more rows than the loader's batch_size (the nodes of graphs, several crops
@@ -265,10 +265,14 @@ class _Record:
         )
 
     def _rows(self, items: int) -> list[int]:
-        """Those of each batch, of which most have at least as many as items."""
-        for sizes in [self.rows, *zip(*self.others, strict=False)]:
+        """Those of each batch, of which most have at least as many as items, where that is known."""
+        seconds, *firsts = zip(*self.others, strict=False)
+        for sizes in (self.rows, *firsts):
             if self._divide_counts(sizes) and _commonest(sizes) >= items:
                 return list(sizes)
+        # Of images it is that of channels, of which pixels may be a multiple.
+        if self._divide_counts(seconds) and items in (0, _commonest(seconds)):
+            return list(seconds)
         return self.rows
 
     def _divide_counts(self, sizes: Sequence[int]) -> bool:
@@ -324,9 +328,10 @@ def _commonest(sizes: Sequence[int]) -> int:
 
 
 def _other_sizes(inputs) -> list[int]:
-    """The first sizes of all tensors but the first, and the second of that."""
-    first, *others = (t.shape for t in tensors(inputs) if t.dim() > 0)
-    return [shape[0] for shape in [*others, first[1:]] if shape]
+    """The second size of the first tensor, or 0, and the first ones of all; nested ones have none."""
+    shapes = [t.shape for t in tensors(inputs) if t.dim() > 0 and not t.is_nested]
+    second = shapes[0][1] if shapes and len(shapes[0]) > 1 else 0
+    return [second, *(shape[0] for shape in shapes)]
 
 
 def _first_list(inputs) -> list:

@@ -182,3 +182,32 @@ def test_edges_of_graphs_before_their_nodes():
     data = torch_data.DataLoader(graphs, 4, shuffle=True, collate_fn=together)
     bank = bnuq.collect(bnuq.convert(Graph()), data, 50, input_fn=lambda batch: batch)
     assert (bank.batch_size, bank.dataset_size) == (48, 2400)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_have_their_number_of_rows():
+    class Ragged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x):
+            return self.bn(x.values())
+
+    def batch():
+        rows = [torch.randn(2 + i % 3, WIDTH) for i in range(8)]
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+    bank = bnuq.collect(bnuq.convert(Ragged()), [batch() for _ in range(6)], 6)
+    assert (bank.batch_size, bank.dataset_size) == (8, 48)
+
+
+def test_channels_are_no_rows_where_fewer_rows_are_left():
+    """Of 20 rows of 32 channels and 64 places some 15 are taken: 32 divides all counts."""
+    model = bnuq.convert(nn.Sequential(nn.BatchNorm1d(32)))
+    data = torch_data.DataLoader(
+        torch_data.TensorDataset(torch.randn(400, 32, 64)), 20, shuffle=True
+    )
+    sizes = iter([15, 15, 14, 15, 16, 15])
+    bank = bnuq.collect(model, data, 6, input_fn=lambda batch: batch[0][: next(sizes)])
+    assert (bank.batch_size, bank.dataset_size) == (15, 400)

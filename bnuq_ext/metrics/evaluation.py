@@ -47,8 +47,10 @@ def _categorical(pred: Prediction, y: Tensor) -> dict[str, float]:
 
 def _nll_of_logits(samples: Tensor, y: Tensor) -> Tensor:
     y = take_labels("evaluate", y, samples[0])
-    log_p = samples.double().log_softmax(2).logsumexp(0) - math.log(len(samples))
-    return -log_p.gather(1, y.unsqueeze(1)).mean()
+    y = y.unsqueeze(1)
+    # One replica after another: in float64 all logits at once may not fit.
+    log_p = torch.stack([logits.double().log_softmax(1).gather(1, y) for logits in samples])
+    return (math.log(len(samples)) - log_p.logsumexp(0)).mean()
 
 
 def _gaussian(pred: Prediction, y: Tensor) -> dict[str, float]:
