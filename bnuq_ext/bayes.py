@@ -61,8 +61,8 @@ class BayesLinear(Replicated, nn.Module):
         by spreads         14   19   33     19   28   52     21   73  406
         time               0.5 to 0.6       0.5 to 0.6       0.3 to 0.6
 
-    So: for training. Variance times time is 8 to 130 times less by the spreads; by the means it is
-    less for wide posteriors or many rows (rho -3 or 128 rows). Predict with "exact".
+    So: for training. Variance times time is at least 7 times less by the spreads; by the means it is
+    less for wide posteriors or many rows, and not for few rows and rho -5. Predict with "exact".
     "local" squares x and sigma in the dtype of the weights: in float32 both have to stay below 1e19.
 
     The noise of replicas is that of `ops.philox_normal` with the seed

@@ -61,12 +61,12 @@ def collect(
             one batch independent of the next; from 2 to the size of the data set.
         device: where the inputs go; by default that of the model's first parameter or buffer.
         input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword
-            arguments. M is the first size of its first tensor. Where that is less than the
-            loader's `batch_size`, or the one above, or a layer sees no multiple of it, M is the
-            first size of another tensor of which neither is so, or the second of the first one if
-            that is the `batch_size` (sequences with time first). Of a first tensor in a list, or where layers see
-            multiples of none, M is that `batch_size`, or how many images (C, H, W), of up to four
-            channels, the list holds. N is the number of the data set's items, and where
+            arguments. M is the first size of its first tensor. Where a loader's or the given
+            batch size is known and that is less, or a layer sees no multiple of that, M is the first
+            size of another tensor of which neither is so, or the second size of the first one if it
+            is the batch size (sequences with time first). Where layers see multiples of none, or the
+            first tensor is in a list, M is that batch size, or how many images (C, H, W), of up to
+            four channels, the list holds. N is the number of the data set's items, and where
             a batch has more rows than the loader's batch_size (the nodes of graphs, several crops
             of an image) so many times more; of data that does not tell its size, an iterator or a
             list, the rows that were seen (set `bank.dataset_size` before it is rescaled).
@@ -265,13 +265,16 @@ class _Record:
         )
 
     def _rows(self, items: int) -> list[int]:
-        """Those of each batch, of which most have at least as many as items, where that is known."""
+        """Of each batch what `_other_sizes` gives, where most batches have more items than the first
+        tensor's first size, or layers see no multiple of that; else, or without a better one, that."""
+        if items < 2:  # not known, or of items that are batches
+            return self.rows
         seconds, *firsts = zip(*self.others, strict=False)
         for sizes in (self.rows, *firsts):
             if self._divide_counts(sizes) and _commonest(sizes) >= items:
                 return list(sizes)
         # Of images it is that of channels, of which pixels may be a multiple.
-        if self._divide_counts(seconds) and items in (0, _commonest(seconds)):
+        if self._divide_counts(seconds) and _commonest(seconds) == items:
             return list(seconds)
         return self.rows
 
@@ -328,7 +331,8 @@ def _commonest(sizes: Sequence[int]) -> int:
 
 
 def _other_sizes(inputs) -> list[int]:
-    """The second size of the first tensor, or 0, and the first ones of all; nested ones have none."""
+    """What may be the rows too: the second size of the first tensor, or 0, and the first size of
+    each; of those that have sizes, which nested ones have not."""
     shapes = [t.shape for t in tensors(inputs) if t.dim() > 0 and not t.is_nested]
     second = shapes[0][1] if shapes and len(shapes[0]) > 1 else 0
     return [second, *(shape[0] for shape in shapes)]

@@ -68,8 +68,8 @@ def predict(
     is its own): bit-identical for any chunk and strategy. On another device they are the same: the
     same snapshots, and normals to rounding. Outputs agree to rounding. Memory beyond the result
     does not grow with T (but for a model that goes together only with its input T times over: what
-    it makes before its first stochastic layer does); on a CPU glibc keeps up to 256 MB of what was
-    freed for the next prediction. Training flags are restored, gradients are
+    it makes before its first stochastic layer does); after a prediction on a CPU glibc keeps up to
+    256 MB of what the process frees, unless MALLOC_TRIM_THRESHOLD_ says otherwise. Training flags are restored, gradients are
     off. Other threads may use the model meanwhile, but not change it (its weights or hooks): a
     trial takes what changes for the forward's doing, and puts it back.
 
@@ -116,8 +116,8 @@ def predict(
         a Prediction: mean and variance over the replicas, for "categorical" the entropies too.
 
     Raises:
-        ValueError, TypeError: an argument is refused; no bank; layers called more or less often
-            than in `collect`; a model that does not fold, with "folded".
+        ValueError, TypeError: an argument is refused; no bank; no stochastic layer called, or
+            layers more or less often than in `collect`; a model that does not fold, with "folded".
         torch.OutOfMemoryError: not even one replica fits.
     """
     model, modules = take_model("predict", model)

@@ -214,8 +214,8 @@ def elbo_loss(
         Elbo(loss, nll, kl), in nats.
 
     Raises:
-        ValueError, TypeError: no Bayesian layer, neither batch_weight nor dataset_size,
-            or an argument out of range. What shows with the outputs only (labels beyond the
+        ValueError, TypeError: no Bayesian layer, or none that the forward calls, neither
+            batch_weight nor dataset_size, or an argument out of range. What shows with the outputs only (labels beyond the
             classes, another shape of y) is refused after a forward, which in train() has moved the
             running statistics of batch norm.
 

@@ -317,6 +317,7 @@ def test_mean_and_error():
     assert results.Estimate(0.612, 0.0034) == "0.612 ± 0.003"
     assert results.Estimate(2e-5, 8.4e-7) == "0.000020 ± 0.000001"
     assert results.Estimate(2.0, 0.0) == "2.00 ± 0.00"
+    assert results.Estimate.of([0.1] * 3) == "0.10 ± 0.00"
     mean, error = significance.mean_and_error([3.0])
     assert mean == 3.0 and math.isnan(error) and results.Estimate(mean, error, 1) == "3.0"
 

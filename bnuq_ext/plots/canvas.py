@@ -18,7 +18,7 @@ CLASS_COLORS = [*COLORS, "#882255", "#332288", "#999933", "#44aa99"]
 
 def curve_styles(colors) -> Iterator[dict]:
     """Of one curve after another: those of a second round of the colours are dotted, of a third
-    dash-dotted; dashes are left to levels."""
+    dash-dotted."""
     rounds = product(({}, {"linestyle": ":"}, {"linestyle": "-."}), colors)
     return cycle(line | {"color": color} for line, color in rounds)
 

@@ -47,8 +47,9 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
         values = np.sort(take_values(op, label, values))
         fraction = np.arange(len(values) + 1) / len(values)
         edges = np.concatenate([[0], values])
-        options = style | styles.get(label, {})
-        ax.step(edges, fraction, where="post", label=label, **options)
+        if label in styles:  # which may have its linestyle as `ls`
+            style = {"color": style["color"]} | styles[label]
+        ax.step(edges, fraction, where="post", label=label, **style)
     if num_classes is not None:
         check_positive(op, "num_classes", num_classes)
         ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)

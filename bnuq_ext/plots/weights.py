@@ -28,7 +28,7 @@ def error_over_epochs(
 
     Args:
         errors: dict of label -> (E,) errors in percent, one per epoch.
-        levels: dict of label -> an error to compare with, drawn dashed or dotted.
+        levels: dict of label -> an error to compare with, drawn dashed, dotted or both.
         best: dict of label of a curve -> the epoch that is marked on it.
         colors: dict of label of a curve -> its colour; by default those of `COLORS` in turn.
         ylabel: what the error is, and its unit.

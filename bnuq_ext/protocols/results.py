@@ -108,7 +108,8 @@ class Estimate(str):
     error: float
 
     def __new__(cls, mean: float, error: float, digits: int = 2) -> Estimate:
-        while 0 < error < math.inf and round(error, digits) == 0:
+        # Equal values have an error of rounding.
+        while 1e-12 * abs(mean) < error < math.inf and round(error, digits) == 0:
             digits += 1
         text = f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
         cell = super().__new__(cls, text)
