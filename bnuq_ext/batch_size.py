@@ -11,7 +11,6 @@ from numbers import Real
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attach import attach
@@ -21,7 +20,7 @@ from .collect import gather
 from .inputs import device_of, move, split_batch
 from .interrupts import leaving_nothing_behind
 from .metrics import mutual_information
-from .metrics.arguments import as_rows_of, check_fittable, take_labels
+from .metrics.arguments import as_rows_of, check_fittable, label_log_probs, take_labels
 from .nn import require_stochastic_layers
 from .ops.checks import check_integer, refuse
 from .predict import predict
@@ -350,9 +349,7 @@ def log_likelihood(samples: Tensor, y, likelihood: str, noise_var) -> Tensor:
         got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
         refuse(OP, "targets", f"be a tensor of shape {list(expected)}", got)
     if categorical:
-        y = take_labels(OP, y, samples[0]).expand(len(samples), *expected)
-        loss = F.cross_entropy(samples.flatten(0, 1), y.flatten(0, 1), reduction="none")
-        return -loss.unflatten(0, (len(samples), -1))
+        return label_log_probs(samples, take_labels(OP, y, samples[0]))
     check_fittable(OP, "targets", y)
     y = y.to(samples.device).expand(len(samples), *expected)
     noise = torch.distributions.Normal(samples, noise_var**0.5, validate_args=False)

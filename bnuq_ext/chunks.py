@@ -1,14 +1,9 @@
 """How many replicas go through a model at a time, and what happens when memory does not suffice."""
 
-import ctypes
-import os
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from .ops.checks import check_integer
-from .untraced import untraced
 
 # Small chunks call every layer more often, large ones outgrow the caches: a ResNet-18 on 32 rows takes
 # 1.00 of the loop's time in chunks of 8 MB, 0.98 with 16 MB, 1.00 with 32 MB, 1.06 with 40 MB, a
@@ -20,10 +15,6 @@ CUDA_BYTES = 2 * 2**30
 # Times as much for activations that are no input of a stochastic layer. Memory binds these, not the
 # cache, and the smaller the chunks the more often is computed what all replicas share.
 OTHERS = 8
-# Of freed memory, by glibc.
-KEPT_BYTES = 256 * 2**20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_SET_BY_USER = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
 # Through torch's C interface, which our ops allocate by,
 # some of its versions lose what an exception said.
 _ALLOCATIONS = (
@@ -74,23 +65,6 @@ def _free_bytes(device: torch.device) -> int:
     """Those of a GPU that are free, and those that torch has freed and keeps."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-@untraced
-@cache
-def keep_freed_pages() -> None:
-    """Lets glibc keep the memory of freed activations for the next ones.
-
-    It maps large blocks by themselves, and returns what is freed at the end of its heap to the
-    system, from thresholds on that start at 128 kB. Fresh pages cost more than the layers between:
-    a tenth to a third of the time of an MLP, and with what it allows by itself at the most, twice
-    32 MB, still a tenth of that of a ResNet-18 on 32 rows. For the whole process, from then on; what
-    a user has set by the environment stays.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other libraries have none
-    if mallopt is not None and _SET_BY_USER.isdisjoint(os.environ):
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # more is refused
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -250,8 +250,9 @@ class _Record:
         if not self.called:
             got = "calls of none"
             refuse(self.op, "model", "call its stochastic layers in eval", got)
-        rows = self._rows(source.batch_size or 0)
-        batch_size = self._batch_size(source, rows)
+        items = source.batch_size or 0
+        rows = self._rows(items)
+        batch_size = self._batch_size(items, rows)
         names = list(self.mean)
         return Bank.adopt(
             {key: torch.stack(self.mean.pop(key)) for key in names},
@@ -265,8 +266,8 @@ class _Record:
         )
 
     def _rows(self, items: int) -> list[int]:
-        """Of each batch what `_other_sizes` gives, where most batches have more items than the first
-        tensor's first size, or layers see no multiple of that; else, or without a better one, that."""
+        """Those of each batch: the first size of the first tensor, or one of `_other_sizes`, the first
+        of these that is not less than the items of most batches and of which layers see multiples."""
         if items < 2:  # not known, or of items that are batches
             return self.rows
         seconds, *firsts = zip(*self.others, strict=False)
@@ -282,12 +283,12 @@ class _Record:
         pairs = (zip(counts, sizes, strict=True) for counts in self.count.values())
         return not any(size == 0 or count % size for pair in pairs for count, size in pair)
 
-    def _batch_size(self, source: Source, rows: list[int]) -> int:
+    def _batch_size(self, items: int, rows: list[int]) -> int:
         """M, the rows of most batches; the loader's batch_size where no size is that of rows:
         it is one row of a list, or a layer saw no multiple of it."""
         # A loader of one item a batch may have whole batches for items.
-        if (self.listed or not self._divide_counts(rows)) and (source.batch_size or 0) > 1:
-            return source.batch_size
+        if items > 1 and (self.listed or not self._divide_counts(rows)):
+            return items
         return _commonest(rows)
 
     def _dataset_size(self, source: Source, rows: int, seen: int) -> int:

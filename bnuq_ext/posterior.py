@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .adapters import qualified_name
 from .batch_norm_like import describe
-from .bayes import BayesLinear, check_initial, check_whole, require_bayes_layers, sigma_of
+from .bayes import DTYPES, BayesLinear, check_initial, check_whole, require_bayes_layers, sigma_of
 from .convert import copy_model
 from .nn import check_model
 from .ops.checks import check_callable, check_fraction, check_one_of, refuse
@@ -99,7 +99,7 @@ def _check_linear(op: str, place: str, layer: nn.Linear) -> None:
     """Raises for a linear layer that cannot be turned."""
     if isinstance(layer, nn.LazyLinear):
         refuse(op, place, "have a shape (run one forward first)", "a LazyLinear")
-    if layer.weight.dtype not in (torch.float32, torch.float64):
+    if layer.weight.dtype not in DTYPES:
         refuse(op, place, "have its weight in float32 or float64", layer.weight.dtype, TypeError)
     if "weight" not in layer._parameters:
         requirement = "have its weight as a parameter (remove weight norm or pruning first)"

@@ -14,13 +14,13 @@ from .chunks import (
     chunk_of,
     free_memory,
     is_out_of_memory,
-    keep_freed_pages,
     no_memory_to_keep,
     out_of_memory,
 )
 from .forward import Forward
 from .inputs import copied, is_one_input, move, num_rows, split_batch
 from .ops.checks import refuse
+from .pages import keep_freed_pages
 from .prediction import Prediction, check_noise_shape, make_moments, summarise
 from .progress import progress_bar
 from .proof.folding import AT_ONCE, LOOP, Folding, Plan

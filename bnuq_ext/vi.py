@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .batch_norm_like import averages_rows
-from .bayes import BayesLinear, check_whole, require_bayes_layers
+from .bayes import DTYPES, BayesLinear, check_whole, require_bayes_layers
 from .chain import Run, is_chain, run_chain
-from .chunks import keep_freed_pages
 from .forward import Forward
 from .inputs import check_one_input, device_of, num_rows
 from .interrupts import leaving_nothing_behind
@@ -32,6 +31,7 @@ from .ops.checks import (
 from .ops.kl import gaussian_kl_sum, total
 from .ops.modes import is_eager
 from .ops.philox import new_key
+from .pages import keep_freed_pages
 from .passes import Pass, current_pass
 from .prediction import check_likelihood, check_logits
 from .restore import unmoved_by_errors
@@ -143,7 +143,7 @@ def _divergence(
 
 def _check_dtype(name: str, layer: BayesLinear) -> None:
     for w in (layer.weight_mu, layer.weight_rho):
-        if w.dtype not in (torch.float32, torch.float64) or w.dtype != layer.weight_mu.dtype:
+        if w.dtype not in DTYPES or w.dtype != layer.weight_mu.dtype:
             requirement = "have its weights in float32 or float64"
             refuse("kl_divergence", f"layer {name!r}", requirement, w.dtype, TypeError)
 

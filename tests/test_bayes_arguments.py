@@ -392,31 +392,3 @@ def test_weights_of_16_bits_are_not_sampled(estimator):
     ):
         with pytest.raises(TypeError, match=text):
             run()
-
-
-class Enclosed(nn.Module):
-    """Calls its layer by way of a closure, which a copy of the model shares with it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = layer = nn.Linear(5, 3)
-        self.head = lambda x: layer(x.relu())
-
-    def forward(self, x):
-        return self.head(x)
-
-
-@pytest.mark.parametrize("T", [1, 3])
-def test_a_forward_that_samples_nothing_is_refused(T):
-    model = bnuq.to_bayesian(Enclosed())
-    x, y = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
-    text = "model must call a stochastic layer in its forward, got no call"
-    with pytest.raises(ValueError, match=f"predict: {text}"):
-        bnuq.predict(model, x, likelihood="categorical", num_samples=T)
-    with pytest.raises(ValueError, match=f"elbo_loss: {text}"):
-        bnuq.elbo_loss(model, x, y, batch_weight=1.0, num_samples=T)
-    with (
-        pytest.raises(ValueError, match=f"replicas: {text}"),
-        bnuq.replicas(model, num_samples=T),
-    ):
-        model(x)

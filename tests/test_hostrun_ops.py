@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"host run: 
 ROOT = Path(__file__).parent.parent
 FILES = [
     "batch_norm", "batch_norm_errors", "batch_norm_grad", "batch_norm_layout", "batch_norm_library",
-    "predictive", "philox", "linear", "kl", "bayes_forward", "bayes", "posterior", "oracle",
+    "predictive", "philox", "linear", "kl", "kl_errors", "bayes_forward", "bayes", "posterior", "oracle",
     "autocast", "nan_payloads",
 ]  # fmt: skip
 # Left to the run of everything: what takes more than a second and launches what others launch, and

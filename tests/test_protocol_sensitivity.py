@@ -72,8 +72,8 @@ def test_tables(finished, score, paper_size, paper_T):
     assert ours[4] is None and paper[3] == paper_size and paper[:2] == ["wine", "paper"]
     ours, paper = results["tables"][f"T-{score}"]["rows"]
     for T, cell in zip((4, 6, 9), ours[2:], strict=True):
-        expected = values(folder, 16, T, score).mean()
-        assert float(cell.split(" ± ")[0]) == pytest.approx(expected, abs=0.05)
+        found = values(folder, 16, T, score)
+        assert cell == shown(found.mean(), found.std(ddof=1) / 2, 1)
     assert paper[2:] == [paper_T] * 3
 
 

@@ -72,6 +72,14 @@ def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
     return y
 
 
+def label_log_probs(samples: Tensor, y: Tensor) -> Tensor:
+    """log p of labels (N, *) by each replica, (T, N, *), of logits (T, N, K, *)."""
+    y = y.unsqueeze(1)
+    # One replica after another: in float64 all logits at once may not fit.
+    of_each = [logits.double().log_softmax(1).gather(1, y).squeeze(1) for logits in samples]
+    return torch.stack(of_each)
+
+
 def take_means(op: str, mean: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Predictive means (N, *), or one (), and targets of their shape."""
     check_floating(op, "mean", mean)

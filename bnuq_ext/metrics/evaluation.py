@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..ops.checks import check_tensor, refuse
 from ..prediction import Prediction
-from .arguments import take_labels, take_targets
+from .arguments import label_log_probs, take_labels, take_targets
 from .classification import accuracy, brier, ece, nll
 from .regression import gaussian_crps, gaussian_nll, gaussian_pll, rmse
 
@@ -37,19 +37,17 @@ def evaluate(pred: Prediction, y: Tensor) -> dict[str, float]:
 
 
 def _categorical(pred: Prediction, y: Tensor) -> dict[str, float]:
-    scores = {score.__name__: score(pred.mean, y) for score in (accuracy, nll, brier, ece)}
-    if pred.samples is not None:
-        scores["nll"] = _nll_of_logits(pred.samples, y)
+    scores = {"accuracy": accuracy(pred.mean, y)}
+    kept = pred.samples is not None
+    scores["nll"] = _nll_of_logits(pred.samples, y) if kept else nll(pred.mean, y)
+    scores |= {score.__name__: score(pred.mean, y) for score in (brier, ece)}
     scores["entropy"] = pred.entropy.double().mean()
     scores["mutual_information"] = pred.mutual_information.double().mean()
     return {name: score.item() for name, score in scores.items()}
 
 
 def _nll_of_logits(samples: Tensor, y: Tensor) -> Tensor:
-    y = take_labels("evaluate", y, samples[0])
-    y = y.unsqueeze(1)
-    # One replica after another: in float64 all logits at once may not fit.
-    log_p = torch.stack([logits.double().log_softmax(1).gather(1, y) for logits in samples])
+    log_p = label_log_probs(samples, take_labels("evaluate", y, samples[0]))
     return (math.log(len(samples)) - log_p.logsumexp(0)).mean()
 
 
