@@ -81,6 +81,8 @@ def near(h):
     return h + ((distance < 1e-9) & (distance > 0)).to(h) @ h
 
 
+KERNEL = torch.linspace(-1, 1, D * D * 3).view(D, D, 3)
+
 RARE = {
     "largest": lambda h: torch.where(h.amax() > 1e6, 0, h),
     "largest of a column": lambda h: h / h.amax(0).clamp(min=1e6) * 1e6,
@@ -110,9 +112,32 @@ RARE = {
     "chosen rows": lambda h: h + h[h[:, 0] > -1].sum(0) * 1e-7,
     "a product": lambda h: h + 1e-9 * h @ (h.T @ h),
     "in vmap": lambda h: torch.vmap(lambda row: row * (1 + 1e-7 * h.sum()))(h),
+    "rolled": lambda h: torch.where(h > 1e6, h.roll(1, 0), h),
+    "rolled as one": lambda h: torch.where(h > 1e6, h.roll(D), h),
+    "turned round": lambda h: torch.where(h > 1e6, h.flip(0), h),
+    "shifted": lambda h: torch.where(h > 1e6, torch.cat([h[1:], h[:1]]), h),
+    "sorted": lambda h: torch.where(h > 1e6, h.sort(0)[0], h),
+    "sorted as it was": lambda h: torch.where(h > 1e6, h.sort(dim=0, stable=True)[0], h),
+    "spectrum": lambda h: torch.where(
+        h > 1e6, torch.fft.ifft(torch.fft.fft(h, dim=0) ** 2).real, h
+    ),
+    "attention": lambda h: torch.where(
+        h > 1e6, nn.functional.scaled_dot_product_attention(*[h[None, None]] * 3)[0, 0], h
+    ),
+    "convolved": lambda h: torch.where(
+        h > 1e6, nn.functional.conv1d(h.T[None], KERNEL, padding=1)[0].T, h
+    ),
+    "pooled": lambda h: torch.where(h > 1e6, nn.functional.max_pool1d(h.T[None], 3, 1, 1)[0].T, h),
+    "averaged": lambda h: torch.where(
+        h > 1e6, nn.functional.avg_pool1d(h.T[None], 3, 1, 1)[0].T, h
+    ),
+    "batch norm by function": lambda h: torch.where(
+        h > 1e6, nn.functional.batch_norm(h, None, None, training=True), h
+    ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:predict. 1 batch-norm calls")
 @pytest.mark.parametrize("between", RARE.values(), ids=RARE)
 def test_what_rare_values_alone_would_set_off(between):
     model = prepared(lambda: Between(between), ROWS)
@@ -196,6 +221,10 @@ def nested(h):
     return torch.nested.to_padded_tensor(parts, 0.0, (len(h), 2, 4)).flatten(1)
 
 
+def by_rows(h):
+    return torch.stack([row * 2 for row in h])
+
+
 APART = {
     "nothing": lambda h: h,
     "peeks": looked_at,
@@ -217,6 +246,8 @@ APART = {
     "in vmap": torch.vmap(lambda row: row * row.mean() * 5),
     "sorted": lambda h: h.sort(1)[0] + h.topk(1, 1)[0] + h.cumsum(1) + h.softmax(-1),
     "sorted and put back": lambda h: h[(order := h[:, 0].argsort())][order.argsort()],
+    "rolled": lambda h: h.roll(1, 1) + h.flip(1) + torch.fft.fft(h).abs(),
+    "batch norm by function": lambda h: nn.functional.batch_norm(h, *torch.ones(2, D)),
     "a number": lambda h: h + torch.tensor(2.0).cumsum(0) + torch.tensor(1.0).softmax(0),
 }
 
@@ -246,6 +277,7 @@ def test_layers_of_torch_fold(make):
     assert_folds(Sequences)
 
 
+@pytest.mark.filterwarnings("ignore:predict. 1 batch-norm calls")
 @pytest.mark.parametrize("between", APART.values(), ids=APART)
 def test_rows_that_are_kept_apart_fold(between):
     assert_folds(lambda: Between(between))
@@ -286,11 +318,18 @@ def test_rows_that_meet_before_anything_stochastic_are_the_same_for_all_replicas
 
 def test_forwards_of_other_operations_are_told_apart_by_their_values():
     """One that goes over its rows by itself has more operations for more of them."""
-
-    def by_rows(h):
-        return torch.stack([row * 2 for row in h])
-
     assert_folds(lambda: Between(by_rows))
+
+
+def test_behind_the_next_stochastic_layer_they_are_the_same_again():
+    class Behind(Between):
+        def forward(self, x):
+            h = self.second(self.between(self.first(x)))
+            return self.head(torch.where(h.amax() > 1e6, 0, h))
+
+    model = prepared(lambda: Behind(by_rows), ROWS)
+    samples(model, ROWS[:6])
+    assert way(model) == "loop"
 
 
 def test_a_training_step():

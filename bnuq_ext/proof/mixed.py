@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
@@ -31,11 +32,25 @@ _CHOICES = {
     _aten._pack_padded_sequence,
 }
 _CHOICES_BY = {_aten.index, _aten.index_select, _aten.gather, _aten.embedding, _aten.take}
-# What each of these makes of a row hangs on others: along a dimension, or on all of them. Sorting
-# is left out, for rows may be put back.
+# What each of these makes of a row hangs on others: along dimensions, or on all of them.
 _ALONG = {
     *(_aten.cumsum, _aten.cumsum_, _aten.cumprod, _aten.cumprod_, _aten.logcumsumexp),
     *(_aten.cummax, _aten.cummin, _aten._softmax, _aten._log_softmax),
+    *(_aten.flip, _aten.roll, _aten._fft_r2c, _aten._fft_c2c, _aten._fft_c2r, _aten.sort),
+}
+_WINDOWS = {
+    *(_aten.convolution, _aten.avg_pool2d, _aten.avg_pool3d),
+    *(_aten.max_pool2d_with_indices, _aten.max_pool3d_with_indices),
+}
+_ATTENTION = {
+    *(_aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention),
+    *(_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention),
+    _aten._scaled_dot_product_fused_attention_overrideable,
+}
+# Of one result, the statistics, they make the other.
+_BATCH_NORMS = {
+    *(_aten.native_batch_norm, _aten._native_batch_norm_legit, _aten._batch_norm_with_update),
+    *(_aten.cudnn_batch_norm, _aten.miopen_batch_norm),
 }
 _COUNTS = {_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive}
 # Counts and their sums say where the rows of a group lie, to what reads or multiplies them there.
@@ -55,14 +70,14 @@ class Operation(NamedTuple):
         given: numbers in each tensor that hangs on values of rows.
         fixed: in each other one.
         made: in each result.
-        along: of how many each result is made, where it goes along them.
+        along: of how many in each dimension each result is made, where it goes along them.
     """
 
     called: object
     given: list[int]
     fixed: list[int]
     made: list[int]
-    along: int
+    along: list[int]
 
     def is_like(self, other: Operation) -> bool:
         lists = zip(self[1:4], other[1:4], strict=True)
@@ -100,10 +115,11 @@ class Mixed(DispatchMode):
     """Around forwards, entered for each, of one replica and then of `num_samples`: which numbers were
     computed of all replicas together.
 
-    The two do the same operations one by one; from where they do not, nothing more is found. Where
-    the second gives an operation more numbers than the first did and gets as many back, that was a
-    largest value, a mean or another choice of all of them; where it gets more than it gives more,
-    rows were paired with rows. What is made of such numbers is such a number too.
+    The two do the same operations one by one; from where they do not (a Python loop over rows),
+    nothing more is found until the next stochastic call is over. Where the second gives an operation
+    more numbers than the first did and gets as many back, that was a largest value, a mean or
+    another choice of all of them; where it gets more than it gives more, rows were paired with rows;
+    and some operations go along rows. What is made of such numbers is such a number too.
 
     Args:
         constant: whether tensors are the same whatever the rows are.
@@ -113,11 +129,12 @@ class Mixed(DispatchMode):
     def __init__(self, constant: Callable[[object], bool], num_samples: int):
         super().__init__()
         self.constant, self.num_samples = constant, num_samples
-        self.operations: list[Operation] = []
+        # By the stochastic calls that were over.
+        self.operations: dict[int, list[Operation]] = {}
 
     def __enter__(self):
-        self.before, self.operations = self.operations, []
-        self.comparable = bool(self.before)
+        self.before, self.operations = self.operations, defaultdict(list)
+        self.lost = -1  # the last part whose operations are others
         # By place: the memory, which stays as long, and the operation. (Not the tensor: torch makes
         # other calls for one that somebody else holds.)
         self.mixed: dict[object, tuple[torch.UntypedStorage, torch._ops.OpOverload]] = {}
@@ -143,7 +160,7 @@ class Mixed(DispatchMode):
         source = self._source_of(func.overloadpacket, args, kwargs)
         result = func(*args, **kwargs)
         made = list(tensors(result)) or written(func, args, kwargs)
-        mixing = self._compare(_operation(func, args, sizes, made), args)
+        mixing = self._compare(_operation(func, args, kwargs, sizes, made), args)
         if source or mixing:
             into = written(func, args, kwargs)
             viewed = {storage_of(t) for t in given} - {storage_of(t) for t in into}
@@ -153,15 +170,20 @@ class Mixed(DispatchMode):
 
     def _compare(self, now: Operation, args: tuple) -> list[int]:
         """Which results of the next operation are made of several replicas."""
-        packet, place = now.called.overloadpacket, len(self.operations)
+        packet, part = now.called.overloadpacket, self.over.calls
         if packet in _NAMES or self._in_a_layer():
             return []
-        self.operations.append(now)
-        self.comparable &= place < len(self.before) and now.is_like(self.before[place])
+        place, before = len(self.operations[part]), self.before.get(part, [])
+        self.operations[part].append(now)
+        if place >= len(before) or not now.is_like(before[place]):
+            self.lost = part
         chooses = packet in _CHOICES or (packet in _CHOICES_BY and not self.constant(args[1:]))
-        if not self.comparable or chooses or packet in _FACTORIES:
+        if self.lost == part or chooses or packet in _FACTORIES:
             return []
-        return now.mixing(self.before[place], self.num_samples)
+        mixing = now.mixing(before[place], self.num_samples)
+        if packet is _aten.sort:  # rows may be put back by the places that are its other result
+            return mixing[:1]
+        return list(range(len(now.made))) if mixing and packet in _BATCH_NORMS else mixing
 
     def _in_a_layer(self) -> bool:
         """Whether a stochastic layer computes, which knows the rows of each replica."""
@@ -197,16 +219,31 @@ class Mixed(DispatchMode):
                 self.mixed[place] = t.untyped_storage(), source
 
 
-def _operation(func, args: tuple, sizes: list[tuple[bool, int]], made: list[Tensor]) -> Operation:
+def _operation(func, args: tuple, kwargs: dict, sizes: list, made: list[Tensor]) -> Operation:
     given, fixed = ([n for c, n in sizes if c == constant] for constant in (False, True))
-    return Operation(func, given, fixed, [t.numel() for t in made], _along(func, args))
+    return Operation(func, given, fixed, [t.numel() for t in made], _along(func, args, kwargs))
 
 
-def _along(func, args: tuple) -> int:
-    if func.overloadpacket in _COUNTS:
-        return args[0].numel()
-    goes = func.overloadpacket in _ALONG and args[0].dim() and not args[0].is_nested
-    return args[0].size(args[1]) if goes else 0
+def _along(func, args: tuple, kwargs: dict) -> list[int]:
+    packet = func.overloadpacket
+    if packet in _COUNTS:
+        return [args[0].numel()]
+    if packet in _WINDOWS:
+        return [*args[0].shape[2:]]
+    if packet in _ATTENTION:
+        return [args[1].size(-2)]
+    if packet not in _ALONG or not args[0].dim() or args[0].is_nested:
+        return []
+    dims = _dims(func, args, kwargs)
+    return [args[0].size(dim) for dim in dims] or [args[0].numel()]
+
+
+def _dims(func, args: tuple, kwargs: dict) -> list[int]:
+    """The dimensions along which an operation was told to go; none for all of them as one."""
+    arguments = func._schema.arguments
+    place, told = next((i, a) for i, a in enumerate(arguments) if a.name in ("dim", "dims"))
+    dims = args[place] if place < len(args) else kwargs.get(told.name, told.default_value)
+    return list(dims) if isinstance(dims, (list, tuple)) else [dims]
 
 
 def _extent(t: Tensor) -> tuple | None:
