@@ -190,8 +190,7 @@ def routed(h):
 
 def grouped(h):
     """Rows sorted by their expert, whose rows end at sums of counts."""
-    chosen = (h @ torch.eye(D)).argmax(1)
-    order = chosen.argsort()
+    chosen, order = (h @ torch.eye(D)).argmax(1).sort()
     ends = torch.histc(chosen.float(), D, 0, D - 1).cumsum(0, dtype=torch.int32)
     experts = torch.eye(D).repeat(D, 1, 1) * torch.arange(D)[:, None, None]
     made = torch._grouped_mm(h[order].bfloat16(), experts.bfloat16(), offs=ends).to(h)

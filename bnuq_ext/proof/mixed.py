@@ -234,6 +234,8 @@ def _along(func, args: tuple, kwargs: dict) -> list[int]:
         return [args[1].size(-2)]
     if packet not in _ALONG or not args[0].dim() or args[0].is_nested:
         return []
+    if packet is _aten.sort and not args[0].is_floating_point():  # numbers of experts
+        return []
     dims = _dims(func, args, kwargs)
     return [args[0].size(dim) for dim in dims] or [args[0].numel()]
 
