@@ -77,19 +77,29 @@ class Bank:
             if entries.keys() != mean.keys():
                 refuse("Bank", group, f"have the keys of mean {list(mean)}", list(entries))
         self.mean, self.var, self.count = map(_ordinary, (mean, var, count))
-        self.check()
+        self._check_tensors()
         self.batch_size = check_integer("Bank", "batch_size", batch_size, 1)
-        if dataset_size is None:
-            dataset_size = len(self) * batch_size
-        self.dataset_size = check_integer("Bank", "dataset_size", dataset_size, batch_size)
-        check_fraction("Bank", "disjoint", disjoint)
-        self.disjoint = float(disjoint)
-        self.unused = _checked_unused(unused, mean)
-        self.metadata = _checked_metadata(metadata)
+        self.dataset_size = len(self) * self.batch_size if dataset_size is None else dataset_size
+        self.disjoint, self.unused, self.metadata = disjoint, unused, metadata
+        self.check_fields()
         self._start_cache()
 
     def check(self) -> None:
-        """Raises ValueError or TypeError where a statistic is not what `Bank` asks for."""
+        """Raises ValueError or TypeError where a tensor or a field is not what `Bank` asks for."""
+        self._check_tensors()
+        self.check_fields()
+
+    def check_fields(self) -> None:
+        """The same for what is no tensor, which is made an int, a float, a tuple and a dict."""
+        self.batch_size = check_integer("Bank", "batch_size", self.batch_size, 1)
+        least = self.batch_size
+        self.dataset_size = check_integer("Bank", "dataset_size", self.dataset_size, least)
+        check_fraction("Bank", "disjoint", self.disjoint)
+        self.disjoint = float(self.disjoint)
+        self.unused = _checked_unused(self.unused, self.mean)
+        self.metadata = _checked_metadata(self.metadata)
+
+    def _check_tensors(self) -> None:
         for key in self.mean:
             self._check_statistics(key)
 
@@ -134,7 +144,13 @@ class Bank:
         )
 
     def equal(self, other: "Bank") -> bool:
-        """Whether the other bank has the same keys, sizes and numbers, to the last bit."""
+        """Whether the other bank has the same keys, sizes and numbers, to the last bit.
+
+        Raises:
+            TypeError: other is no bank.
+        """
+        if not isinstance(other, Bank):
+            refuse("Bank.equal", "other", "be a Bank", type(other).__name__, TypeError)
         sizes = ("names", "batch_size", "dataset_size", "disjoint", "unused")
         return all(getattr(self, size) == getattr(other, size) for size in sizes) and all(
             mine[key].dtype == theirs[key].dtype and torch.equal(mine[key], theirs[key])

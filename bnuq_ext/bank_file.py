@@ -74,6 +74,8 @@ def load(path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Takes no more memory than the file's size and a constant.
     """
     name = _check_path("Bank.load", path)
+    if not os.path.exists(name):
+        refuse("Bank.load", "path", "name a file that exists", repr(path), FileNotFoundError)
     _check_regular("Bank.load", name)
     with open(name, "rb") as stream:
         return read(stream, os.fstat(stream.fileno()).st_size, name)
@@ -202,7 +204,9 @@ def _is_shape(shape) -> bool:
 
 def _check_path(op: str, path) -> str:
     check_path(op, "path", path)
-    return os.fspath(path)
+    if "\0" in (name := os.fsdecode(path)):
+        refuse(op, "path", "be without null characters", repr(path))
+    return name
 
 
 def _check_regular(op: str, name: str) -> None:

@@ -234,7 +234,7 @@ def _checked_noise(likelihood, noise_var) -> float | None:
     check_likelihood(OP, likelihood, noise_var)
     if likelihood == "gaussian" and not (isinstance(noise_var, Real) and noise_var > 0):
         refuse(OP, "noise_var", "be a positive number for a gaussian likelihood", noise_var)
-    return noise_var
+    return None if noise_var is None else float(noise_var)
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class CollectPass(Pass):
         check_dtype(self.op, f"the input of {key!r}", x)
         if x.numel() < 2 * max(x.shape[1], 1):
             self.too_small = True
-            raise _TooSmall
+            raise TooSmall
         self.statistics[key] = layer.batch_statistics(x)
         weight, bias, eps = layer.affine_parameters()
         # The very function of train mode, so that deeper layers see what they see in training. It
@@ -171,7 +171,7 @@ class CollectPass(Pass):
         return self.statistics[latest[0]][kind == "running_var"].to(own, copy=True)
 
 
-class _TooSmall(Exception):
+class TooSmall(Exception):
     """Ends the forward of a batch with fewer than two values a channel."""
 
 
@@ -201,17 +201,17 @@ class _Record:
             self.small += 1
             return
         # The others may hold what is meant, as a mask of -inf; the statistics are looked at below.
-        if not _finite(next(tensors(inputs))):
+        if not is_finite(next(tensors(inputs))):
             self._leave_out("the input")
             return
         active = CollectPass(self.op, self.layers)
-        with running(active), suppress(_TooSmall):
+        with running(active), suppress(TooSmall):
             call(model, copied(inputs))
         if active.too_small:
             self.small += 1
             return
         statistics = {k: (m.cpu(), v.cpu(), n) for k, (m, v, n) in active.statistics.items()}
-        bad = [k for k, (m, v, _) in statistics.items() if not (_finite(m) and _finite(v))]
+        bad = [k for k, (m, v, _) in statistics.items() if not (is_finite(m) and is_finite(v))]
         if bad:
             self._leave_out(f"the statistics of layer {bad[0]!r}")
             return
@@ -381,7 +381,7 @@ def _checked_device(model: nn.Module, device) -> torch.device:
         refuse("collect", "device", "name a torch device", repr(device))
 
 
-def _finite(x: Tensor) -> bool:
+def is_finite(x: Tensor) -> bool:
     # Sparse and nested tensors have no isfinite; what they lead to shows in the statistics.
     strided = x.layout == torch.strided and not x.is_nested
     return not (strided and x.is_floating_point()) or bool(torch.isfinite(x).all())

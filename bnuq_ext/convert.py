@@ -93,6 +93,10 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
             got = f"layer {name!r}" if name else "the model itself"
             refuse("revert", "model", "hold no stochastic layer that is parametrised", got)
     frozen = [repr(name) for name, layer in layers.items() if layer.frozen]
+    if frozen:
+        warn(
+            f"revert: {', '.join(frozen)}: frozen, but torch's batch norm moves its statistics in train()"
+        )
     if not inplace:
         model = copy_model("revert", model, _INPLACE)
     originals = {}
@@ -100,10 +104,6 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         if isinstance(module, Stochastic):
             originals[id(module)] = _restore(module)
         _remember_excluded(module, False)
-    if frozen:
-        warn(
-            f"revert: {', '.join(frozen)}: frozen, but torch's batch norm moves its statistics in train()"
-        )
     return _replace(model, originals)
 
 

@@ -55,6 +55,10 @@ class Prediction:
     snapshots: Tensor | None = None
     targets: Tensor | list | None = None
 
+    def __post_init__(self):
+        if self.noise_var is not None and not isinstance(self.noise_var, Tensor):
+            self.noise_var = float(self.noise_var)
+
     @property
     def total_variance(self) -> Tensor | None:
         """variance + noise_var, (N, ...); gaussian only."""
@@ -92,7 +96,7 @@ class Prediction:
             refuse(op, "samples", f"have shape {form}", list(samples.shape))
         if samples.shape[0] < 1:
             refuse(op, "samples", "have at least 1 replica", list(samples.shape))
-        if likelihood == "categorical" and samples.shape[2] == 1:
+        if likelihood == "categorical" and samples.shape[2] < 2:
             refuse(op, "samples", "have at least 2 classes", list(samples.shape))
         with torch.no_grad():
             summary = summarise(op, likelihood, samples)
@@ -149,7 +153,7 @@ def _information(entropy: Tensor, expected_entropy: Tensor, count: int, classes:
     if entropy.dtype == torch.float32:
         summing = min(summing, 8)
     steps = 4 + count**0.5 + summing
-    noise = torch.finfo(entropy.dtype).eps * steps * (1 + log(classes or 1))
+    noise = torch.finfo(entropy.dtype).eps * steps * (1 + log(classes))
     return torch.threshold_(entropy - expected_entropy, noise, 0.0)
 
 
@@ -158,7 +162,7 @@ def check_logits(op: str, shape: torch.Size) -> None:
     if len(shape) < 2:
         requirement = "be logits (N, K, *) for a categorical likelihood"
         refuse(op, "the output", requirement, list(shape))
-    if shape[1] == 1:  # whose softmax is 1, whatever the network says
+    if shape[1] < 2:  # the softmax of one is 1, whatever the network says
         requirement = "have at least 2 classes (of one logit z, output_fn can make [0, z])"
         refuse(op, "the output", requirement, list(shape))
 

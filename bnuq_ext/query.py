@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .batches import find_loader
 from .bayes import bayes_layers
-from .collect import CollectPass
+from .collect import CollectPass, TooSmall, is_finite
 from .forward import Forward
 from .inputs import device_of, map_tensors, num_rows, split_batch, tensors
 from .known import know
@@ -112,8 +112,12 @@ class JointPass(CollectPass):
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         if not layer.needs_bank:
             return layer.replicate(x, self.draw, key, stream, False)
-        with self.counter.ignoring() if self.counter else nullcontext():
-            return super().normalise(layer, x, key, stream)
+        try:
+            with self.counter.ignoring() if self.counter else nullcontext():
+                return super().normalise(layer, x, key, stream)
+        except TooSmall:
+            requirement = f"give {key!r} two values a channel with query and batch together"
+            refuse(self.op, "model", requirement, list(x.shape))
 
 
 def take_batches(op: str, loader, first: int, count: int, device: torch.device) -> list[Tensor]:
@@ -128,6 +132,9 @@ def take_batches(op: str, loader, first: int, count: int, device: torch.device) 
             if not isinstance(batch, Tensor):
                 got = type(batch).__name__
                 refuse(op, "loader", 'yield one tensor a batch with query "in"', got, TypeError)
+            if not is_finite(batch):
+                got = "NaN or infinity in the input"
+                refuse(op, f"batch {seen - 1}", "be finite", got)
             if batch.dim() > 0 and len(batch) > 1:
                 found += 1
                 if found > first:

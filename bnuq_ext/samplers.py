@@ -228,7 +228,7 @@ def check_key(op: str, seed) -> None:
 
 def draw_key(seed: int | None, device: torch.device) -> int:
     """The seed, or one from torch's generator of the device."""
-    return seed if seed is not None else new_key(device).item()
+    return int(seed) if seed is not None else new_key(device).item()
 
 
 def make_sampler(
@@ -248,6 +248,7 @@ def make_sampler(
             parametric sampler over a single snapshot.
     """
     check_sampler(op, name, batch_size)
+    bank.check_fields()  # the user may have set dataset_size
     if name == "bank":
         return BankSampler(bank, device)
     if name == "batch":

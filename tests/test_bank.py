@@ -218,6 +218,8 @@ def test_equal():
     other = make_bank()
     other.var["layers.1"][3, 4] += 1e-7
     assert not bank.equal(other)
+    with pytest.raises(TypeError, match="Bank.equal: other must be a Bank, got dict"):
+        bank.equal({})
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda bank: pickle.loads(pickle.dumps(bank))])

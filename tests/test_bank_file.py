@@ -43,6 +43,18 @@ def test_a_bank_that_was_changed_is_not_written(tmp_path):
     bank.mean[bank.names[0]][0, 0] = float("nan")
     with pytest.raises(ValueError, match="Bank: mean.* must be finite, got NaN or infinity"):
         bank.save(path)
+    for field, value, error, text in (
+        ("batch_size", 0, ValueError, "batch_size must be at least 1, got 0"),
+        ("dataset_size", 3, ValueError, "dataset_size must be at least 8, got 3"),
+        ("dataset_size", float("nan"), TypeError, "dataset_size must be an integer, got nan"),
+        ("disjoint", 2.0, ValueError, "disjoint must lie in .*, got 2.0"),
+        ("unused", "bn", TypeError, "unused must be names of layers, in a list, got 'bn'"),
+        ("metadata", {"a": 1}, TypeError, "metadata must be a dict of str to str, got "),
+    ):
+        bank = make_bank()
+        setattr(bank, field, value)
+        with pytest.raises(error, match=f"^Bank: {text}"):
+            bank.save(path)
     assert path.read_bytes() == old
 
 
@@ -170,7 +182,14 @@ def test_refuses_paths(tmp_path):
         ValueError, match="Bank.save: path must name a regular file, got a special file"
     ):
         bank.save("/dev/null")
-    with pytest.raises(FileNotFoundError, match="nowhere.bank"):
+    for call in (bank.save, bnuq.Bank.load):
+        with pytest.raises(
+            ValueError, match=r"path must be without null characters, got 'a\\x00b'"
+        ):
+            call("a\0b")
+    with pytest.raises(
+        FileNotFoundError, match="Bank.load: path must name a file that exists, got .*nowhere.bank"
+    ):
         bnuq.Bank.load(tmp_path / "nowhere.bank")
     with pytest.raises(
         FileNotFoundError, match="Bank.save: path must lie in a folder that exists, got "

@@ -4,6 +4,7 @@ alone and with drawn statistics."""
 import copy
 import threading
 
+import numpy as np
 import pytest
 import torch
 from predicting import DATA, X, equal, make_flexible, make_model, network, predict
@@ -262,6 +263,7 @@ def test_an_ensemble_with_drawn_statistics_is_the_replicas_of_its_members(strate
     assert pred.num_samples == 15 and pred.snapshots is None
     default = bnuq.ensemble(models, X, sampler="bank", likelihood="categorical")
     assert default.num_samples == 96 and default.samples is None
+    equal(bnuq.ensemble(models, X, sampler="joint", seed=np.int64(8), **options), pred)
     last = bnuq.ensemble(models, X, sampler="joint", seed=2**63 - 1, **options)
     wrapped = bnuq.predict(models[1], X, sampler="joint", seed=-(2**63), **options)
     torch.testing.assert_close(last.samples[5:10], wrapped.samples, rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -178,14 +179,15 @@ def test_pixels_count_one_by_one():
     torch.testing.assert_close(found.epistemic_variance, variance[None], **close)
 
 
-def test_one_output_may_have_flat_targets_and_the_noise_be_a_tensor():
+def test_one_output_may_have_flat_targets_and_the_noise_be_any_number():
     data = dataset(outputs=1)
     options = {"candidates": [5], "likelihood": "gaussian", "noise_var": 0.25}
     expected = fit(bnuq.convert(network(outputs=1)), data=data, **options)
     x, y = data.tensors
-    options |= {"noise_var": torch.tensor([0.25]), "data": TensorDataset(x, y[:, 0])}
-    found = fit(bnuq.convert(network(outputs=1)), **options)
-    assert torch.equal(found.log_likelihood, expected.log_likelihood)
+    options["data"] = TensorDataset(x, y[:, 0])
+    for noise in (torch.tensor([0.25]), np.float32(0.25), Fraction(1, 4)):
+        found = fit(bnuq.convert(network(outputs=1)), **{**options, "noise_var": noise})
+        assert torch.equal(found.log_likelihood, expected.log_likelihood)
 
 
 def test_no_uncertainty_and_no_elbo_where_the_batch_is_the_data():

@@ -192,6 +192,9 @@ def test_a_layer_in_eval_stays_there_when_it_is_let_go():
 def test_a_layer_that_is_turned_back_is_frozen_no_more():
     model = bnuq.convert(block())
     bnuq.freeze(model)
+    with pytest.raises(UserWarning, match="^revert: '1': frozen"):  # an error: as in these tests
+        bnuq.revert(model, inplace=True)
+    assert type(model[1]) is bnuq.StochasticBatchNorm1d and model[1].frozen
     with pytest.warns(UserWarning, match="^revert: '1': frozen, but torch's batch norm moves its"):
         model = bnuq.convert(bnuq.revert(model)).train()
     before = model[1].running_mean.clone()

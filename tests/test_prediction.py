@@ -1,5 +1,7 @@
 """Prediction: information that is exactly zero, and predictions of samples from anywhere."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -139,6 +141,12 @@ def test_is_equal_to_itself_alone():
             r"samples must have at least 2 classes, got \[4, 3, 1\]",
         ),
         (
+            torch.zeros(4, 3, 0),
+            "categorical",
+            ValueError,
+            r"samples must have at least 2 classes, got \[4, 3, 0\]",
+        ),
+        (
             torch.zeros(4, 3),
             "poisson",
             ValueError,
@@ -197,8 +205,9 @@ def test_refused_noise_of_many_values_is_shown_by_its_shape():
         assert str(caught.value) == f"Prediction.from_samples: {requirement} {got}"
 
 
-def test_noise_may_be_a_number_of_numpy():
-    pred = bnuq.Prediction.from_samples(torch.zeros(4, 2, 3), "gaussian", np.float32(0.5))
+@pytest.mark.parametrize("noise", [np.float32(0.5), Fraction(1, 2), 0.5], ids=type)
+def test_noise_may_be_any_real_number(noise):
+    pred = bnuq.Prediction.from_samples(torch.zeros(4, 2, 3), "gaussian", noise)
     torch.testing.assert_close(pred.total_variance, torch.full((2, 3), 0.5), rtol=0, atol=0)
 
 

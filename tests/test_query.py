@@ -211,6 +211,10 @@ class Uncalled(nn.Module):
         ({"query": "both"}, "query must be one of out, in, got 'both'"),
         ({"sampler": "bank", "loader": None}, 'query must be "out" with sampler "bank", got "in"'),
         ({"strategy": "folded"}, 'strategy must be "auto" or "loop" with query "in", got "folded"'),
+        (
+            {"loader": [X, torch.full_like(X, torch.nan), *[X] * 9]},
+            "batch 1 must be finite, got NaN or infinity in the input",
+        ),
         ({"num_samples": 99}, "loader must have 99 batches of 2 rows or more, got 25"),
         ({"x": (X, X)}, 'x must be one tensor with query "in", as a batch .* is, got 2 tensors'),
         ({"x": X[:, :1]}, r"loader must have rows like those of x, \[1, 6, 6\] torch.float32, got"),
@@ -231,6 +235,21 @@ def test_rejects_batches_of_several_tensors(model, batch):
     text = 'predict: loader must yield one tensor a batch with query "in", got tuple'
     with pytest.raises(TypeError, match=text):
         predict(model, X, **{**OPTIONS, "loader": [batch] * 9})
+
+
+def test_rejects_layers_of_a_single_row():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(72)
+
+        def forward(self, x):
+            x = x.flatten(1)
+            return x[:, :5] + self.norm(x.mean(0, keepdim=True))[:, :5]
+
+    text = r"predict: model must give 'norm' two values a channel with .* got \[1, 72\]"
+    with pytest.raises(ValueError, match=text):
+        predict(bnuq.convert(Pooled()), **OPTIONS)
 
 
 def test_rejects_models_without_stochastic_calls():

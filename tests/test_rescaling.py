@@ -341,3 +341,11 @@ def test_a_corrected_bank_is_rescaled_anew(field, value):
     assert (after.mean - before.mean).abs().max() > 1e-4
     setattr(bank, field, kept)
     equal(predict(model, **options), before)
+
+
+@pytest.mark.parametrize("name", ["joint", "lognormal", "normal"])
+def test_a_bank_that_was_given_less_data_than_a_batch_is_refused(name):
+    model = make_model()
+    model[1].bank.dataset_size = 1
+    with pytest.raises(ValueError, match="Bank: dataset_size must be at least .*, got 1"):
+        predict(model, sampler=name, batch_size=1)
