@@ -22,6 +22,7 @@ from .ops.linear import bayes_linear_rows, shaped
 from .ops.modes import autocasted, past_autocast
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
+from .restore import without_gradients
 from .samplers import Draw
 from .state import names_of
 
@@ -181,19 +182,21 @@ class BayesLinear(Replicated, nn.Module):
     def plain_forward(self, x: Tensor) -> Tensor:
         """One sample of the weights in train(), their means in eval()."""
         self._check_kind(x)
-        rows = x if x.dim() > 1 else x[None]
-        self._check_features(rows)
+        self._check_features(x, 1)
         if not self.training:
             bias = None if self.bias_mu is None else self.bias_mu.to(x.dtype)
             return functional.linear(x, self.posterior()[0].to(x.dtype), bias)
+        self._check_sampled()  # before a draw moves torch's generator
         draw = Draw(1, new_seed(device=x.device), None, {})
+        rows = x if x.dim() > 1 else x[None]
         y = self.sample(rows.flatten(0, -2), draw, 0, shared=True)
         return shaped(y, (*x.shape[:-1], self.out_features))
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
         self._check_kind(x)
-        self._check_features(x)
+        self._check_features(x, 2)
+        self._check_sampled()
         return self.sample(x, draw, stream, shared)
 
     def sample(self, x: Tensor, draw: Draw, stream: int, shared: bool) -> Tensor:
@@ -204,10 +207,6 @@ class BayesLinear(Replicated, nn.Module):
             draw: in a trial the posterior is widened, so that samples differ by more than rounding.
             stream: see `ops.bayes_linear`.
         """
-        dtype = self.weight_mu.dtype
-        if dtype not in DTYPES:
-            requirement = "be float32 or float64 where they are sampled (beside a 16-bit x, too)"
-            refuse("BayesLinear", "the weights", requirement, dtype, TypeError)
         T, x = draw.num_samples, autocasted(x)
         N, *inner = x.shape[:-1]
         folded = T * N if shared else N
@@ -238,9 +237,15 @@ class BayesLinear(Replicated, nn.Module):
         if dtype not in (acc_dtype(x.dtype), x.dtype):
             refuse("BayesLinear", "x", f"be {dtype} like the weights", x.dtype, TypeError)
 
-    def _check_features(self, x: Tensor) -> None:
-        if x.dim() < 2 or x.shape[-1] != self.in_features:
+    def _check_features(self, x: Tensor, least_dims: int) -> None:
+        if x.dim() < least_dims or x.shape[-1] != self.in_features:
             refuse("BayesLinear", "x", f"have shape (N, *, {self.in_features})", list(x.shape))
+
+    def _check_sampled(self) -> None:
+        dtype = self.weight_mu.dtype
+        if dtype not in DTYPES:
+            requirement = "be float32 or float64 where they are sampled (beside a 16-bit x, too)"
+            refuse("BayesLinear", "the weights", requirement, dtype, TypeError)
 
     def kl_divergence(self, seed: Tensor, stream: int, num_samples: int) -> Tensor:
         """Divergence of weights and biases from the prior, in nats; () in the parameters' dtype.
@@ -280,12 +285,15 @@ class BayesLinear(Replicated, nn.Module):
             if mask is None:
                 self.weight_mask = None
             elif mask.shape == shape:
-                self.weight_mask = mask.to(self.weight_mu.device, torch.bool, copy=True)
+                with without_gradients():
+                    self.weight_mask = mask.to(self.weight_mu.device, torch.bool, copy=True)
             elif self.weight_mask is None:  # else torch says so
                 *_, errors = args
                 found = f"{list(mask.shape)} in the checkpoint and {list(shape)} in the layer"
                 errors.append(f"size mismatch for {prefix}weight_mask: {found}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if self.weight_mask is not None:  # with assign=True the checkpoint's own, of any dtype
+            self.weight_mask = self.weight_mask.to(torch.bool)
 
 
 def _local(

@@ -16,6 +16,7 @@ from .convert import copy_model
 from .nn import check_model
 from .ops.checks import check_callable, check_fraction, check_one_of, refuse
 from .priors import GaussianPrior, check_prior
+from .restore import without_gradients
 from .state import OF_EVERY_MODULE
 
 RANKINGS = ("snr", "magnitude")
@@ -53,9 +54,9 @@ def to_bayesian(
     Raises:
         ValueError, TypeError: copy.deepcopy refuses the model, it is wrapped in
             DistributedDataParallel, no linear layer is left to turn, or one has parameters of 16
-            bits, none yet (lazy), a weight that is made of others (spectral norm, the older weight
-            norm, pruning by torch; one with a parametrization is no nn.Linear and stays as it is),
-            or a forward that is set on the object.
+            bits, none at all or none yet (lazy), a weight that is made of others (spectral norm,
+            the older weight norm, pruning by torch; one with a parametrization is no nn.Linear and
+            stays as it is), or a forward that is set on the object.
     """
     op = "to_bayesian"
     check_model(op, model)
@@ -101,6 +102,9 @@ def _check_linear(op: str, place: str, layer: nn.Linear) -> None:
         refuse(op, place, "have a shape (run one forward first)", "a LazyLinear")
     if layer.weight.dtype not in DTYPES:
         refuse(op, place, "have its weight in float32 or float64", layer.weight.dtype, TypeError)
+    if 0 in (layer.in_features, layer.out_features):
+        got = f"{layer.in_features} and {layer.out_features}"
+        refuse(op, place, "have at least one input and one output", got)
     if "weight" not in layer._parameters:
         requirement = "have its weight as a parameter (remove weight norm or pruning first)"
         refuse(op, place, requirement, f"one made of {list(layer._parameters)}")
@@ -204,7 +208,9 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     """Sets the lowest-ranked weights to exactly 0 in every sample, in place; biases stay.
 
     The weights of all Bayesian layers are ranked together. Their means and spreads are kept, so
-    that another call, with fraction 0 for instance, starts from all weights again.
+    that another call, with fraction 0 for instance, starts from all weights again. A pruned layer
+    has one buffer more, `weight_mask`, which `torch.optim.swa_utils.AveragedModel` cannot average:
+    make the average after pruning, without `use_buffers`.
 
     Args:
         model: holds `BayesLinear` layers.
@@ -231,8 +237,9 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     # By rank, not by threshold: equal scores are pruned up to the fraction too.
     keep[scores.argsort(stable=True)[:count]] = False
     parts = keep.split([layer.weight_mu.numel() for layer in layers.values()])
-    for layer, part in zip(layers.values(), parts, strict=True):
-        # Its own memory: file formats that keep a tensor once would leave the others out.
-        mask = part.view_as(layer.weight_mu).to(layer.weight_mu.device, copy=True)
-        layer.weight_mask = mask if count else None
+    with without_gradients():
+        for layer, part in zip(layers.values(), parts, strict=True):
+            # Its own memory: file formats that keep a tensor once would leave the others out.
+            mask = part.view_as(layer.weight_mu).to(layer.weight_mu.device, copy=True)
+            layer.weight_mask = mask if count else None
     return count / len(scores)

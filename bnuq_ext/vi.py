@@ -308,7 +308,7 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
         try:
             return functional.cross_entropy(outputs, labels, reduction="sum")
         except IndexError:
-            got = f"{y.min()} to {y.max()}"
+            got = f"{labels.min()} to {labels.max()}"
             refuse("elbo_loss", "y", f"hold labels in [0, {outputs.shape[1]})", got)
     std = _promoted(noise_std) if isinstance(noise_std, Tensor) else float(noise_std)
     means = outputs.unflatten(0, (num_samples, rows))

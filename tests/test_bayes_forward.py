@@ -68,12 +68,13 @@ def test_rows_of_their_own_noise_have_it_in_every_call():
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (1, 5), (3, 4, 5), (2, 0, 5), (0, 4, 5), (2, 3, 4, 5)])
-@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
-def test_inner_dimensions(shape, likelihood):
+def test_inner_dimensions(shape):
     torch.manual_seed(0)
     layer = bnuq.BayesLinear(5, 2, **OPTIONS)
     expected = by_hand(layer, x(*shape).flatten(0, -2), 0).view(3, *shape[:-1], 2)
-    torch.testing.assert_close(samples(layer, x(*shape), likelihood=likelihood), expected, rtol=1e-6, atol=1e-7)  # fmt: skip
+    for likelihood in ["gaussian", "categorical"][: 1 if 0 in shape[1:] else 2]:  # or no classes
+        found = samples(layer, x(*shape), likelihood=likelihood)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert layer(x(*shape)).shape == (*shape[:-1], 2)
     mean = linear(x(*shape), layer.weight_mu, layer.bias_mu)
     torch.testing.assert_close(layer.eval()(x(*shape)), mean)
@@ -92,7 +93,7 @@ def test_a_single_row_is_like_nn_linear_s():
 def test_other_features_are_refused(shape):
     """Ten rows of four features are forty numbers, but not eight rows of five."""
     layer = bnuq.BayesLinear(5, 2, **OPTIONS)
-    got = r"\[10, 4\]|\[4, 10\]|\[5, 0\]|\[1\]"
+    got = r"\[10, 4\]|\[4, 10\]|\[5, 0\]|\[\]"
     with pytest.raises(ValueError, match=rf"BayesLinear: x must have shape \(N, \*, 5\), got ({got})"):  # fmt: skip
         layer(x(*shape))
 

@@ -93,6 +93,35 @@ def test_masks_share_no_memory():
     assert len({m.untyped_storage().data_ptr() for m in masks}) == 2
 
 
+def assert_trains(model):
+    y = torch.zeros(7, dtype=torch.long)
+    bnuq.elbo_loss(model, x(), y, num_samples=2, batch_weight=0.1, seed=0).loss.backward()
+    mask = model[0].weight_mask
+    assert mask.dtype == torch.bool and (~mask).any()
+    assert (model[0].weight_mu.grad[~mask] == 0).all()
+
+
+def test_a_model_pruned_or_loaded_in_inference_mode_trains():
+    model, other = spread_out(), spread_out()
+    with torch.inference_mode():
+        bnuq.prune(model, 0.5)
+        other.load_state_dict(model.state_dict())
+    assert_trains(model)
+    assert_trains(other)
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_mask_in_other_numbers_is_one_of_truth_values(assign):
+    """As by a cast of a whole checkpoint."""
+    model, other = spread_out(), spread_out()
+    bnuq.prune(model, 0.5)
+    checkpoint = {k: v.float() for k, v in model.state_dict().items()}
+    other.load_state_dict(checkpoint, assign=assign)
+    for p in other.parameters():
+        p.requires_grad_()
+    assert_trains(other)
+
+
 def test_pruned_model_trains_and_keeps_its_zeros():
     model = spread_out()
     bnuq.prune(model, 0.5)

@@ -129,6 +129,16 @@ def test_a_forward_on_the_object_is_refused():
     assert type(bnuq.to_bayesian(model, lambda name, layer: name == "0")[0]) is bnuq.BayesLinear
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0)])
+def test_layers_without_weights_are_refused(sizes):
+    message = (
+        f"to_bayesian: layer '' must have at least one input and one output, got {sizes[0]} and"
+    )
+    with pytest.raises(ValueError, match=message):
+        bnuq.to_bayesian(nn.Linear(*sizes))
+
+
 def test_layers_of_16_bits_and_lazy_ones_are_refused():
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).bfloat16())
     message = (

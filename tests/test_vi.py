@@ -310,6 +310,7 @@ def test_divergence_outside_a_pass_draws_its_own_noise():
             r"y must have shape \[8\], got \[5\]",
         ),
         (dict(y=torch.arange(8)), ValueError, r"y must hold labels in \[0, 4\), got 0 to 7"),
+        (dict(y=torch.arange(8).to(torch.uint16)), ValueError, "y must hold labels .*, got 0 to 7"),
         (dict(y=torch.arange(8) - 5), ValueError, r"y must hold labels in \[0, 4\), got -5 to 2"),
         (dict(likelihood="gaussian"), ValueError, r"y must have shape \[8, 4\], got \[8\]"),
         (
