@@ -80,8 +80,8 @@ class Operation(NamedTuple):
     along: list[int]
 
     def is_like(self, other: Operation) -> bool:
-        lists = zip(self[1:4], other[1:4], strict=True)
-        return self.called is other.called and all(len(a) == len(b) for a, b in lists)
+        """Whether there are as many tensors."""
+        return all(len(a) == len(b) for a, b in zip(self[1:4], other[1:4], strict=True))
 
     def mixing(self, alone: Operation, num_samples: int) -> list[int]:
         """Which of its results are made of several replicas, where `alone` is the same of one."""
@@ -115,11 +115,12 @@ class Mixed(DispatchMode):
     """Around forwards, entered for each, of one replica and then of `num_samples`: which numbers were
     computed of all replicas together.
 
-    The two do the same operations one by one; from where they do not (a Python loop over rows),
-    nothing more is found until the next stochastic call is over. Where the second gives an operation
-    more numbers than the first did and gets as many back, that was a largest value, a mean or
-    another choice of all of them; where it gets more than it gives more, rows were paired with rows;
-    and some operations go along rows. What is made of such numbers is such a number too.
+    The two do the same operations one by one, but for further turns of a Python loop over the rows,
+    which are not compared: what follows is, where the next operation of the first comes, or behind
+    the next stochastic call. Where the second gives an operation more numbers than the first did and
+    gets as many back, that was a largest value, a mean or another choice of all of them; where it
+    gets more than it gives more, rows were paired with rows; and some operations go along rows.
+    What is made of such numbers is such a number too.
 
     Args:
         constant: whether tensors are the same whatever the rows are.
@@ -134,7 +135,7 @@ class Mixed(DispatchMode):
 
     def __enter__(self):
         self.before, self.operations = self.operations, defaultdict(list)
-        self.lost = -1  # the last part whose operations are others
+        self.places: dict[int, int] = defaultdict(int)  # of the next one in a part of those before
         # By place: the memory, which stays as long, and the operation. (Not the tensor: torch makes
         # other calls for one that somebody else holds.)
         self.mixed: dict[object, tuple[torch.UntypedStorage, torch._ops.OpOverload]] = {}
@@ -170,20 +171,27 @@ class Mixed(DispatchMode):
 
     def _compare(self, now: Operation, args: tuple) -> list[int]:
         """Which results of the next operation are made of several replicas."""
-        packet, part = now.called.overloadpacket, self.over.calls
+        packet = now.called.overloadpacket
         if packet in _NAMES or self._in_a_layer():
             return []
-        place, before = len(self.operations[part]), self.before.get(part, [])
-        self.operations[part].append(now)
-        if place >= len(before) or not now.is_like(before[place]):
-            self.lost = part
+        alone = self._alone(now)
         chooses = packet in _CHOICES or (packet in _CHOICES_BY and not self.constant(args[1:]))
-        if self.lost == part or chooses or packet in _FACTORIES:
+        if alone is None or chooses or packet in _FACTORIES:
             return []
-        mixing = now.mixing(before[place], self.num_samples)
+        mixing = now.mixing(alone, self.num_samples)
         if packet is _aten.sort:  # rows may be put back by the places that are its other result
             return mixing[:1]
         return list(range(len(now.made))) if mixing and packet in _BATCH_NORMS else mixing
+
+    def _alone(self, now: Operation) -> Operation | None:
+        """The same operation in the forward before, if it is the next there."""
+        part = self.over.calls
+        self.operations[part].append(now)
+        before, place = self.before.get(part, []), self.places[part]
+        if place >= len(before) or now.called is not before[place].called:
+            return None  # one more turn of a loop over rows
+        self.places[part] += 1
+        return before[place] if now.is_like(before[place]) else None
 
     def _in_a_layer(self) -> bool:
         """Whether a stochastic layer computes, which knows the rows of each replica."""
