@@ -74,8 +74,6 @@ def load(path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Takes no more memory than the file's size and a constant.
     """
     name = _check_path("Bank.load", path)
-    if not os.path.exists(name):
-        refuse("Bank.load", "path", "name a file that exists", repr(path), FileNotFoundError)
     _check_regular("Bank.load", name)
     with open(name, "rb") as stream:
         return read(stream, os.fstat(stream.fileno()).st_size, name)
@@ -211,7 +209,10 @@ def _check_path(op: str, path) -> str:
 
 def _check_regular(op: str, name: str) -> None:
     """A file must be a regular one: reading from a pipe or replacing a device is refused."""
-    mode = os.stat(name).st_mode
+    try:
+        mode = os.stat(name).st_mode
+    except FileNotFoundError:
+        refuse(op, "path", "name a file that exists", repr(name), FileNotFoundError)
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "a special file"
         refuse(op, "path", "name a regular file", f"{kind}, {name!r}")
