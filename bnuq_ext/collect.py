@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -154,14 +155,18 @@ class CollectPass(Pass):
             refuse(self.op, "model", requirement, "a call inside one")
         check_dtype(self.op, f"the input of {key!r}", x)
         if x.numel() < 2 * max(x.shape[1], 1):
-            self.too_small = True
-            raise TooSmall
+            self.end_at(key, x)
         self.statistics[key] = layer.batch_statistics(x)
         weight, bias, eps = layer.affine_parameters()
         # The very function of train mode, so that deeper layers see what they see in training. It
         # refuses an eps of 0, which a frozen layer may have.
         eps = max(eps, torch.finfo(torch.float32).tiny)
         return layer.finish(F.batch_norm(x, None, None, weight, bias, True, 0.0, eps))
+
+    def end_at(self, key: str, x: Tensor) -> NoReturn:
+        """Ends the forward at a call that was given fewer than two values a channel."""
+        self.too_small = True
+        raise _TooSmall
 
     def statistic(self, layer: nn.Module, kind: str, own: Tensor) -> Tensor:
         """The batch's, once the layer was called."""
@@ -171,7 +176,7 @@ class CollectPass(Pass):
         return self.statistics[latest[0]][kind == "running_var"].to(own, copy=True)
 
 
-class TooSmall(Exception):
+class _TooSmall(Exception):
     """Ends the forward of a batch with fewer than two values a channel."""
 
 
@@ -205,7 +210,7 @@ class _Record:
             self._leave_out("the input")
             return
         active = CollectPass(self.op, self.layers)
-        with running(active), suppress(TooSmall):
+        with running(active), suppress(_TooSmall):
             call(model, copied(inputs))
         if active.too_small:
             self.small += 1
@@ -226,7 +231,7 @@ class _Record:
 
     def _leave_out(self, where: str) -> None:
         if self.on_nonfinite == "raise":
-            refuse(self.op, f"batch {self.seen - 1}", "be finite", f"NaN or infinity in {where}")
+            refuse_nonfinite(self.op, self.seen - 1, where)
         self.nonfinite += 1
 
     def _keep(self, statistics: dict[str, tuple[Tensor, Tensor, int]]) -> None:
@@ -379,6 +384,10 @@ def _checked_device(model: nn.Module, device) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError):
         refuse("collect", "device", "name a torch device", repr(device))
+
+
+def refuse_nonfinite(op: str, batch: int, where: str) -> NoReturn:
+    refuse(op, f"batch {batch}", "be finite", f"NaN or infinity in {where}")
 
 
 def is_finite(x: Tensor) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .batches import find_loader
 from .bayes import bayes_layers
-from .collect import CollectPass, TooSmall, is_finite
+from .collect import CollectPass, is_finite, refuse_nonfinite
 from .forward import Forward
 from .inputs import device_of, map_tensors, num_rows, split_batch, tensors
 from .known import know
@@ -112,12 +113,12 @@ class JointPass(CollectPass):
     def normalise(self, layer: nn.Module, x: Tensor, key: str, stream: int) -> Tensor:
         if not layer.needs_bank:
             return layer.replicate(x, self.draw, key, stream, False)
-        try:
-            with self.counter.ignoring() if self.counter else nullcontext():
-                return super().normalise(layer, x, key, stream)
-        except TooSmall:
-            requirement = f"give {key!r} two values a channel with query and batch together"
-            refuse(self.op, "model", requirement, list(x.shape))
+        with self.counter.ignoring() if self.counter else nullcontext():
+            return super().normalise(layer, x, key, stream)
+
+    def end_at(self, key: str, x: Tensor) -> NoReturn:
+        requirement = f"give {key!r} two values a channel with query and batch together"
+        refuse(self.op, "model", requirement, list(x.shape))
 
 
 def take_batches(op: str, loader, first: int, count: int, device: torch.device) -> list[Tensor]:
@@ -133,8 +134,7 @@ def take_batches(op: str, loader, first: int, count: int, device: torch.device) 
                 got = type(batch).__name__
                 refuse(op, "loader", 'yield one tensor a batch with query "in"', got, TypeError)
             if not is_finite(batch):
-                got = "NaN or infinity in the input"
-                refuse(op, f"batch {seen - 1}", "be finite", got)
+                refuse_nonfinite(op, seen - 1, "the input")
             if batch.dim() > 0 and len(batch) > 1:
                 found += 1
                 if found > first:

@@ -202,12 +202,17 @@ class Neighbours(Norms):
         return self.head(h + h.roll(-1, 0))
 
 
+def next_rows(h, by=1):
+    """Each row's next one, by numbers: of an operation that goes along rows a trial would know."""
+    return h[torch.arange(by, len(h) + by) % len(h)]
+
+
 class FarNeighbours(Norms):
     """Rows six apart meet, which three rows do not show."""
 
     def forward(self, x):
         h = self.second(self.first(x))
-        return self.head(h + h[torch.arange(6, len(h) + 6) % len(h)])
+        return self.head(h + next_rows(h, 6))
 
 
 class FirstRows(Norms):

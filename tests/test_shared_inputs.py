@@ -7,9 +7,9 @@ import functools
 import numpy as np
 import pytest
 import torch
+from coupled import next_rows
 from test_folding import prepared, samples, way
 from torch import nn
-from training import next_rows
 
 import bnuq_ext as bnuq
 from bnuq_ext import known

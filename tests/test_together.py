@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from coupled import next_rows
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -18,7 +19,6 @@ from training import (
     gate,
     gradients,
     narrow,
-    next_rows,
     of_the_loop,
     proofs,
     step,

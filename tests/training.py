@@ -28,11 +28,6 @@ class Net(nn.Module):
         return self.last(self.mix(self.middle(self.first(x).tanh())))
 
 
-def next_rows(h):
-    """Each row's next one, by numbers: of an operation that goes along rows a trial would know."""
-    return h[torch.arange(1, len(h) + 1) % len(h)]
-
-
 def gate(value, size=()):
     return nn.Parameter(torch.full(size, value, dtype=torch.float64))
 
