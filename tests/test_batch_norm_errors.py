@@ -147,6 +147,11 @@ BANK_ONLY = [
     ({"mean": [0.0]}, TypeError, "mean must be a tensor, got list"),
     ({"mean": torch.ones(3)}, ValueError, "mean must have shape (B, C), got [3]"),
     ({"mean": torch.ones(0, 3)}, ValueError, "mean must hold at least 1 snapshot, got [0, 3]"),
+    (
+        {"mean": torch.ones(1, 3).expand(2**31, 3)},
+        ValueError,
+        "mean must hold fewer than 2^31 snapshots, got [2147483648, 3]",
+    ),
     ({"mean": torch.ones(3, 4)}, ValueError, "x must have the 4 channels of mean, got 3"),
     ({"mean": torch.ones(3, 3, device=META)}, ValueError, "mean must be on cpu, got meta"),
     (

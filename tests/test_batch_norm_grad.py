@@ -102,6 +102,20 @@ def test_unused_snapshots_have_no_gradient(device):
         assert torch.count_nonzero(t[name].grad[2]) > 0
 
 
+def test_a_gradient_that_is_not_finite_reaches_no_other_snapshot(device):
+    """A channel without spread, and no eps."""
+    t = leaves(make("bank", (2, 3, 4), 2, device=device))
+    with torch.no_grad():
+        t["var"][1, 0] = 0.0
+    snapshot = torch.tensor([0, 1], device=device)
+    y = ops.batch_norm_bank(t["x"], t["mean"], t["var"], snapshot=snapshot, eps=0.0)
+    y.nan_to_num(0.0, 0.0, 0.0).sum().backward()
+    for name in ("mean", "var"):
+        found = t[name].grad.isfinite()
+        assert not found[1, 0] and found.sum() == found.numel() - 1
+        assert torch.count_nonzero(t[name].grad[0]) and not torch.count_nonzero(t[name].grad[2:])
+
+
 def test_gradients_are_deterministic(device, set_threads):
     """Any number of threads, any repetition: the same bits."""
     tensors = make("bank", (37, 65, 7), 5, dtype=torch.float32, device=device)

@@ -131,6 +131,18 @@ def test_pruned_weights_count_nothing():
     assert not grads[0][~kept].any() and not grads[1][~kept].any()
 
 
+@pytest.mark.parametrize("T, N", [(1, 9), (1, 2), (3, 9)])
+def test_a_divergence_has_no_gradient_by_a_pruned_weight(T, N):
+    """Whose mean is not 0, by a mask that is not prune's."""
+    posterior = make(12, 30, torch.float32)
+    with torch.no_grad():
+        posterior[1][2, 3] = -math.inf
+    y, kl = both(torch.randn(N, 30), posterior, T)
+    by_mu, by_rho = torch.autograd.grad(kl + 0.0 * y.sum(), posterior[:2])
+    assert by_mu[2, 3] == 0 == by_rho[2, 3]
+    assert by_mu.count_nonzero() == 12 * 30 - 1 == by_rho.count_nonzero()
+
+
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (3,), (0, 1), (2, 3), (1, 2, 3)], ids=str)
 def test_gradients_that_are_not_asked_for(frozen):
     posterior = make(11, 20, torch.float32)

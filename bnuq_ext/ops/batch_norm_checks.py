@@ -95,6 +95,8 @@ def check_bank(op, x, mean, var, seed, snapshot, num_samples) -> int:
     num_snapshots = mean.shape[0]
     if num_snapshots < 1:
         refuse(op, "mean", "hold at least 1 snapshot", list(mean.shape))
+    if num_snapshots >= 2**31:  # their permutation is of 32-bit numbers
+        refuse(op, "mean", "hold fewer than 2^31 snapshots", list(mean.shape))
     check_channels(op, x, "mean", mean)
     check_parameter(op, "mean", mean, mean.shape, device)
     check_parameter(op, "var", var, mean.shape, device)

@@ -6,6 +6,8 @@ channel, sums[0] = sum g and sums[1] = sum g * (x - mean) * rstd. From them
     grad_mean[t] = -weight * rstd * sums[0],   grad_var[t] = -weight * rstd^2 / 2 * sums[1].
 """
 
+import math
+
 import torch
 
 from .batch_norm import fitted_noise, fitted_spread
@@ -99,7 +101,13 @@ def _bank_grads(sums, mean, var, seed, snapshot, num_samples, weight, eps):
     drawn_var = var[snapshot.clamp(0, num_snapshots - 1)]
     per_replica = _moment_grads(sums, weight, drawn_var, eps)
     one_hot = (torch.arange(num_snapshots, device=mean.device)[:, None] == snapshot).double()
-    return tuple((one_hot @ grad.double()).to(mean.dtype) for grad in per_replica)
+    return tuple(_summed(one_hot, grad.double()).to(mean.dtype) for grad in per_replica)
+
+
+def _summed(one_hot, grad):
+    """The product, in which 0 times what is not finite is 0."""
+    bad = ~grad.isfinite()
+    return (one_hot @ grad.masked_fill(bad, 0.0)).masked_fill(one_hot @ bad.double() > 0, math.nan)
 
 
 def _setup_fitted(ctx, inputs, output):

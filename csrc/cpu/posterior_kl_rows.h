@@ -30,9 +30,10 @@ BNUQ_CLONES static void narrow_posterior_grads(
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const float e = exp_nonpositive(rho[i]), ratio = log1p_ratio(e), sigma = e * ratio;
-    const float by_prior = kl_grad * (sigma * sigma * precision - 1.0f);
+    const float by_term = unless_pruned(rho[i], kl_grad);
+    const float by_prior = by_term * (sigma * sigma * precision - 1.0f);
     grad_rho[i] = (grad_mu[i] * z[i] * sigma + by_prior) / (ratio * (1.0f + e));
-    grad_mu[i] += kl_grad * (mu[i] * precision);
+    grad_mu[i] += by_term * (mu[i] * precision);
     if (kWeights) w[i] = mu[i] + sigma * z[i];
   }
 }
