@@ -34,13 +34,27 @@ void softmax(acc_t* p, acc_t* log_p, const scalar_t* logits, int64_t K, int64_t 
   }
 }
 
-// kLanes (n, s) positions side by side: value k of lane l is at k * kLanes + l. Sums over k are
-// taken one after another in every lane, so a result does not depend on its neighbours; those of
-// kSummed classes are added in double, for a float that takes in 10^5 of them is off by 10^-4.
-constexpr int64_t kLanes = 16, kSummed = 64;
+// What a tile takes side by side: kLanes (n, s) positions, where value k of lane l is at
+// k * kLanes + l, or kLanes classes of one position, with which many classes are not put in another
+// order and -inf behind the last. Sums are taken one after another in every lane, so a result does
+// not depend on its neighbours; those of kSummed rows of lanes are added in double, for a float that
+// takes in 10^5 of them is off by 10^-4.
+constexpr int64_t kLanes = 16, kSummed = 64, kManyClasses = 256;
 
 struct Tile {
   int64_t first, lanes, K, S;
+  bool one_position;
+
+  static bool takes_one(Classes d) { return d.S == 1 && d.K >= kManyClasses; }
+
+  static Tile of(Classes d, int64_t i) {
+    if (takes_one(d)) return {i, 1, d.K, 1, true};
+    return {i * kLanes, std::min(kLanes, d.N * d.S - i * kLanes), d.K, d.S, false};
+  }
+
+  static int64_t count(Classes d) { return takes_one(d) ? d.N : ceil_div(d.N * d.S, kLanes); }
+
+  static int64_t rows(Classes d) { return takes_one(d) ? ceil_div(d.K, kLanes) : d.K; }
 
   // Where class 0 of a lane is in an (N, K, S) tensor.
   int64_t base(int64_t lane) const { return (first + lane) / S * K * S + (first + lane) % S; }
@@ -49,6 +63,12 @@ struct Tile {
 
 template <typename scalar_t, typename acc_t>
 BNUQ_CLONES void load_tile(acc_t* tile, const scalar_t* from, Tile at) {
+  if (at.one_position) {
+    from += at.base(0);
+    for (int64_t k = 0; k < at.K; ++k) tile[k] = load(from[k]);
+    std::fill(tile + at.K, tile + ceil_div(at.K, kLanes) * kLanes, acc_t(-INFINITY));
+    return;
+  }
   if (at.in_one_row()) {
     from += at.base(0);
     for (int64_t k = 0; k < at.K; ++k)
@@ -61,29 +81,56 @@ BNUQ_CLONES void load_tile(acc_t* tile, const scalar_t* from, Tile at) {
   }
 }
 
+// The processor does not foresee a few hundred numbers of the next replica.
+template <typename scalar_t>
+void prefetch(const scalar_t* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(scalar_t)) __builtin_prefetch(from + i);
+}
+
 template <typename acc_t>
 void store_tile(acc_t* to, const acc_t* tile, Tile at) {
+  if (at.one_position) {
+    std::copy_n(tile, at.K, to + at.base(0));
+    return;
+  }
   for (int64_t l = 0; l < at.lanes; ++l)
     for (int64_t k = 0; k < at.K; ++k) to[at.base(l) + k * at.S] = tile[k * kLanes + l];
+}
+
+// The sum of all lanes, in each of them.
+inline void add_lanes(double* lanes) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t l = 0; l < kLanes; ++l) sum += lanes[l];
+  std::fill_n(lanes, kLanes, sum);
+}
+
+template <typename acc_t>
+inline void largest_of_lanes(acc_t* lanes) {
+  acc_t largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+  for (int64_t l = 0; l < kLanes; ++l) largest = lanes[l] > largest ? lanes[l] : largest;
+  std::fill_n(lanes, kLanes, largest);
 }
 
 // Takes one replica's logits, which become probabilities, into the running statistics.
 template <typename acc_t>
 BNUQ_CLONES void add_replica(
     acc_t* __restrict__ p, acc_t* __restrict__ mean, acc_t* __restrict__ m2,
-    acc_t* __restrict__ expected_entropy, int64_t K, acc_t weight) {
+    acc_t* __restrict__ expected_entropy, int64_t rows, bool one_position, acc_t weight) {
   acc_t largest[kLanes], inverse[kLanes];
   double sum[kLanes] = {}, dot[kLanes] = {};
   for (int64_t l = 0; l < kLanes; ++l) largest[l] = -INFINITY;
-  for (int64_t k = 0; k < K; ++k)
+  for (int64_t k = 0; k < rows; ++k)
 #pragma omp simd
     for (int64_t l = 0; l < kLanes; ++l) {
       const acc_t v = p[k * kLanes + l];
       largest[l] = v > largest[l] ? v : largest[l];
     }
-  for (int64_t first = 0; first < K; first += kSummed) {
+  if (one_position) largest_of_lanes(largest);
+  for (int64_t first = 0; first < rows; first += kSummed) {
     acc_t some[kLanes] = {}, some_dot[kLanes] = {};
-    for (int64_t k = first; k < std::min(first + kSummed, K); ++k)
+    for (int64_t k = first; k < std::min(first + kSummed, rows); ++k)
 #pragma omp simd
       for (int64_t l = 0; l < kLanes; ++l) {
         const acc_t x = p[k * kLanes + l] - largest[l], e = exp_nonpositive(x);
@@ -97,6 +144,10 @@ BNUQ_CLONES void add_replica(
       dot[l] += some_dot[l];
     }
   }
+  if (one_position) {
+    add_lanes(sum);
+    add_lanes(dot);
+  }
 #pragma omp simd
   for (int64_t l = 0; l < kLanes; ++l) {
     // H[p] = log sum_k e_k - sum_k e_k x_k / sum_k e_k
@@ -104,11 +155,11 @@ BNUQ_CLONES void add_replica(
     const acc_t entropy = log_positive(acc_t(sum[l])) - acc_t(dot[l]) * inverse[l];
     expected_entropy[l] += (entropy - expected_entropy[l]) * weight;
   }
-  for (int64_t k = 0; k < K; ++k)
+  for (int64_t k = 0; k < rows; ++k)
 #pragma omp simd
     for (int64_t l = 0; l < kLanes; ++l) p[k * kLanes + l] *= inverse[l];
 #pragma omp simd
-  for (int64_t i = 0; i < K * kLanes; ++i) welford(p[i], weight, mean[i], m2[i]);
+  for (int64_t i = 0; i < rows * kLanes; ++i) welford(p[i], weight, mean[i], m2[i]);
 }
 
 // With kFresh what the statistics hold is not read: they start from zero.
@@ -116,12 +167,12 @@ template <bool kFresh, typename scalar_t, typename acc_t>
 void accumulate(
     acc_t* mean, acc_t* m2, acc_t* expected_entropy, const scalar_t* logits, Classes d,
     int64_t count) {
-  const int64_t positions = d.N * d.S;
-  const int64_t tiles = ceil_div(positions, kLanes), grain = 1 + 256 / (d.K * d.T + 1);
-  st::parallel_for(0, tiles, grain, [&](int64_t begin, int64_t end) {
-    std::vector<acc_t> p(d.K * kLanes), tile_mean(d.K * kLanes), tile_m2(d.K * kLanes);
+  const int64_t replica_size = d.N * d.K * d.S, rows = Tile::rows(d);
+  const int64_t grain = 1 + 4096 / (rows * kLanes * d.T + 1);
+  st::parallel_for(0, Tile::count(d), grain, [&](int64_t begin, int64_t end) {
+    std::vector<acc_t> p(rows * kLanes), tile_mean(rows * kLanes), tile_m2(rows * kLanes);
     for (int64_t i = begin; i < end; ++i) {
-      const Tile at = {i * kLanes, std::min(kLanes, positions - i * kLanes), d.K, d.S};
+      const Tile at = Tile::of(d, i);
       acc_t entropy[kLanes] = {};
       if (kFresh) {
         std::fill(tile_mean.begin(), tile_mean.end(), acc_t(0));
@@ -132,9 +183,12 @@ void accumulate(
         std::copy_n(expected_entropy + at.first, at.lanes, entropy);
       }
       for (int64_t t = 0; t < d.T; ++t) {
-        load_tile<scalar_t, acc_t>(p.data(), logits + t * positions * d.K, at);
+        const scalar_t* replica = logits + t * replica_size;
+        load_tile<scalar_t, acc_t>(p.data(), replica, at);
+        if (at.one_position) prefetch(replica + replica_size + at.base(0), d.K);
         const acc_t weight = acc_t(1) / acc_t(count + t + 1);
-        add_replica<acc_t>(p.data(), tile_mean.data(), tile_m2.data(), entropy, d.K, weight);
+        add_replica<acc_t>(
+            p.data(), tile_mean.data(), tile_m2.data(), entropy, rows, at.one_position, weight);
       }
       store_tile(mean, tile_mean.data(), at);
       store_tile(m2, tile_m2.data(), at);
