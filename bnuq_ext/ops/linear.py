@@ -52,7 +52,9 @@ def bayes_linear(
         (T, N, O) in the dtype of x. Sums and gradients are float32 (float64 for float64).
         Deterministic, on the CPU for one number of threads. Gradients with respect to x, mu, rho,
         bias_mu and bias_rho. On CUDA, with more than 2^19 weights or 512 rows and x not in float64,
-        the noise of an output is off by about 2^-11 of its own size, 2^-8 for bfloat16 x.
+        the noise of an output is off by about 2^-11 of its own size, 2^-8 for bfloat16 x; if x is
+        not bfloat16, by more where all x of a row, or all sigma of an output, are below 2^-25 of
+        the largest ones of the call.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, device, value or dtype.
