@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from .bayes import BayesLinear
@@ -12,12 +13,16 @@ from .chain import is_chain, layers_of, writes_in_place
 from .chunks import OTHERS
 from .known import KnownChain
 from .nn import StochasticBatchNorm1d, StochasticBatchNorm2d, StochasticBatchNorm3d
+from .ops.linear import linear
 from .ops.modes import is_eager
 from .passes import stream_of
 from .proof.folding import Folding, Plan
 from .samplers import Draw
 
 _STOCHASTIC = {StochasticBatchNorm1d, StochasticBatchNorm2d, StochasticBatchNorm3d}
+_LARGE = 2**18  # numbers: from there on it pays to choose a library, and to write in place
+_TENSORS = {Tensor, nn.Parameter}
+_PRODUCTS = {BayesLinear, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}  # in memory of their own
 
 
 def is_stochastic_chain(modules: list[nn.Module], x) -> bool:
@@ -54,7 +59,7 @@ def _run(folding: ChainFolding, draw: Draw, sizes: list[int] | None = None) -> T
     layers = layers_of(folding.modules)
     x = folding.inputs.clone() if writes_in_place(layers) else folding.inputs
     stream = {id(layer): stream_of(n) for n, layer in enumerate(folding.forward.layers.values())}
-    shared, drawn, rectified = draw.num_samples > 1, False, False
+    shared, drawn, rectified, own = draw.num_samples > 1, False, False, False
     for layer, following in pairwise([*layers, None]):
         kind = type(layer)
         if rectified:  # by the layer before
@@ -68,9 +73,26 @@ def _run(folding: ChainFolding, draw: Draw, sizes: list[int] | None = None) -> T
         elif stochastic:
             layer.check_input(x)
             rectified = type(following) is nn.ReLU
-            activation = "relu" if rectified else "none"
-            x = layer.normalised(x, draw, layer.bank_name, stream[id(layer)], shared, activation)
+            options = {"activation": "relu"} if rectified else {}
+            if own and not shared and x.numel() >= _LARGE and x.is_contiguous():
+                options["out"] = x
+            x = layer.normalised(x, draw, layer.bank_name, stream[id(layer)], shared, **options)
+        elif kind is nn.Linear and x.numel() >= _LARGE and _is_plain(layer, x):
+            x = linear(x, layer.weight, layer.bias)
         else:
             x = layer.forward(x)  # it has no hooks
-        drawn, shared = drawn or stochastic, shared and not stochastic
+        drawn, shared, own = drawn or stochastic, shared and not stochastic, kind in _PRODUCTS
     return x
+
+
+def _is_plain(layer: nn.Linear, x: Tensor) -> bool:
+    """Whether the layer and x are what `ops.linear.linear` takes."""
+    tensors = [t for t in (x, layer.weight, layer.bias) if t is not None]
+    return (
+        all([type(t) in _TENSORS and t.dtype is torch.float32 for t in tensors])
+        and all([t.device.type == "cpu" and t.layout is torch.strided for t in tensors])
+        and x.dim() == 2
+        and layer.weight.shape == (layer.out_features, x.shape[1])
+        and (layer.bias is None or layer.bias.shape == (layer.out_features,))
+        and not torch._C._is_any_autocast_enabled()
+    )

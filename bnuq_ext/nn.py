@@ -49,13 +49,12 @@ class Stochastic(Replicated):
         return self.finish(self.normalised(x, draw, key, stream, shared))
 
     def normalised(
-        self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool, activation: str = "none"
+        self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool, **others
     ) -> Tensor:
-        """`replicate` before `finish`, with an activation of `ops.batch_norm_bank`."""
+        """`replicate` before `finish`; `others` are arguments of `ops.batch_norm_bank`."""
         statistics = draw.tables[key]
         weight, bias, eps = self.affine_parameters()
-        options = {"weight": weight, "bias": bias, "eps": eps, "shared": shared}
-        options["activation"] = activation
+        options = {"weight": weight, "bias": bias, "eps": eps, "shared": shared, **others}
         if isinstance(statistics, Fitted):
             source = (statistics.params, draw.seed, stream, draw.num_samples, statistics.family)
             return batch_norm_fitted(x, *source, **options)

@@ -55,6 +55,9 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " -> (Tensor grad_x, Tensor grad_mu, Tensor grad_rho, Tensor grad_bias_mu,"
       " Tensor grad_bias_rho)");
 
+  // On the CPU: x (N, I) weight^T, plus a bias.
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+
   // On the CPU, with y (T*N, O), and gaussian_kl of all it takes: mu and rho of the weights, then
   // of the bias if there is one.
   m.def(

@@ -87,7 +87,8 @@ def batch_norm_bank(
             return torch.ops.bnuq.batch_norm_bank.default(*args)
     needs_grad = wants_grad(x, mean, var, weight, bias, residual)
     check_out(op, out, x, num_samples, residual, shared, needs_grad)
-    torch.ops.bnuq.batch_norm_bank_out.default(out, *args)
+    with past_autograd():
+        torch.ops.bnuq.batch_norm_bank_out.default(out, *args)
     mark_written(out)
     return out
 
@@ -102,9 +103,10 @@ def batch_norm_snapshots(
     eps: float,
     shared: bool,
     activation: str = "none",
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`batch_norm_bank` without checks of the statistics and snapshots,
-    which this package has drawn."""
+    """`batch_norm_bank` without checks of the statistics, the snapshots and `out`,
+    which are this package's own."""
     acc = mean.dtype
     if x.dtype is not acc or x.dim() < 2 or x.shape[1] != mean.shape[1] or x.device != mean.device:
         check_activations("batch_norm_bank", x)
@@ -117,7 +119,10 @@ def batch_norm_snapshots(
     slope = slope_of("batch_norm_bank", activation, 0.0)
     args = (x, mean, var, None, snapshot, T, weight, bias, None, eps, slope, shared)
     with past_autograd():
-        return torch.ops.bnuq.batch_norm_bank.default(*args)
+        if out is None:
+            return torch.ops.bnuq.batch_norm_bank.default(*args)
+        torch.ops.bnuq.batch_norm_bank_out.default(out, *args)
+    return out
 
 
 def batch_norm_fitted(
@@ -174,7 +179,8 @@ def batch_norm_fitted(
             return torch.ops.bnuq.batch_norm_fitted.default(*args)
     needs_grad = wants_grad(x, params, weight, bias, residual)
     check_out(op, out, x, num_samples, residual, shared, needs_grad)
-    torch.ops.bnuq.batch_norm_fitted_out.default(out, *args)
+    with past_autograd():
+        torch.ops.bnuq.batch_norm_fitted_out.default(out, *args)
     mark_written(out)
     return out
 

@@ -176,7 +176,17 @@ std::tuple<Tensor, Tensor> bayes_linear_kl_cpu(
   return {y, scalar_like(call.mu, kl + weight_kl)};
 }
 
+Tensor linear_cpu(Tensor x_, Tensor weight_, std::optional<Tensor> bias) {
+  const Tensor x = torch::stable::contiguous(x_), weight = torch::stable::contiguous(weight_);
+  STD_TORCH_CHECK(
+      x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1),
+      "linear: x must have the features of weight");
+  const Matrix w(weight, 0, weight.size(0), weight.size(1));
+  return product(Matrix(x, 0, x.size(0), x.size(1)), w.t(), bias);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CPU, m) {
+  m.impl("linear", TORCH_BOX(&linear_cpu));
   m.impl("bayes_linear", TORCH_BOX(&bayes_linear_cpu));
   m.impl("bayes_linear_kl", TORCH_BOX(&bayes_linear_kl_cpu));
 }
