@@ -16,7 +16,7 @@ from .collect import gather
 from .forward import Forward
 from .inputs import device_of, is_one_input, num_rows, split_batch, tensors
 from .interrupts import leaving_nothing_behind
-from .known import KnownChain, know, know_chain
+from .known import Known, KnownChain, know, know_chain
 from .nn import Stochastic, check_model, named_stochastic_layers
 from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
 from .passes import Replicated
@@ -132,6 +132,8 @@ def predict(
     check_x("predict", x, device)
 
     forward = None
+    together = num_samples > 1 and chunk != 1 and sampler != "batch"
+    together = together and strategy != "loop" and output_fn is None
     with unmoved_by_errors(seed):
         if query == "in":
             replicas = first_replica, num_samples
@@ -141,7 +143,6 @@ def predict(
             count = first_replica + num_samples
             forward = _forward_by_loader(model, modules, loader, count, seed, output_fn)
         else:
-            together = strategy != "loop" and num_samples > 1 and chunk != 1 and output_fn is None
             if together and is_stochastic_chain(modules, x):
                 forward = _forward_of_chain(model, modules, sampler, batch_size, seed)
             if forward is None:
@@ -149,7 +150,10 @@ def predict(
                 forward = forward_by_bank("predict", model, modules, *options)
         request = Request(first_replica, num_samples, strategy, chunk, keep_samples, progress)
         with torch.set_grad_enabled(False), evaluating(modules):
-            fold = ChainFolding if isinstance(forward.known, KnownChain) else Folding
+            if isinstance(forward.known, KnownChain):
+                fold = ChainFolding
+            else:
+                fold = _fold_batch if together and not is_one_input(x) else Folding
             predictor = Predictor(forward, modules, request, likelihood, device, fold)
             pred = predictor.predict(x, noise_var)
         pred.snapshots = snapshots_of(forward.sampler, forward.key, first_replica, num_samples)
@@ -197,16 +201,32 @@ def forward_by_bank(
 def _forward_of_chain(
     model: nn.Module, modules: list[nn.Module], sampler: str, batch_size, seed
 ) -> Forward | None:
-    """How to run a chain with replicas from its bank; None where its layers were called more often
-    for that, or share a name in it."""
+    """How to run a chain with replicas from its bank; None where its layers do not have a name and a
+    call each in it."""
     known, device = know_chain(model, modules), device_of(modules)
     drawn = known.samplers.get("predict", model, sampler, batch_size, device)
     layers = _layers_by_name(model, modules)
-    unique = len(layers) == sum([isinstance(module, Replicated) for module in modules])
-    names = [name for name, layer in layers.items() if layer.needs_bank]
-    if not (unique and known.samplers.calls_once(names)):
+    if not _is_called_once(layers, modules, known):
         return None
     return Forward(model, layers, drawn, draw_key(seed, device), None, known)
+
+
+def _fold_batch(forward: Forward, modules: list[nn.Module], first_replica: int, inputs) -> Folding:
+    """The folding of a loader's batch, for which the model may be a chain."""
+    if is_stochastic_chain(modules, inputs):
+        if _is_called_once(forward.layers, modules, forward.known):
+            forward = forward._replace(known=know_chain(forward.model, modules))
+            return ChainFolding(forward, modules, first_replica, inputs)
+    return Folding(forward, modules, first_replica, inputs)
+
+
+def _is_called_once(
+    layers: dict[str, nn.Module], modules: list[nn.Module], known: Known | KnownChain
+) -> bool:
+    """Whether the layers have a name and, when the bank was collected, a call each."""
+    names = [name for name, layer in layers.items() if layer.needs_bank]
+    unique = len(layers) == sum([isinstance(module, Replicated) for module in modules])
+    return unique and known.samplers.calls_once(names)
 
 
 def _layers_by_name(model: nn.Module, modules: list[nn.Module]) -> dict[str, nn.Module]:

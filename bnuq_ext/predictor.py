@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ class Predictor:
         request: Request,
         likelihood: str,
         device: torch.device,
-        fold: type[Folding] = Folding,
+        fold: Callable[..., Folding] = Folding,
     ):
         self.forward, self.modules, self.request = forward, modules, request
         self.likelihood, self.device, self.fold = likelihood, device, fold
@@ -109,7 +109,7 @@ class Predictor:
         return progress_bar(desc=self.forward.op, unit="replica", total=total, shown=True)
 
     def run_one(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
-        """`run` under a bar that is there already, or none."""
+        """The prediction of one input, under a bar that is there already, or none."""
         moments = samples = summary = None
         folding = self.fold(self.forward, self.modules, self.request.first, inputs)
         done, plan = 0, self._plan(folding)

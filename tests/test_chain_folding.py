@@ -117,6 +117,31 @@ def test_gives_what_the_loop_gives(name, sampler, no_trials):
     assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_of_a_loader(name, sampler, no_trials):
+    model, x = prepared(name)
+    batches = [(x[:4], 0), (x[4:5], 1), {"x": x[5:]}]
+    loop = predicted(model, x, sampler=sampler, strategy="loop")
+    for options in ({}, {"strategy": "folded"}, {"chunk": 2}):
+        pred = predicted(model, batches, sampler=sampler, **options)
+        torch.testing.assert_close(pred.samples, loop.samples, rtol=1e-5, atol=1e-5)
+        assert sampler != "bank" or torch.equal(pred.snapshots, loop.snapshots)
+    torch.manual_seed(5)
+    drawn = predicted(model, batches, sampler=sampler, seed=None)
+    torch.manual_seed(5)
+    again = predicted(model, x, sampler=sampler, seed=None)
+    torch.testing.assert_close(drawn.samples, again.samples, rtol=1e-5, atol=1e-5)
+
+
+def test_batches_of_a_model_that_mixes_rows():
+    model = bnuq.convert(mlp(nn.Softmax(0)))
+    data = [torch.randn(8, D) for _ in range(6)]
+    bnuq.collect(model, data, num_batches=6, progress=False)
+    pred, loop = (predicted(model, data, strategy=s) for s in ("auto", "loop"))
+    torch.testing.assert_close(pred.samples, loop.samples)
+
+
 def test_second_half():
     model, x = prepared("deep")
     whole = predicted(model, x, num_samples=6)
