@@ -19,8 +19,12 @@ from .samplers import Draw
 
 # Layers that treat every row of an input with two dimensions or more by itself,
 # by their definition.
-_BY_ROW = {BayesLinear, nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU,
-           nn.SiLU, nn.ELU, nn.Softplus}  # fmt: skip
+_BY_ROW = {
+    *(BayesLinear, nn.Linear, nn.Dropout, nn.Identity),
+    *(nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh),
+    *(nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU),
+    *(nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold),
+}
 # Those that do where the input has so many dimensions: with one less it is a single row.
 _OF_DIMENSIONS = {
     kind: dim

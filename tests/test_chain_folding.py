@@ -10,7 +10,7 @@ from torch import nn
 from zoo import Wrapped
 
 import bnuq_ext as bnuq
-from bnuq_ext import chain_folding
+from bnuq_ext import chain, chain_folding
 from bnuq_ext.chain_folding import is_stochastic_chain
 from bnuq_ext.ops.linear import linear
 from bnuq_ext.proof import folding
@@ -67,6 +67,7 @@ MODELS = {
     "2d": lambda: convolutional(2),
     "3d": lambda: convolutional(3),
 }
+ELEMENTWISE = chain._BY_ROW - {bnuq.BayesLinear, nn.Linear, nn.Dropout, nn.Identity}
 SAMPLERS = ("bank", "joint", "lognormal", "normal")
 
 
@@ -115,6 +116,19 @@ def test_gives_what_the_loop_gives(name, sampler, no_trials):
     assert loop.variance.max() > 0
     assert torch.equal(x, given) and flags == [m.training for m in model.modules()]
     assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
+def test_elementwise_layers(kind, no_trials):
+    """And so does a row of the input by itself."""
+    layer = kind(0.1, -0.2) if kind is nn.Threshold else kind()
+    model = bnuq.convert(mlp(layer))
+    bnuq.collect(model, [torch.randn(8, D) for _ in range(6)], num_batches=6, progress=False)
+    x = torch.randn(N, D)
+    pred, loop = predicted(model, x), predicted(model, x, strategy="loop")
+    torch.testing.assert_close(pred.samples, loop.samples, rtol=1e-5, atol=1e-5)
+    alone = predicted(model, x[2:3], strategy="loop")
+    torch.testing.assert_close(alone.samples, loop.samples[:, 2:3], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -127,6 +127,8 @@ CHAINS = {
     "no bias": lambda: chain(nn.ReLU(), bias=False),
     "pruned": lambda: pruned(chain(nn.ReLU())),
     "another activation": lambda: chain(nn.Tanh()),
+    "PReLU": lambda: chain(nn.PReLU(9)),
+    "ReLU6 in place": lambda: chain(nn.ReLU6(inplace=True)),
     "between others": lambda: nn.Sequential(nn.Softplus(), chain(nn.ReLU(), nn.Dropout(0.0))),
     "ReLU twice": lambda: chain(nn.ReLU(), nn.ReLU()),
     "at the end": lambda: nn.Sequential(chain(nn.ReLU()), nn.ReLU(), nn.Linear(3, 3)),
@@ -136,6 +138,8 @@ JOINED = {  # Bayesian layers in each node
     "mixture": [1],
     "local": [1],
     "another activation": [1, 1],
+    "PReLU": [1, 1],
+    "ReLU6 in place": [1, 1],
     "between others": [1, 1],
     "ReLU twice": [1, 1],
 }
