@@ -226,7 +226,7 @@ class BayesLinear(Replicated, nn.Module):
     def _check_kind(self, x: Tensor) -> None:
         mu = self.weight_mu
         if isinstance(x, Tensor) and x.dtype is mu.dtype and x.device == mu.device:
-            if x.layout is torch.strided and x.is_floating_point():
+            if x.layout is torch.strided and x.is_floating_point() and not x.is_nested:
                 return  # soon, for it is asked in each call
         check_floating("BayesLinear", "x", x)  # of integers the weights would be rounded
         if x.device != self.weight_mu.device:

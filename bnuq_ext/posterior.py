@@ -233,6 +233,9 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     mu, rho = _weights(layers)
     scores = mu.abs() if by == "magnitude" else _log_signal_to_noise(mu, rho)
     count = round(fraction * len(scores))
+    if count and scores.isnan().any():
+        got = f"{int(scores.isnan().sum())} that are nan"
+        refuse("prune", "model", "have weights that can be ranked", got)
     keep = torch.ones(len(scores), dtype=torch.bool, device="cpu")
     # By rank, not by threshold: equal scores are pruned up to the fraction too.
     keep[scores.argsort(stable=True)[:count]] = False

@@ -236,6 +236,16 @@ def test_rejects_an_input_elsewhere(training):
         layer(torch.ones(4, 3, device="meta"))
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_rejects_an_input_that_is_not_dense(training):
+    layer = bnuq.BayesLinear(3, 2).train(training)
+    nested = torch.nested.nested_tensor([torch.ones(4, 3), torch.ones(2, 3)])
+    for x, got in ((nested, "a nested one"), (torch.ones(4, 3).to_sparse(), "torch.sparse_coo")):
+        with pytest.raises(TypeError, match=f"BayesLinear: x must be a dense tensor, got {got}"):
+            layer(x)
+
+
 @pytest.mark.parametrize(
     "make,message",
     [

@@ -133,6 +133,13 @@ def test_pruned_model_trains_and_keeps_its_zeros():
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+def diverged():
+    model = spread_out()
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] = torch.nan
+    return model
+
+
 @pytest.mark.parametrize(
     "call,message",
     [
@@ -141,6 +148,10 @@ def test_pruned_model_trains_and_keeps_its_zeros():
         (
             lambda: bnuq.prune(nn.ReLU(), 0.5),
             "prune: model must contain a BayesLinear, got none; run bnuq_ext.to_bay",
+        ),
+        (
+            lambda: bnuq.prune(diverged(), 0.5),
+            "prune: model must have weights that can be ranked, got 1 that are nan",
         ),
         (lambda: bnuq.posterior_summary(nn.ReLU()), "posterior_summary: model must contain a"),
     ],

@@ -28,8 +28,9 @@ def refuse(op: str, name: str, requirement: str, got, error=ValueError) -> NoRet
 def check_tensor(op: str, name: str, value) -> None:
     if not isinstance(value, Tensor):
         refuse(op, name, "be a tensor", type(value).__name__, TypeError)
-    if value.layout != torch.strided:
-        refuse(op, name, "be a dense tensor", value.layout, TypeError)
+    if value.layout != torch.strided or value.is_nested:
+        got = "a nested one" if value.is_nested else value.layout
+        refuse(op, name, "be a dense tensor", got, TypeError)
 
 
 def check_dtype(op: str, name: str, value) -> None:
