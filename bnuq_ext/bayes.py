@@ -60,7 +60,7 @@ class BayesLinear(Replicated, nn.Module):
         rows                1   16  128      1   16  128      1   16  128
         by means          1.3  1.6  2.8    1.8  2.8  6.5    2.1  7.8   45
         by spreads         14   19   33     19   28   52     21   73  406
-        time               0.5 to 0.6       0.5 to 0.6       0.3 to 0.6
+        time               0.5 to 0.6       0.4 to 0.6       0.3 to 0.7
 
     So: for training. Variance times time is at least 7 times less by the spreads; by the means it is
     less for wide posteriors or many rows, and not for few rows and rho -5. Predict with "exact".

@@ -164,7 +164,7 @@ def elbo_loss(
     *,
     num_samples: int = 1,
     likelihood: str = "categorical",
-    batch_weight: float | None = None,
+    batch_weight: float | Tensor | None = None,
     dataset_size: int | None = None,
     noise_std: float | Tensor = 1.0,
     reduction: str = "mean",
@@ -201,8 +201,8 @@ def elbo_loss(
             what adds nothing to nll; of the outputs' shape for "gaussian".
         num_samples: T; at least 1.
         likelihood: "categorical", or "gaussian" with means as outputs.
-        batch_weight: of the divergence, see `kl_weight`; not negative;
-            by default rows of y / `dataset_size`.
+        batch_weight: of the divergence, see `kl_weight`; a number or a tensor of one element, not
+            negative; by default rows of y / `dataset_size`.
         dataset_size: rows of the training data; not looked at where `batch_weight` is given.
         noise_std: standard deviation of gaussian noise; positive.
             A tensor of one element is trained along.
@@ -322,7 +322,9 @@ def _weighted_sum(nll: Tensor, kl: Tensor, weight: float | Tensor) -> Tensor:
     return torch.add(nll, kl, alpha=float(weight))
 
 
-def _batch_weight(rows: int, batch_weight: float | None, dataset_size: int | None) -> float:
+def _batch_weight(
+    rows: int, batch_weight: float | Tensor | None, dataset_size: int | None
+) -> float | Tensor:
     if batch_weight is not None:
         _check_factor("batch_weight", batch_weight)
         if _is_known(batch_weight) and not 0 <= batch_weight < math.inf:
