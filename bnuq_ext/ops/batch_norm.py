@@ -20,6 +20,12 @@ from .checks import acc_dtype, check_device
 from .modes import mark_written, past_autograd, refuse_other_derivatives
 from .philox import philox_normal
 
+_bnuq = torch.ops.bnuq
+_OPS = {  # with a result of their own, and with one that is given
+    "batch_norm_bank": (_bnuq.batch_norm_bank.default, _bnuq.batch_norm_bank_out.default),
+    "batch_norm_fitted": (_bnuq.batch_norm_fitted.default, _bnuq.batch_norm_fitted_out.default),
+}
+
 
 def batch_norm_bank(
     x: Tensor,
@@ -82,15 +88,10 @@ def batch_norm_bank(
     seed, snapshot = prepare(seed, torch.int64), prepare(snapshot, torch.int64)
     args = (x, mean, var, seed, snapshot, num_samples, weight, bias, residual)
     args += (eps, negative_slope, shared)
-    if out is None:
-        with past_autograd():
-            return torch.ops.bnuq.batch_norm_bank.default(*args)
-    needs_grad = wants_grad(x, mean, var, weight, bias, residual)
-    check_out(op, out, x, num_samples, residual, shared, needs_grad)
-    with past_autograd():
-        torch.ops.bnuq.batch_norm_bank_out.default(out, *args)
-    mark_written(out)
-    return out
+    if out is not None:
+        needs_grad = wants_grad(x, mean, var, weight, bias, residual)
+        check_out(op, out, x, num_samples, residual, shared, needs_grad)
+    return _run(op, args, out)
 
 
 def batch_norm_snapshots(
@@ -118,11 +119,7 @@ def batch_norm_snapshots(
     T, weight, bias = snapshot.shape[0], prepare(weight, acc), prepare(bias, acc)
     slope = slope_of("batch_norm_bank", activation, 0.0)
     args = (x, mean, var, None, snapshot, T, weight, bias, None, eps, slope, shared)
-    with past_autograd():
-        if out is None:
-            return torch.ops.bnuq.batch_norm_bank.default(*args)
-        torch.ops.bnuq.batch_norm_bank_out.default(out, *args)
-    return out
+    return _run("batch_norm_bank", args, out)
 
 
 def batch_norm_fitted(
@@ -174,13 +171,19 @@ def batch_norm_fitted(
     params, weight, bias = (prepare(t, acc) for t in (params, weight, bias))
     args = (x, params, seed.contiguous(), stream, FAMILIES[family], num_samples)
     args += (weight, bias, residual, eps, negative_slope, shared)
-    if out is None:
-        with past_autograd():
-            return torch.ops.bnuq.batch_norm_fitted.default(*args)
-    needs_grad = wants_grad(x, params, weight, bias, residual)
-    check_out(op, out, x, num_samples, residual, shared, needs_grad)
+    if out is not None:
+        needs_grad = wants_grad(x, params, weight, bias, residual)
+        check_out(op, out, x, num_samples, residual, shared, needs_grad)
+    return _run(op, args, out)
+
+
+def _run(op: str, args: tuple, out: Tensor | None) -> Tensor:
+    """The op's result, in `out` if that is given."""
+    fresh, into = _OPS[op]
     with past_autograd():
-        torch.ops.bnuq.batch_norm_fitted_out.default(out, *args)
+        if out is None:
+            return fresh(*args)
+        into(out, *args)
     mark_written(out)
     return out
 
