@@ -16,6 +16,7 @@ from .ops.checks import (
     check_integer,
     check_number,
     check_one_of,
+    is_dense,
     refuse,
 )
 from .ops.linear import bayes_linear_rows, shaped
@@ -226,7 +227,7 @@ class BayesLinear(Replicated, nn.Module):
     def _check_kind(self, x: Tensor) -> None:
         mu = self.weight_mu
         if isinstance(x, Tensor) and x.dtype is mu.dtype and x.device == mu.device:
-            if x.layout is torch.strided and x.is_floating_point() and not x.is_nested:
+            if is_dense(x) and x.is_floating_point():
                 return  # soon, for it is asked in each call
         check_floating("BayesLinear", "x", x)  # of integers the weights would be rounded
         if x.device != self.weight_mu.device:

@@ -77,12 +77,17 @@ def _run(folding: ChainFolding, draw: Draw, sizes: list[int] | None = None) -> T
             if own and not shared and x.numel() >= _LARGE and x.is_contiguous():
                 options["out"] = x
             x = layer.normalised(x, draw, layer.bank_name, stream[id(layer)], shared, **options)
-        elif kind is nn.Linear and x.numel() >= _LARGE and _is_plain(layer, x):
-            x = linear(x, layer.weight, layer.bias)
         else:
-            x = layer.forward(x)  # it has no hooks
+            x = _ordinary(layer, x)
         drawn, shared, own = drawn or stochastic, shared and not stochastic, kind in _PRODUCTS
     return x
+
+
+def _ordinary(layer: nn.Module, x: Tensor) -> Tensor:
+    """What a layer gives that is not stochastic."""
+    if type(layer) is nn.Linear and x.numel() >= _LARGE and _is_plain(layer, x):
+        return linear(x, layer.weight, layer.bias)
+    return layer.forward(x)  # it has no hooks
 
 
 def _is_plain(layer: nn.Linear, x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from .batches import Source, find_source
 from .inputs import call, copied, device_of, model_input, move, num_rows, tensors
 from .interrupts import leaving_nothing_behind
 from .nn import require_stochastic_layers
-from .ops.checks import check_callable, check_dtype, check_integer, check_one_of, refuse
+from .ops.checks import check_callable, check_dtype, check_integer, check_one_of, is_finite, refuse
 from .passes import Pass, running
 from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
@@ -388,9 +388,3 @@ def _checked_device(model: nn.Module, device) -> torch.device:
 
 def refuse_nonfinite(op: str, batch: int, where: str) -> NoReturn:
     refuse(op, f"batch {batch}", "be finite", f"NaN or infinity in {where}")
-
-
-def is_finite(x: Tensor) -> bool:
-    # Sparse and nested tensors have no isfinite; what they lead to shows in the statistics.
-    strided = x.layout == torch.strided and not x.is_nested
-    return not (strided and x.is_floating_point()) or bool(torch.isfinite(x).all())

@@ -132,8 +132,8 @@ def predict(
     check_x("predict", x, device)
 
     forward = None
-    together = num_samples > 1 and chunk != 1 and sampler != "batch"
-    together = together and strategy != "loop" and output_fn is None
+    alone = num_samples == 1 or chunk == 1 or strategy == "loop"
+    together = not alone and sampler != "batch" and output_fn is None
     with unmoved_by_errors(seed):
         if query == "in":
             replicas = first_replica, num_samples
@@ -150,10 +150,12 @@ def predict(
                 forward = forward_by_bank("predict", model, modules, *options)
         request = Request(first_replica, num_samples, strategy, chunk, keep_samples, progress)
         with torch.set_grad_enabled(False), evaluating(modules):
-            if isinstance(forward.known, KnownChain):
+            fold, known = Folding, forward.known
+            if isinstance(known, KnownChain):
                 fold = ChainFolding
-            else:
-                fold = _fold_batch if together and not is_one_input(x) else Folding
+            elif together and not is_one_input(x):
+                if _is_called_once(forward.layers, modules, known):
+                    fold = _fold_batch
             predictor = Predictor(forward, modules, request, likelihood, device, fold)
             pred = predictor.predict(x, noise_var)
         pred.snapshots = snapshots_of(forward.sampler, forward.key, first_replica, num_samples)
@@ -213,11 +215,10 @@ def _forward_of_chain(
 
 def _fold_batch(forward: Forward, modules: list[nn.Module], first_replica: int, inputs) -> Folding:
     """The folding of a loader's batch, for which the model may be a chain."""
-    if is_stochastic_chain(modules, inputs):
-        if _is_called_once(forward.layers, modules, forward.known):
-            forward = forward._replace(known=know_chain(forward.model, modules))
-            return ChainFolding(forward, modules, first_replica, inputs)
-    return Folding(forward, modules, first_replica, inputs)
+    if not is_stochastic_chain(modules, inputs):
+        return Folding(forward, modules, first_replica, inputs)
+    forward = forward._replace(known=know_chain(forward.model, modules))
+    return ChainFolding(forward, modules, first_replica, inputs)
 
 
 def _is_called_once(

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from .batches import find_loader
 from .bayes import bayes_layers
-from .collect import CollectPass, is_finite, refuse_nonfinite
+from .collect import CollectPass, refuse_nonfinite
 from .forward import Forward
 from .inputs import device_of, map_tensors, num_rows, split_batch, tensors
 from .known import know
 from .nn import require_stochastic_layers
-from .ops.checks import refuse
+from .ops.checks import is_finite, refuse
 from .passes import running
 from .restore import preserved_rng
 from .samplers import Draw, WeightSampler, draw_key

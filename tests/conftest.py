@@ -114,3 +114,13 @@ def philox_driver(cpp_program):
         return json.loads(output.stdout)
 
     return run
+
+
+@pytest.fixture
+def no_trials(monkeypatch):
+    """For models that fold by their definition."""
+
+    def refuse(*args):
+        raise AssertionError("a trial")
+
+    monkeypatch.setattr("bnuq_ext.proof.folding.Trial", refuse)

@@ -10,10 +10,8 @@ from torch import nn
 from zoo import Wrapped
 
 import bnuq_ext as bnuq
-from bnuq_ext import chain, chain_folding
+from bnuq_ext import chain
 from bnuq_ext.chain_folding import is_stochastic_chain
-from bnuq_ext.ops.linear import linear
-from bnuq_ext.proof import folding
 from bnuq_ext.state import modules_of
 
 N, D, T = 7, 6, 5
@@ -93,14 +91,6 @@ def predicted(model, x, **options):
     return bnuq.predict(model, x, **options)
 
 
-@pytest.fixture
-def no_trials(monkeypatch):
-    def refuse(*args):
-        raise AssertionError("a trial")
-
-    monkeypatch.setattr(folding, "Trial", refuse)
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_gives_what_the_loop_gives(name, sampler, no_trials):
@@ -173,94 +163,6 @@ def test_sixteen_bits_and_autocast():
     model, x = model.double(), x.double()
     pred, loop = predicted(model, x), predicted(model, x, strategy="loop")
     torch.testing.assert_close(pred.samples, loop.samples, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("size", [(0, 3, 2), (1, 1, 1), (129, 7, 33), (1500, 784, 10)], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-def test_ordinary_linear(size, bias):
-    N, I, O = size  # noqa: E741
-    x, weight = torch.randn(I, N).t(), torch.randn(2 * O, I)[::2]
-    bias = torch.randn(O) if bias else None
-    with torch.no_grad():
-        y = linear(x, weight, bias)
-    expected = torch.nn.functional.linear(
-        *(t if t is None else t.double() for t in (x, weight, bias))
-    )
-    assert y.dtype == torch.float32 and y.is_contiguous()
-    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5 * I**0.5)
-    with pytest.raises(RuntimeError, match="linear: x must have the features of weight"):
-        linear(torch.randn(2, I + 1), weight, bias)
-
-
-class Tagged(torch.Tensor):
-    """A weight of another class, whose products are its own."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        y = super().__torch_function__(func, types, args, kwargs or {})
-        return y.as_subclass(torch.Tensor) + 1.0 if func is nn.functional.linear else y
-
-
-def tagged(layer):
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Tagged))
-    return layer
-
-
-def transposed(layer):
-    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
-    return layer
-
-
-MANY = {
-    "MLP": lambda: mlp(nn.Linear(9, 9), nn.BatchNorm1d(9), nn.ReLU(), width=9),
-    "wide": lambda: mlp(nn.Linear(99, 65), nn.BatchNorm1d(65), nn.Linear(65, 99), width=99),
-    "no bias": lambda: mlp(nn.Linear(9, 9, bias=False), nn.BatchNorm1d(9)),
-    "a transpose": lambda: mlp(transposed(nn.Linear(9, 9)), nn.BatchNorm1d(9)),
-    "another tensor": lambda: mlp(tagged(nn.Linear(9, 9)), nn.BatchNorm1d(9)),
-}
-
-
-@pytest.fixture
-def large(monkeypatch):
-    """As if every tensor were large; how many products `ops.linear.linear` took."""
-    taken = []
-
-    def counted(*args):
-        taken.append(args)
-        return linear(*args)
-
-    monkeypatch.setattr(chain_folding, "_LARGE", 0)
-    monkeypatch.setattr(chain_folding, "linear", counted)
-    return taken
-
-
-@pytest.mark.parametrize("sampler", ["bank", "normal"])
-@pytest.mark.parametrize("name", [*MANY, *MODELS])
-def test_large_tensors(name, sampler, no_trials, large):
-    if name in MODELS:
-        model, x = prepared(name)
-    else:
-        torch.manual_seed(1)
-        model, x = bnuq.convert(MANY[name](), inplace=True), torch.randn(N, D)
-        bnuq.collect(model, [torch.randn(8, D) for _ in range(6)], num_batches=6, progress=False)
-    given = x.clone()
-    pred, loop = (predicted(model, x, sampler=sampler, strategy=s) for s in ("auto", "loop"))
-    torch.testing.assert_close(pred.samples, loop.samples, rtol=1e-5, atol=1e-5)
-    assert loop.variance.max() > 0 and torch.equal(x, given)
-    layers = [m for m in model.modules() if type(m) is nn.Linear and type(m.weight) is nn.Parameter]
-    assert len(large) == 2 * len(layers)  # once to learn the sizes
-    large.clear()
-    with torch.autocast("cpu"):
-        pred, loop = (predicted(model, x, sampler=sampler, strategy=s) for s in ("auto", "loop"))
-    torch.testing.assert_close(pred.samples, loop.samples, rtol=3e-2, atol=3e-2)
-    assert not large
-
-
-def test_large_tensors_in_float64(large):
-    model, x = prepared("deep")
-    pred, loop = (predicted(model.double(), x.double(), strategy=s) for s in ("auto", "loop"))
-    torch.testing.assert_close(pred.samples, loop.samples, rtol=1e-12, atol=1e-12)
-    assert not large
 
 
 class Own(nn.Sequential):

@@ -25,10 +25,19 @@ def refuse(op: str, name: str, requirement: str, got, error=ValueError) -> NoRet
     raise error(f"{op}: {name} must {requirement}, got {got}")
 
 
+def is_dense(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_nested  # a nested one may say strided
+
+
+def is_finite(x: Tensor) -> bool:
+    # Sparse and nested tensors have no isfinite; what they lead to shows in the statistics.
+    return not (is_dense(x) and x.is_floating_point()) or bool(torch.isfinite(x).all())
+
+
 def check_tensor(op: str, name: str, value) -> None:
     if not isinstance(value, Tensor):
         refuse(op, name, "be a tensor", type(value).__name__, TypeError)
-    if value.layout != torch.strided or value.is_nested:
+    if not is_dense(value):
         got = "a nested one" if value.is_nested else value.layout
         refuse(op, name, "be a dense tensor", got, TypeError)
 
