@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from .forward import Forward
 from .known import Known
 from .passes import DoesNotFold, Undecided
-from .proof.carried import Watch
 from .proof.folding import AT_ONCE, CHANGES, LOOP, Plan
 from .proof.standing import DrawsNumbers, StandingFolding
+from .proof.watch import Watch
 from .restore import drawn_since, preserved_rng, random_states, uncached
 from .samplers import Draw
 from .state import State
@@ -117,16 +117,18 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
     state, watch = State(folding.modules), folding.watch()
     with folding.gradients_for_hooks(), preserved_rng():
         before = random_states()
-        failure = None
+        failure, changed = None, False
         try:
             for _ in range(2):  # the second may compute with what the first leaves
                 with watch:
                     alone = folding.alone()
             repeatable = not drawn_since(before)
-            if not repeatable:
-                failure = folding.failure_without_dropout(plan)
-        finally:
             changed = folding.undo(state)
+            failure = folding.failure_without_dropout(plan, state)
+            if repeatable and isinstance(failure, Undecided):
+                failure = None
+        finally:
+            changed = folding.undo(state) or changed
     if changed and not folding.changes_again():
         # Both: no version tells of a change by way of `.data`, and the plan would count as proven.
         for plans in (folding.known.earlier_plans, folding.known.plans):

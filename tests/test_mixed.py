@@ -340,6 +340,29 @@ def test_behind_the_next_stochastic_layer_they_are_the_same_again():
         assert way(model) == "loop"
 
 
+def test_what_many_rows_alone_would_set_off():
+    """The trial's 27 do not; the first prediction of each size is followed too."""
+    model = prepared(lambda: Between(lambda h: h if len(h) < 28 else RARE["queue"](h)), ROWS)
+    samples(model, ROWS[:4])
+    assert way(model) == "folded"
+    samples(model, ROWS[:4].repeat(7, 1))
+    assert way(model) == "loop"
+
+
+def single_row_apart(h):
+    """Torch's own functions copy and expand several rows where they need not a single one, or the
+    other way round; this one has in the end as many numbers as there are replicas."""
+    if len(h) > 1:
+        return h + 0 * h.clone()[:, :1].expand(len(h), D)
+    return h + 0 * h[:, :1].expand(1, 6 * D)[:, :D]
+
+
+def test_what_torch_does_to_a_single_row_is_not_mistaken_for_another_operation():
+    model = prepared(lambda: Between(single_row_apart), ROWS)
+    samples(model, ROWS[:1])
+    assert way(model) == "folded"
+
+
 def test_a_training_step():
     """Behind a gate at zero, which no value shows."""
     model = BayesianNet(mix=lambda h: h + 0.0 * h.mean(0))

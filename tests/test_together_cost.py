@@ -91,7 +91,7 @@ def test_other_shapes_are_proven_in_full(monkeypatch):
     step(model)
     seen.clear()
     gradients(model, 5, num_samples=4)
-    assert seen == [4 * N, N, 4 * N]
+    assert seen == [N, 4 * N, 4 * N]
     assert len(made) == 3
     assert_right(model)
 
@@ -181,7 +181,7 @@ def test_dropout_draws_what_it_draws_in_a_chain(monkeypatch):
         actual = gradients(model, i)
         assert torch.equal(state, torch.get_rng_state())
         assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
-        assert i == 0 or rows == [T * N, N, T * N]
+        assert i == 0 or rows == [N, T * N, T * N]
         step(model)
 
 
@@ -253,7 +253,7 @@ def test_replicas_stand_too(monkeypatch):
         rows.clear()
         with bnuq.replicas(model, T, seed=i):
             model(x).square().sum().backward()
-        assert i == 0 or rows == [T * N, N, T * N]
+        assert i == 0 or rows == [N, T * N, T * N]
         step(model, 1e-3)
     assert len(made) == 1
     gated = Net(middle=Attention())

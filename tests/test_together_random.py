@@ -55,9 +55,20 @@ def test_what_couples_rows_in_train_alone_goes_one_after_another(mix):
     assert ways(model) == {"loop"}
 
 
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_what_rare_values_would_set_off_in_train_alone(p):
+    model = Net(middle=TrainOnly(lambda h: torch.where((h > 1e6).sum(0) > 27, 0, h), p))
+    gradients(model, 0)
+    assert ways(model) == {"loop"}
+    with bnuq.replicas(model, T, 0), pytest.raises(ValueError, match="makes of the rows of all"):
+        model(data()[0])
+
+
 def test_a_coupling_that_begins_later_is_seen():
+    """Of rows with the one before, which no operation of a trial shows."""
     share = torch.zeros((), dtype=torch.float64)
-    model = Net(middle=TrainOnly(lambda h: h - model.share * h.mean(0)))
+    couple = TrainOnly(lambda h: h - model.share * h[torch.arange(len(h)) - 1])
+    model = Net(middle=couple)
     model.register_buffer("share", share)
     for seed in range(2):
         assert_right(model, seed)

@@ -6,6 +6,7 @@ agreement   when outputs of replicas count as equal, and when that says somethin
 mixed       what operations make of all replicas at once, whatever the values
 moved       parameters moved for a while, so that no gate stands at zero
 carried     what a forward leaves for the next
+watch       what is followed at the actual size in train()
 trial       two replicas of three rows, folded and one after another
 folding     the plans for an input: a record, the trial, the check at the actual size
 standing    plans that stand while training changes the values of parameters

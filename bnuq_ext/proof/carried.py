@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -11,8 +10,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..contents import version_of
 from ..inputs import tensors
-from ..passes import DoesNotFold
-from ..reads import Reads
 
 CARRIES = "its forward computes with a tensor that an earlier one has left in a hook, an object or a global"
 _DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__
@@ -68,26 +65,3 @@ class Carried(TorchFunctionMode):
         again = self.met.keys() & self.met_earlier.keys()
         aliases = [pair for key in again for pair in (*self.met[key], *self.met_earlier[key])]
         return self.used or any(version_of(t) != version for t, version in aliases)
-
-
-class Watch:
-    """Around forwards, entered for each of them: whether values decide what they do next (`Reads`),
-    and what one leaves for another (`Carried`)."""
-
-    def __init__(self, modules: list[nn.Module], reads: Reads):
-        self.reads, self.carried = reads, Carried(modules, reads.constant)
-
-    def __enter__(self) -> None:
-        with ExitStack() as entered:
-            entered.enter_context(self.carried)
-            entered.enter_context(self.reads)
-            self._entered = entered.pop_all()
-
-    def __exit__(self, *error) -> None:
-        self._entered.__exit__(*error)
-
-    def check(self, calls: dict[str, int]) -> None:
-        """Raises DoesNotFold for either; `calls`: rows of stochastic calls."""
-        self.reads.check(calls)
-        if self.carried.found():
-            raise DoesNotFold(CARRIES)

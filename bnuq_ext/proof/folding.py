@@ -9,7 +9,8 @@ One replica after another is the definition of the answer. Folding must prove it
     treated as in one. No output may be made of what an operation makes of both replicas. This is
     tried once per model and trailing shape. If it fails, the input is expanded T-fold and that is
     tried.
-3.  The first folded chunk of every size must agree with four of its replicas run alone.
+3.  The first folded chunk of every size must agree with four of its replicas run alone, and be made
+    by the operations of one.
 4.  Every folded run must show each stochastic call the rows of the record, or T times as many, as in
     the trial, and return T times the rows of the record.
 
@@ -40,6 +41,7 @@ from ..samplers import Draw
 from ..state import State
 from ..untraced import uncompiled
 from .agreement import check_equal, tolerance_of
+from .mixed import Mixed
 from .probe import ROWS
 from .signature import key_of, reals_of, signature
 from .trial import Proof, Trial
@@ -273,10 +275,20 @@ class Folding:
             return self.forward.run(self.inputs, draw)[0].unsqueeze(0)
         if (num_samples, self.reals) in plan.checked:
             return self.together(plan, draw)
+        return self._first_run(plan, draw, first_replica)
+
+    def _first_run(self, plan: Plan, draw: Draw, first_replica: int) -> Tensor:
+        """The same, held to replicas run alone and to the operations of the first."""
         reads = self._reads()
-        with reads:
-            output = self.together(plan, draw)
+        mixed = Mixed(reads.constant, draw.num_samples, in_step=True)
+        with self.known.planning, preserved_rng(), reads, mixed:
+            one = mixed.watched(self.forward.draw(first_replica, 1))
+            first, _ = self.forward.run(self.inputs, one)
+        with reads, mixed:
+            output = self.together(plan, mixed.watched(draw))
         reads.check(plan.rows)
+        mixed.check(output)
+        self._check(output, 0, first)
         self._check_some(plan, output, first_replica)
         return output
 
@@ -293,15 +305,18 @@ class Folding:
         return output.view(num_samples, *plan.shape)
 
     def _check_some(self, plan: Plan, output: Tensor, first_replica: int) -> None:
-        """Compares four replicas: every other one lies before or behind the first or the last, and
-        what parts values by all rows parts those between them too."""
+        """Compares three replicas more: every other one lies before or behind the first or the last,
+        and what parts values by all rows parts those between them too."""
         last = len(output) - 1
-        for replica in sorted({0, last // 3, 2 * last // 3, last}):
+        for replica in sorted({last // 3, 2 * last // 3, last} - {0}):
             with self.known.planning, preserved_rng():
                 draw = self.forward.draw(first_replica + replica, 1)
                 alone, _ = self.forward.run(self.inputs, draw)
-            check_equal(output[replica], alone, tolerance_of(output, self.inputs, self.modules))
+            self._check(output, replica, alone)
         self.note_agreement(plan, len(output))
+
+    def _check(self, output: Tensor, replica: int, alone: Tensor) -> None:
+        check_equal(output[replica], alone, tolerance_of(output, self.inputs, self.modules))
 
     def note_agreement(self, plan: Plan, num_samples: int) -> None:
         """That so many replicas together give what the loop gives."""

@@ -125,11 +125,13 @@ class Mixed(DispatchMode):
     Args:
         constant: whether tensors are the same whatever the rows are.
         num_samples: of the last forward.
+        in_step: whether nothing is compared between an operation that the first did not do and the
+            next stochastic call. For a single row torch has other ones (a copy less).
     """
 
-    def __init__(self, constant: Callable[[object], bool], num_samples: int):
+    def __init__(self, constant: Callable[[object], bool], num_samples: int, in_step: bool = False):
         super().__init__()
-        self.constant, self.num_samples = constant, num_samples
+        self.constant, self.num_samples, self.in_step = constant, num_samples, in_step
         # By the stochastic calls that were over.
         self.operations: dict[int, list[Operation]] = {}
 
@@ -189,6 +191,8 @@ class Mixed(DispatchMode):
         self.operations[part].append(now)
         before, place = self.before.get(part, []), self.places[part]
         if place >= len(before) or now.called is not before[place].called:
+            if self.in_step:
+                self.places[part] = len(before)
             return None  # one more turn of a loop over rows
         self.places[part] += 1
         return before[place] if now.is_like(before[place]) else None

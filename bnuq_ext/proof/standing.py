@@ -21,9 +21,9 @@ from ..restore import drawn_since, evaluating, preserved_rng, random_states, unc
 from ..state import State
 from ..untraced import uncompiled
 from .agreement import check_replica, tolerance_of
-from .carried import Watch
 from .folding import Folding, Plan
 from .probe import probe_draws
+from .watch import Watch
 
 
 class DrawsNumbers(DoesNotFold):
@@ -108,19 +108,21 @@ class StandingFolding(Folding):
         """
         draws = probe_draws(self.forward.draw(self.first_replica, 1), self.num_samples)
         watch = None if state is None else self.watch()
+        watched = (lambda draw: draw) if watch is None else watch.draw
         with uncompiled():
             before = random_states()
-            with watch or nullcontext(), Undropped() as of_all:
-                outputs = self.together(plan, draws[-1])
+            with watch or nullcontext(), Undropped() as of_one:
+                alone, _ = self.forward.run(self.inputs, watched(draws[self.chosen()]))
             if state is not None:
                 self.undo(state)
-            with watch or nullcontext(), Undropped() as of_one:
-                alone, _ = self.forward.run(self.inputs, draws[self.chosen()])
+            with watch or nullcontext(), Undropped() as of_all:
+                outputs = self.together(plan, watched(draws[-1]))
             drawn = drawn_since(before)
         if of_all.sizes != [self.num_samples * size for size in of_one.sizes]:
             raise SharesDropout("a dropout in its forward would be the same for all replicas")
         if watch is not None:
             watch.check(plan.rows)
+            watch.mixed.check(outputs)
         if drawn:
             raise DrawsNumbers("its forward draws random numbers, and not for dropout")
         self.accept(plan, outputs, alone)
@@ -217,7 +219,7 @@ class StandingFolding(Folding):
         return torch.set_grad_enabled(self.flags is not None and hooked)
 
     def watch(self) -> Watch:
-        return Watch(self.modules, self._reads())
+        return Watch(self.modules, self._reads(), self.num_samples)
 
     def chosen(self) -> int:
         """Which of the replicas is run alone: another one in each state of the parameters, and not

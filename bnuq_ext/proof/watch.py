@@ -1,0 +1,42 @@
+"""What is followed in forwards at the actual size with the training flags as they are."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from torch import nn
+
+from ..passes import DoesNotFold
+from ..reads import Reads
+from ..samplers import Draw
+from .carried import CARRIES, Carried
+from .mixed import Mixed
+
+
+class Watch:
+    """Around forwards, entered for each of them, the last one that of all replicas together: whether
+    values decide what they do next (`Reads`), what one leaves for another (`Carried`), and what is
+    made of all replicas (`Mixed`)."""
+
+    def __init__(self, modules: list[nn.Module], reads: Reads, num_samples: int):
+        self.reads, self.carried = reads, Carried(modules, reads.constant)
+        self.mixed = Mixed(reads.constant, num_samples, in_step=True)
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            for mode in (self.carried, self.reads, self.mixed):
+                entered.enter_context(mode)
+            self._entered = entered.pop_all()
+
+    def __exit__(self, *error) -> None:
+        self._entered.__exit__(*error)
+
+    def draw(self, draw: Draw) -> Draw:
+        """The draw for the next forward."""
+        return self.mixed.watched(draw)
+
+    def check(self, calls: dict[str, int]) -> None:
+        """Raises DoesNotFold for the first two; `calls`: rows of stochastic calls."""
+        self.reads.check(calls)
+        if self.carried.found():
+            raise DoesNotFold(CARRIES)
