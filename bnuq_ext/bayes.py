@@ -141,15 +141,12 @@ class BayesLinear(Replicated, nn.Module):
             held = self.__dict__.get(kind, ())
             if name in held:
                 return held[name]
-        if name == "weight" and not self._holds("weight"):
+        if name == "weight" and name not in self._modules:
             raise AttributeError(
                 "a BayesLinear has no `weight` (its mean is weight_mu): what reads it of a layer, "
                 "instead of calling that, needs the layer as it was; filter_fn of to_bayesian leaves it"
             )
         return super().__getattr__(name)
-
-    def _holds(self, name: str) -> bool:
-        return name in self._parameters or name in self._buffers or name in self._modules
 
     def extra_repr(self) -> str:
         return (
@@ -216,12 +213,9 @@ class BayesLinear(Replicated, nn.Module):
             rows = x.reshape(N * math.prod(inner), self.in_features) if inner else x
         else:
             rows = x.reshape(T, N // T * math.prod(inner), self.in_features)
-        given = rows, *self._parameters_of(draw.trial)
-        noise = {"seed": draw.seed, "stream": stream, "num_samples": T}
-        if self.estimator == "local":
-            y = _local(*given, **noise)
-        else:
-            y = bayes_linear_rows(*given, **noise)
+        op = _local if self.estimator == "local" else bayes_linear_rows
+        weights = self._parameters_of(draw.trial)
+        y = op(rows, *weights, seed=draw.seed, stream=stream, num_samples=T)
         return shaped(y, (folded, *inner, self.out_features))
 
     def _check_kind(self, x: Tensor) -> None:
@@ -230,13 +224,11 @@ class BayesLinear(Replicated, nn.Module):
             if is_dense(x) and x.is_floating_point():
                 return  # soon, for it is asked in each call
         check_floating("BayesLinear", "x", x)  # of integers the weights would be rounded
-        if x.device != self.weight_mu.device:
-            requirement = f"be on {self.weight_mu.device} like the weights"
-            refuse("BayesLinear", "x", requirement, x.device)
-        dtype = self.weight_mu.dtype
+        if x.device != mu.device:
+            refuse("BayesLinear", "x", f"be on {mu.device} like the weights", x.device)
         # With weights that were made 16-bit the means still serve in eval().
-        if dtype not in (acc_dtype(x.dtype), x.dtype):
-            refuse("BayesLinear", "x", f"be {dtype} like the weights", x.dtype, TypeError)
+        if mu.dtype not in (acc_dtype(x.dtype), x.dtype):
+            refuse("BayesLinear", "x", f"be {mu.dtype} like the weights", x.dtype, TypeError)
 
     def _check_features(self, x: Tensor, least_dims: int) -> None:
         if x.dim() < least_dims or x.shape[-1] != self.in_features:
