@@ -15,6 +15,7 @@ from .ops.checks import (
     check_floating,
     check_fraction,
     check_integer,
+    check_shape,
     check_tensor,
     refuse,
 )
@@ -108,13 +109,9 @@ class Bank:
         if mean.dim() != 2 or mean.numel() == 0:
             got = list(mean.shape)
             refuse("Bank", f"mean[{key!r}]", "have shape (B, C) with B and C at least 1", got)
-        for name, value, shape in (
-            ("mean", mean, (len(self), mean.shape[1])),
-            ("var", var, tuple(mean.shape)),
-            ("count", count, (len(self),)),
-        ):
-            if tuple(value.shape) != shape:
-                refuse("Bank", f"{name}[{key!r}]", f"have shape {list(shape)}", list(value.shape))
+        check_shape("Bank", f"mean[{key!r}]", mean, (len(self), mean.shape[1]))
+        check_shape("Bank", f"var[{key!r}]", var, mean.shape)
+        check_shape("Bank", f"count[{key!r}]", count, (len(self),))
         if mean.dtype != var.dtype or mean.dtype != acc_dtype(mean.dtype):
             got = f"{mean.dtype} and {var.dtype}"
             refuse("Bank", f"mean[{key!r}] and var[{key!r}]", "be both float32 or float64", got)

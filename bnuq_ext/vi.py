@@ -25,6 +25,7 @@ from .ops.checks import (
     check_number,
     check_one_of,
     check_positive_value,
+    check_shape,
     check_tensor,
     refuse,
 )
@@ -298,9 +299,7 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
     rows, categorical = outputs.shape[0] // num_samples, likelihood == "categorical"
     if categorical:
         check_logits("elbo_loss", (rows, *outputs.shape[1:]))
-    expected = (rows, *outputs.shape[2 if categorical else 1 :])
-    if tuple(y.shape) != expected:
-        refuse("elbo_loss", "y", f"have shape {list(expected)}", list(y.shape))
+    check_shape("elbo_loss", "y", y, (rows, *outputs.shape[2 if categorical else 1 :]))
     if categorical:
         labels = y.long()
         if num_samples > 1:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..metrics.classification import bins_of, ece
-from ..ops.checks import check_integer, check_positive, refuse
+from ..ops.checks import check_integer, check_positive, check_shape, refuse
 from .canvas import (
     BLUE,
     CLASS_COLORS,
@@ -108,8 +108,7 @@ def _take_labelled(op: str, probs, y) -> tuple:
     probs, y = take_probs(op, "probs", probs), take_array(y)
     if probs.ndim != 2 or len(probs) == 0:
         refuse(op, "probs", "have shape (N, K) with N > 0", list(probs.shape))
-    if y.shape != probs.shape[:1]:
-        refuse(op, "y", f"have shape {list(probs.shape[:1])}", list(y.shape))
+    check_shape(op, "y", y, probs.shape[:1])
     if y.dtype.kind not in "iu":
         refuse(op, "y", "hold integer labels", y.dtype, TypeError)
     if not (0 <= y.min() and y.max() < probs.shape[1]):

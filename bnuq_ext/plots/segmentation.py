@@ -5,7 +5,7 @@ import textwrap
 
 import numpy as np
 
-from ..ops.checks import refuse
+from ..ops.checks import check_shape, refuse
 from .canvas import CLASS_COLORS, GREY, take_array, take_axes
 
 GAP = 0.05  # between two maps, in widths of one
@@ -13,8 +13,7 @@ GAP = 0.05  # between two maps, in widths of one
 
 def _take_map(name: str, values, shape):
     values = take_array(values)
-    if values.shape != shape:
-        refuse("segmentation_maps", name, f"have shape {list(shape)}", list(values.shape))
+    check_shape("segmentation_maps", name, values, shape)
     return values
 
 
