@@ -131,7 +131,6 @@ def predict(
     device = device_of(modules)
     check_x("predict", x, device)
 
-    forward = None
     alone = num_samples == 1 or chunk == 1 or strategy == "loop"
     together = not alone and sampler != "batch" and output_fn is None
     with unmoved_by_errors(seed):
@@ -142,12 +141,11 @@ def predict(
         elif sampler == "batch":
             count = first_replica + num_samples
             forward = _forward_by_loader(model, modules, loader, count, seed, output_fn)
+        elif together and is_stochastic_chain(modules, x):
+            forward = _forward_of_chain(model, modules, sampler, batch_size, seed)
         else:
-            if together and is_stochastic_chain(modules, x):
-                forward = _forward_of_chain(model, modules, sampler, batch_size, seed)
-            if forward is None:
-                options = sampler, batch_size, seed, output_fn
-                forward = forward_by_bank("predict", model, modules, *options)
+            options = sampler, batch_size, seed, output_fn
+            forward = forward_by_bank("predict", model, modules, *options)
         request = Request(first_replica, num_samples, strategy, chunk, keep_samples, progress)
         with torch.set_grad_enabled(False), evaluating(modules):
             fold, known = Folding, forward.known
@@ -202,14 +200,14 @@ def forward_by_bank(
 
 def _forward_of_chain(
     model: nn.Module, modules: list[nn.Module], sampler: str, batch_size, seed
-) -> Forward | None:
-    """How to run a chain with replicas from its bank; None where its layers do not have a name and a
-    call each in it."""
+) -> Forward:
+    """How to run a chain with replicas from its bank; as any model where its layers do not have a
+    name and a call each in it."""
     known, device = know_chain(model, modules), device_of(modules)
     drawn = known.samplers.get("predict", model, sampler, batch_size, device)
     layers = _layers_by_name(model, modules)
     if not _is_called_once(layers, modules, known):
-        return None
+        return forward_by_bank("predict", model, modules, sampler, batch_size, seed, None)
     return Forward(model, layers, drawn, draw_key(seed, device), None, known)
 
 
@@ -233,7 +231,7 @@ def _is_called_once(
 def _layers_by_name(model: nn.Module, modules: list[nn.Module]) -> dict[str, nn.Module]:
     """The layers that a pass draws for, in the order of their streams; of a part of a model, whose
     batch norm has the names of the whole, a Bayesian layer may have the name of another."""
-    by_bank = layers_by_bank(modules)
+    by_bank = {m.bank_name: m for m in modules if isinstance(m, Stochastic)}
     # In this order the weights are those of elbo_loss.
     bayesian = bayes_layers(model, modules).items()
     return {f"{n} (weights)" if n in by_bank else n: m for n, m in bayesian} | by_bank
@@ -254,11 +252,6 @@ def _forward_by_loader(
     drawn = _batch_sampler(model, loader, count, device)
     layers = bayes_layers(model, modules) | named_stochastic_layers(model)
     return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known)
-
-
-def layers_by_bank(modules: list[nn.Module]) -> dict[str, nn.Module]:
-    """The stochastic batch-norm layers by the names that their bank has."""
-    return {m.bank_name: m for m in modules if isinstance(m, Stochastic)}
 
 
 def _check_options(sampler, seed, loader, strategy, output_fn) -> None:
