@@ -94,7 +94,7 @@ class Reads:
         """Notes what an operation on rows makes of their values."""
         if _makes_integers(func, args, kwargs):
             self.casts |= not self.constant(args)
-        if not self.counts and any(map(_is_integer, tensors(result))):
+        if not self.counts and any(_is_integer(t.dtype) for t in tensors(result)):
             truths = [t for t in tensors((args, kwargs)) if t.dtype == torch.bool]
             self.counts = not self.constant(truths)
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
@@ -201,14 +201,10 @@ def _makes_integers(func, args: tuple, kwargs: dict) -> bool:
     if func is not _aten._to_copy.default or not isinstance(args[0], Tensor):  # a number, in vmap
         return False
     dtype = kwargs.get("dtype")
-    return dtype is not None and args[0].is_floating_point() and _is_integer_dtype(dtype)
+    return dtype is not None and args[0].is_floating_point() and _is_integer(dtype)
 
 
-def _is_integer(t: Tensor) -> bool:
-    return _is_integer_dtype(t.dtype)
-
-
-def _is_integer_dtype(dtype: torch.dtype) -> bool:
+def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 

@@ -132,9 +132,8 @@ def _magnifies_rounding(
 ) -> bool:
     """Whether an output shows changes that are as small as rounding: a softmax of large numbers,
     the sine of one."""
-    share = tolerance / (
-        10 if tolerance > 1e-3 else 100
-    )  # what coarse dtypes may differ by is less
+    # What coarse dtypes may differ by is less.
+    share = tolerance / (10 if tolerance > 1e-3 else 100)
     nudged = alone(draw._replace(spoil=partial(_nudge, draw.spoil, share)))
     try:
         check_equal(nudged, own, tolerance / 4)

@@ -128,11 +128,8 @@ class Trial(NamedTuple):
 
     def _watched(self, mode, mixed: Mixed | None, arguments, draw: Draw, rows=None):
         """One forward inside of both."""
-        if mixed is None:
-            with mode:
-                return self.forward.run(arguments, draw, rows)
-        with mode, mixed:
-            return self.forward.run(arguments, mixed.watched(draw), rows)
+        with mode, mixed or nullcontext():
+            return self.forward.run(arguments, mixed.watched(draw) if mixed else draw, rows)
 
     def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor, ranges) -> None:
         """The same with infinities, and with rows far out and nearly alike, none of which become
