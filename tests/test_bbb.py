@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from bnuq_ext import BayesLinear, cli, data, ops, reference
 from bnuq_ext.experiments import bbb, bbb_report
+from bnuq_ext.experiments.store import Store
 
 TINY = bbb.Settings(hidden=8, epochs=2, test_samples=3)
 
@@ -206,14 +207,14 @@ def test_the_log_is_whole_wherever_the_last_epoch_is_killed(tmp_path, monkeypatc
         if len(calls) == TINY.epochs:
             raise KeyboardInterrupt
 
-    split, part = small_split(), tmp_path / "part"
+    split, part, whole = small_split(), Store(tmp_path / "part", {}), Store(tmp_path / "whole", {})
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(bbb, name, killed)
         bbb.train(part, "gaussian", split, TINY, progress=False)
     state = bbb.train(part, "gaussian", split, TINY, progress=False)
-    whole = bbb.train(tmp_path / "whole", "gaussian", split, TINY, progress=False)
-    assert json.loads((part / "log.json").read_text()) == state.log
-    assert without_times(state.log) == without_times(whole.log)
+    again = bbb.train(whole, "gaussian", split, TINY, progress=False)
+    assert json.loads((tmp_path / "part/gaussian/log.json").read_text()) == state.log
+    assert without_times(state.log) == without_times(again.log)
 
 
 def test_other_settings_or_data_are_refused(finished, tmp_path):

@@ -245,21 +245,14 @@ def load(path: Path, network: nn.Sequential, identity: str = "") -> State:
     return State(network, best, json.loads(metadata["log"]))
 
 
-def train(
-    folder: Path,
-    name: str,
-    split: data.Split,
-    settings: Settings,
-    progress=True,
-    store: Store | None = None,
-) -> State:
-    """A run with the prior `name`, from its checkpoint in `folder` on,
+def train(store: Store, name: str, split: data.Split, settings: Settings, progress=True) -> State:
+    """A run with the prior `name`, from its checkpoint in the folder `name` of the store on,
     which is written after every epoch.
 
     Beside it lies `log.json`, the log alone. The store is claimed before an epoch is written, and
     a checkpoint of other settings than its own, or of another prior, is refused.
     """
-    identity = json.dumps([name, store and store.settings], sort_keys=True)
+    identity, folder = json.dumps([name, store.settings], sort_keys=True), store.folder / name
     folder.mkdir(exist_ok=True)
     path = folder / "checkpoint.safetensors"
     state = load(path, make_network(settings, split.train.x.shape[1], PRIORS[name]), identity)
@@ -282,10 +275,9 @@ def train(
     return state
 
 
-def write_beside(store: Store | None, folder: Path, state: State) -> None:
+def write_beside(store: Store, folder: Path, state: State) -> None:
     """Writes what lies beside a checkpoint: whose folder it is, and the log."""
-    if store is not None:
-        store.claim()
+    store.claim()
     write_json(folder / "log.json", state.log)
 
 
@@ -316,8 +308,7 @@ def run(
     versions = {"bnuq_ext": __version__, "torch": torch.__version__}
     store = Store(folder, {**fixed, **versions, "data": crc32_of(split)})
     return split, {
-        name: train(Path(folder) / name, name, split, settings, progress, store)
-        for name in dict.fromkeys(priors)
+        name: train(store, name, split, settings, progress) for name in dict.fromkeys(priors)
     }
 
 
