@@ -164,7 +164,7 @@ def take_statistics(net: nn.Sequential, x: Tensor) -> None:
 
 
 class Training:
-    """The training of a stack by Adam, which goes on with every `run`.
+    """The training of a stack by Adam with rate 0.001, which goes on with every `run`.
 
     Network s sees in every epoch all its rows in a new order, in batches of M without the rest, and
     minimises mean (f - y)^2 / 2 + weight_decay / 2 ||weights||^2.
@@ -175,10 +175,9 @@ class Training:
         x: (S, n, Q) float32 inputs of each network.
         y: (S, n) float32 targets.
         batch_size: M, 2 to n.
-        learning_rate: of Adam, constant.
     """
 
-    def __init__(self, stack: Stack, x: Tensor, y: Tensor, batch_size: int, learning_rate=1e-3):
+    def __init__(self, stack: Stack, x: Tensor, y: Tensor, batch_size: int):
         S, n = len(stack), x.shape[1]
         check_shape("Training", "x", x, (S, n, stack.num_features))
         check_shape("Training", "y", y, (S, n))
@@ -192,7 +191,7 @@ class Training:
             if name.startswith("weight"):
                 part.copy_(torch.tensor([n.weight_decay for n in stack.networks]).view(S, 1, 1))
         stack.flat.grad = self.gradient
-        self.optimizer = torch.optim.Adam([stack.flat], learning_rate, fused=True)
+        self.optimizer = torch.optim.Adam([stack.flat], 1e-3, fused=True)
         self._make_buffers(S, batch_size)
 
     def _make_buffers(self, S: int, M: int) -> None:
