@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .. import Prediction, convert, data, mc_dropout, plug_in, predict
+from .. import convert, data, mc_dropout, plug_in, predict
 from ..data.parts import take
 from ..experiments.fitting import collect_random, device_at_hand
 from ..ops.checks import refuse
@@ -146,8 +146,11 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
         torch.manual_seed(seed)
         model = make_model(arguments, images.train, settings, device)
         predicted = {
-            name: {key: predictor(model, x.to(device), seed).mean for key, x in inputs.items()}
-            for name, predictor in _predictors(arguments["dropout"], settings).items()
+            name: {
+                key: _probs(model, x.to(device), sampler, arguments["dropout"], settings, seed)
+                for key, x in inputs.items()
+            }
+            for name, sampler in STATISTICS.items()
         }
     return {
         **arguments,
@@ -257,19 +260,12 @@ def make_model(
     return model
 
 
-def _predictors(dropout: bool, settings: Settings) -> dict:
-    """Per kind of statistics: (model, x, seed) -> Prediction."""
-
-    def predictor(sampler: str | None):
-        def run(model: nn.Module, x: Tensor, seed: int) -> Prediction:
-            batches, options = list(x.split(_ROWS)), {"likelihood": "categorical"}
-            options |= {"num_samples": settings.num_samples, "seed": seed}
-            if dropout:
-                return mc_dropout(model, batches, sampler=sampler, **options)
-            if sampler is None:
-                return plug_in(model, batches, likelihood="categorical")
-            return predict(model, batches, sampler=sampler, **options)
-
-        return run
-
-    return {name: predictor(sampler) for name, sampler in STATISTICS.items()}
+def _probs(
+    model: nn.Module, x: Tensor, sampler: str | None, dropout: bool, settings: Settings, seed: int
+) -> Tensor:
+    """(N, K) mean probabilities under one kind of statistics."""
+    batches = list(x.split(_ROWS))
+    if sampler is None and not dropout:
+        return plug_in(model, batches, likelihood="categorical").mean
+    options = {"likelihood": "categorical", "num_samples": settings.num_samples, "seed": seed}
+    return (mc_dropout if dropout else predict)(model, batches, sampler=sampler, **options).mean
