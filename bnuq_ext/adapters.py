@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 from torch import Tensor, nn
 
@@ -123,12 +123,9 @@ class FrozenOfTransformers(Frozen):
         return self.weight, self.bias, 1e-5
 
 
-def _swap(mixin: type):
-    def adapt(module: nn.Module) -> nn.Module:
-        module.__class__ = _stochastic_class(mixin, type(module))
-        return module
-
-    return adapt
+def _swap(mixin: type, module: nn.Module) -> nn.Module:
+    module.__class__ = _stochastic_class(mixin, type(module))
+    return module
 
 
 _TRANSFORMERS = {
@@ -161,7 +158,7 @@ _BUILT_IN = {
 }
 _FROZEN = {name for name, mixin in _BUILT_IN.items() if issubclass(mixin, Frozen)}
 for _name, _mixin in _BUILT_IN.items():
-    register_adapter(_name, _swap(_mixin))
+    register_adapter(_name, partial(_swap, _mixin))
 
 
 def is_frozen(module: nn.Module) -> bool:
