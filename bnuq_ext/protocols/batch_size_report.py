@@ -43,7 +43,8 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
     draw_scores(means).savefig(folder / "trained-with-M.png", dpi=120)
     draw_fit(fits[0]).savefig(folder / "choice-of-M.png", dpi=120)
     figures = ["trained-with-M.png", "choice-of-M.png"]
-    return Report(tables, figures, remarks(means, fits, settings))
+    remarks = [*_of_scores(means, settings), *_of_choices(fits, settings)]
+    return Report(tables, figures, remarks)
 
 
 def printed() -> dict[tuple[str, int], float]:
@@ -161,10 +162,6 @@ def _keep_optimum_in_sight(ax, fit: dict) -> None:
     top, best = max(0.0, *fit["log_likelihood"]), max(elbo)
     low = max(min(elbo), best - 1.5 * (top - best))
     ax.set_ylim(low - 0.08 * (top - low), top + 0.08 * (top - low))
-
-
-def remarks(means: dict[int, dict], fits: list[dict], settings) -> list[str]:
-    return [*_of_scores(means, settings), *_of_choices(fits, settings)]
 
 
 def _of_scores(means: dict[int, dict], settings) -> list[str]:

@@ -12,6 +12,7 @@ from ..ops.checks import refuse
 from ..plots.canvas import COLORS, GREY, new_figure
 from . import uci
 from .results import Estimate, Report, Table, Unit, read_table
+from .uci import sources as sources
 from .uci_search import Regression, fit_split
 
 TITLE = "UCI regression: MCBN against batch size and number of replicas (Teye et al. 2018, Tables 8 to 11)"
@@ -62,10 +63,6 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
         requirement = f"hold a table whose folds have {least} rows"
         refuse("sensitivity", "data_root", requirement, f"tables of {list(sizes.values())} rows")
     return units
-
-
-def sources(settings: Settings, data_root: str) -> list[Path]:
-    return uci.sources(settings, data_root)
 
 
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
