@@ -256,7 +256,7 @@ def elbo_loss(
         scale = max(rows, 1) if reduction == "mean" else 1
         nll = _nll(outputs, num_samples, y, likelihood, noise_std) / (num_samples * scale)
         kl, in_loss = _divergence(layers, draw, Pass(layers).streams, runs)
-        return Elbo(_weighted_sum(nll, in_loss, weight / scale), nll, kl)
+        return Elbo(_weighted_sum(nll, in_loss, weight, scale), nll, kl)
 
 
 def _outputs(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor:
@@ -314,11 +314,11 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
     return -torch.distributions.Normal(means, std, validate_args=False).log_prob(y).sum()
 
 
-def _weighted_sum(nll: Tensor, kl: Tensor, weight: float | Tensor) -> Tensor:
-    """nll + weight * kl, in one step where it can be."""
+def _weighted_sum(nll: Tensor, kl: Tensor, weight: float | Tensor, scale: int) -> Tensor:
+    """nll + weight / scale * kl, in one step where it can be."""
     if isinstance(weight, Tensor):
-        return nll + weight * kl
-    return torch.add(nll, kl, alpha=float(weight))
+        return nll + weight.to(torch.promote_types(weight.dtype, kl.dtype)) / scale * kl
+    return torch.add(nll, kl, alpha=float(weight) / scale)
 
 
 def _batch_weight(

@@ -52,11 +52,11 @@ def test_noise_of_16_bits_is_computed_with_in_32(dtype, value):
     assert std.grad.dtype == dtype and std.grad != 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_weight_of_16_bits_is_computed_with_in_32(dtype):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_weight_has_the_precision_of_the_divergence(dtype):
     """1e-6 over 64 rows is 0 in float16."""
-    model, x, y = network().double(), torch.randn(64, 5).double(), torch.randn(64, 3).double()
-    weight = torch.tensor(1e-6, dtype=dtype)
-    terms = bnuq.elbo_loss(model, x, y, likelihood="gaussian", batch_weight=weight, seed=0)
-    expected = weight.double() / 64 * terms.kl
-    torch.testing.assert_close(terms.loss - terms.nll, expected, rtol=1e-6, atol=1e-14)
+    model, x, y = network().double(), torch.randn(60, 5).double(), torch.randn(60, 3).double()
+    for weight in (torch.tensor(1e-6, dtype=dtype), np.float32(1e-6)):
+        terms = bnuq.elbo_loss(model, x, y, likelihood="gaussian", batch_weight=weight, seed=0)
+        expected = terms.nll + float(weight) / 60 * terms.kl
+        torch.testing.assert_close(terms.loss, expected, rtol=1e-14, atol=0)
