@@ -117,7 +117,7 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
     state, watch = State(folding.modules), folding.watch()
     with folding.gradients_for_hooks(), preserved_rng():
         before = random_states()
-        failure, changed = None, False
+        changed = False
         try:
             for _ in range(2):  # the second may compute with what the first leaves
                 with watch:
@@ -126,7 +126,7 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
             changed = folding.undo(state)
             failure = folding.failure_without_dropout(plan, state)
             if repeatable and isinstance(failure, Undecided):
-                failure = None
+                failure = None  # `run_together` compares the step's own outputs
         finally:
             changed = folding.undo(state) or changed
     if changed and not folding.changes_again():

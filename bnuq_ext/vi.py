@@ -328,8 +328,7 @@ def _batch_weight(
         _check_factor("batch_weight", batch_weight)
         if _is_known(batch_weight) and not 0 <= batch_weight < math.inf:
             refuse("elbo_loss", "batch_weight", "be finite and not negative", batch_weight)
-        is_tensor = isinstance(batch_weight, Tensor)
-        return _promoted(batch_weight).reshape(()) if is_tensor else batch_weight
+        return batch_weight.reshape(()) if isinstance(batch_weight, Tensor) else batch_weight
     if dataset_size is None:
         refuse("elbo_loss", "batch_weight", "be given, or dataset_size", None)
     if check_integer("elbo_loss", "dataset_size", dataset_size, 1) < rows:

@@ -54,7 +54,7 @@ def test_noise_of_16_bits_is_computed_with_in_32(dtype, value):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_weight_has_the_precision_of_the_divergence(dtype):
-    """1e-6 over 64 rows is 0 in float16."""
+    """1e-6 over 60 rows is 0 in float16."""
     model, x, y = network().double(), torch.randn(60, 5).double(), torch.randn(60, 3).double()
     for weight in (torch.tensor(1e-6, dtype=dtype), np.float32(1e-6)):
         terms = bnuq.elbo_loss(model, x, y, likelihood="gaussian", batch_weight=weight, seed=0)

@@ -281,6 +281,8 @@ class Folding:
         """The same, held to replicas run alone and to the operations of the first."""
         reads = self._reads()
         mixed = Mixed(reads.constant, draw.num_samples, in_step=True)
+        # In the order in which plans are made: `reads` takes a lock too, which one thread would hold
+        # while another holds this.
         with self.known.planning, preserved_rng(), reads, mixed:
             one = mixed.watched(self.forward.draw(first_replica, 1))
             first, _ = self.forward.run(self.inputs, one)

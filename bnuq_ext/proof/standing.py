@@ -121,8 +121,7 @@ class StandingFolding(Folding):
         if of_all.sizes != [self.num_samples * size for size in of_one.sizes]:
             raise SharesDropout("a dropout in its forward would be the same for all replicas")
         if watch is not None:
-            watch.check(plan.rows)
-            watch.mixed.check(outputs)
+            watch.check(plan.rows, outputs)
         if drawn:
             raise DrawsNumbers("its forward draws random numbers, and not for dropout")
         self.accept(plan, outputs, alone)

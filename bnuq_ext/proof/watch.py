@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..passes import DoesNotFold
 from ..reads import Reads
@@ -35,8 +35,11 @@ class Watch:
         """The draw for the next forward."""
         return self.mixed.watched(draw)
 
-    def check(self, calls: dict[str, int]) -> None:
-        """Raises DoesNotFold for the first two; `calls`: rows of stochastic calls."""
+    def check(self, calls: dict[str, int], outputs: Tensor | None = None) -> None:
+        """Raises DoesNotFold for any of these; `calls`: rows of stochastic calls, `outputs`: of the
+        last forward, if that was of all replicas."""
         self.reads.check(calls)
         if self.carried.found():
             raise DoesNotFold(CARRIES)
+        if outputs is not None:
+            self.mixed.check(outputs)
