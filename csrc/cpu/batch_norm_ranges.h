@@ -87,7 +87,7 @@ void forward_loop(
   with_known(run, range.S == 1, residual != nullptr);
 }
 
-// Through float32 pieces in the first cache: for short planes, for fewer than eight elements, and
+// Through float32 pieces in the first cache: for short planes, for fewer than sixteen elements, and
 // for processors without the loops below.
 template <typename half_t>
 void forward_pieces(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
@@ -120,22 +120,6 @@ inline int64_t length_of_run(const Range<float>& range) {
 }
 
 #if defined(BNUQ_FMA)
-// What eight elements need: one entry of the table for all, or one each.
-struct Eight {
-  __m256 mean, scale, bias;
-};
-
-BNUQ_FMA inline Eight eight_same(const Range<float>& range, int64_t c) {
-  return {
-      _mm256_set1_ps(range.mean[c]), _mm256_set1_ps(range.scale[c]), _mm256_set1_ps(range.bias[c])};
-}
-
-BNUQ_FMA inline Eight eight_entries(const Range<float>& range, int64_t c) {
-  return {
-      _mm256_loadu_ps(range.mean + c), _mm256_loadu_ps(range.scale + c),
-      _mm256_loadu_ps(range.bias + c)};
-}
-
 BNUQ_FMA inline __m256 activate_eight(__m256 z, float slope) {
   const __m256 zero = _mm256_setzero_ps();
   if (slope == 0) return _mm256_max_ps(zero, z);  // z where it is NaN or a zero of either sign
@@ -143,38 +127,64 @@ BNUQ_FMA inline __m256 activate_eight(__m256 z, float slope) {
   return _mm256_blendv_ps(z, _mm256_mul_ps(z, _mm256_set1_ps(slope)), below);
 }
 
-// Elements i .. i + 7 of a row or plane that begins at entry c.
+// What sixteen elements need: one entry of the table for all, or one each.
+struct EightsTable {
+  Eights mean, scale, bias;
+};
+
+BNUQ_FMA inline Eights same_eights(float v) {
+  return {_mm256_set1_ps(v), _mm256_set1_ps(v)};
+}
+
+BNUQ_FMA inline EightsTable same_entry(const Range<float>& range, int64_t c) {
+  return {same_eights(range.mean[c]), same_eights(range.scale[c]), same_eights(range.bias[c])};
+}
+
+template <typename half_t>
+BNUQ_FMA inline EightsTable entries(const Range<float>& range, int64_t c) {
+  return {
+      in_order_of(half_t(), range.mean + c), in_order_of(half_t(), range.scale + c),
+      in_order_of(half_t(), range.bias + c)};
+}
+
+// Elements i .. i + 15 of a row or plane that begins at entry c.
 template <typename half_t, bool kRows, bool kResidual>
-BNUQ_FMA inline __m256 forward_eight(
+BNUQ_FMA inline Eights forward_eights(
     const half_t* x, const half_t* residual, const Range<float>& range, int64_t c, int64_t i,
-    const Eight& same) {
-  const Eight a = kRows ? eight_entries(range, c + i) : same;
-  __m256 z = _mm256_fmadd_ps(_mm256_sub_ps(load_eight(x + i), a.mean), a.scale, a.bias);
-  if (kResidual) z = _mm256_add_ps(z, load_eight(residual + i));
-  return activate_eight(z, range.slope);
+    const EightsTable& same) {
+  const EightsTable a = kRows ? entries<half_t>(range, c + i) : same;
+  Eights z = load_eights(x + i);
+  z.first = _mm256_fmadd_ps(_mm256_sub_ps(z.first, a.mean.first), a.scale.first, a.bias.first);
+  z.second = _mm256_fmadd_ps(_mm256_sub_ps(z.second, a.mean.second), a.scale.second, a.bias.second);
+  if (kResidual) {
+    const Eights added = load_eights(residual + i);
+    z.first = _mm256_add_ps(z.first, added.first), z.second = _mm256_add_ps(z.second, added.second);
+  }
+  return {activate_eight(z.first, range.slope), activate_eight(z.second, range.slope)};
 }
 
 template <typename half_t, bool kRows, bool kResidual, bool kStream>
 BNUQ_FMA void forward_fma(
     half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
-  const auto eight = forward_eight<half_t, kRows, kResidual>;
+  const auto eights = forward_eights<half_t, kRows, kResidual>;
   const int64_t length = length_of_run(range);
   for (int64_t begin = range.begin; begin < range.end;) {
     const int64_t c = begin / range.S % range.width;
     const int64_t count = std::min(range.end, (begin / length + 1) * length) - begin;
-    if (count < 8) {
+    if (count < 16) {
       Range<float> piece = range;
       piece.begin = begin, piece.end = begin + count;
       forward_plain(y, x, residual, piece);
     } else {
-      const Eight same = eight_same(range, c);
+      const EightsTable same = same_entry(range, c);
       int64_t i = 0;
-      for (; i + 16 <= count; i += 8)
-        store_eight<kStream>(y + i, eight(x, residual, range, c, i, same));
-      // The end overlaps the eight before it: read before those are written, for y may be x.
-      const __m256 end = eight(x, residual, range, c, count - 8, same);
-      store_eight<kStream>(y + i, eight(x, residual, range, c, i, same));
-      if (i + 8 != count) store_eight<false>(y + count - 8, end);
+      for (; i + 32 <= count; i += 16)
+        store_eights<kStream>(y + i, eights(x, residual, range, c, i, same));
+      // The end overlaps the sixteen before it: read before those are written, for y may be x.
+      const Eights last = eights(x, residual, range, c, i, same);
+      if (i + 16 < count)
+        store_eights<false>(y + count - 16, eights(x, residual, range, c, count - 16, same));
+      store_eights<kStream>(y + i, last);
     }
     begin += count, y += count, x += count;
     if (kResidual) residual += count;
@@ -185,8 +195,8 @@ BNUQ_FMA void forward_fma(
 template <typename half_t>
 void forward_fma(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
   // Beside a store past the caches, an end that is not aligned costs more than that store saves.
-  const bool aligned = reinterpret_cast<uintptr_t>(y) % 16 == 0 && range.begin % 8 == 0 &&
-                       length_of_run(range) % 8 == 0;
+  const bool aligned = reinterpret_cast<uintptr_t>(y) % 32 == 0 && range.begin % 16 == 0 &&
+                       length_of_run(range) % 16 == 0;
   const auto loop = [&](auto rows, auto adds, auto stream) {
     forward_fma<half_t, rows, adds, stream>(y, x, residual, range);
   };

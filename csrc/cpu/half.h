@@ -18,7 +18,7 @@ inline bool has_f16c() {  // as every processor with AVX2; not all compilers can
 }
 
 // Each converts groups of eight and returns how many elements that were.
-BNUQ_F16C inline int64_t load_eights(float* out, const Half* in, int64_t count) {
+BNUQ_F16C inline int64_t load_groups(float* out, const Half* in, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
@@ -27,7 +27,7 @@ BNUQ_F16C inline int64_t load_eights(float* out, const Half* in, int64_t count) 
   return i;
 }
 
-BNUQ_F16C inline int64_t store_eights(Half* out, const float* in, int64_t count) {
+BNUQ_F16C inline int64_t store_groups(Half* out, const float* in, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m128i bits = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
@@ -39,21 +39,21 @@ BNUQ_F16C inline int64_t store_eights(Half* out, const float* in, int64_t count)
 inline bool has_f16c() {
   return false;
 }
-inline int64_t load_eights(float*, const Half*, int64_t) {
+inline int64_t load_groups(float*, const Half*, int64_t) {
   return 0;
 }
-inline int64_t store_eights(Half*, const float*, int64_t) {
+inline int64_t store_groups(Half*, const float*, int64_t) {
   return 0;
 }
 #endif
 
 inline void load_all(float* out, const Half* in, int64_t count) {
-  for (int64_t i = has_f16c() ? load_eights(out, in, count) : 0; i < count; ++i)
+  for (int64_t i = has_f16c() ? load_groups(out, in, count) : 0; i < count; ++i)
     out[i] = load(in[i]);
 }
 
 inline void store_all(Half* out, const float* in, int64_t count) {
-  for (int64_t i = has_f16c() ? store_eights(out, in, count) : 0; i < count; ++i)
+  for (int64_t i = has_f16c() ? store_groups(out, in, count) : 0; i < count; ++i)
     out[i] = store<Half>(in[i]);
 }
 
@@ -68,38 +68,60 @@ BNUQ_CLONES [[gnu::unused]] static void store_all(BFloat16* out, const float* in
 }
 
 #if defined(BNUQ_FMA)
-BNUQ_FMA inline __m256 load_eight(const Half* in) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
+// Sixteen elements as two times eight: of bfloat16 the first are 0 to 3 and 8 to 11, for AVX2 puts
+// words between words, and words together, within halves of a register.
+struct Eights {
+  __m256 first, second;
+};
+
+BNUQ_FMA inline Eights load_eights(const Half* in) {
+  const __m128i* words = reinterpret_cast<const __m128i*>(in);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(words)), _mm256_cvtph_ps(_mm_loadu_si128(words + 1))};
 }
 
-BNUQ_FMA inline __m256 load_eight(const BFloat16* in) {
-  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+BNUQ_FMA inline Eights load_eights(const BFloat16* in) {
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in));
+  const __m256i zero = _mm256_setzero_si256();
+  return {
+      _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, words)),
+      _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, words))};
 }
 
-BNUQ_FMA inline __m128i words_of(Half, __m256 v) {
-  return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+// Numbers in the order of load_eights.
+BNUQ_FMA inline Eights in_order_of(Half, const float* in) {
+  return {_mm256_loadu_ps(in), _mm256_loadu_ps(in + 8)};
 }
 
-// As Store<BFloat16>.
-BNUQ_FMA inline __m128i words_of(BFloat16, __m256 v) {
+BNUQ_FMA inline Eights in_order_of(BFloat16, const float* in) {
+  const __m256 low = _mm256_loadu_ps(in), high = _mm256_loadu_ps(in + 8);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+
+// With kStream past the caches, which takes an `out` that is aligned to its 32 bytes.
+template <bool kStream>
+BNUQ_FMA inline void store_eights(Half* out, Eights v) {
+  const auto store = kStream ? _mm_stream_si128 : _mm_storeu_si128;
+  __m128i* words = reinterpret_cast<__m128i*>(out);
+  store(words, _mm256_cvtps_ph(v.first, _MM_FROUND_TO_NEAREST_INT));
+  store(words + 1, _mm256_cvtps_ph(v.second, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// As Store<BFloat16>, but for the bits of a NaN.
+BNUQ_FMA inline __m256i rounded_words(__m256 v) {
   const __m256i bits = _mm256_castps_si256(v), half = _mm256_set1_epi32(0x7fff);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, half), odd);
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-  const __m256i words = _mm256_srli_epi32(rounded, 16);
-  const __m256i result = _mm256_blendv_epi8(words, _mm256_set1_epi32(0x7fc0), nan);
-  return _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
+  return _mm256_srli_epi32(_mm256_or_si256(rounded, nan), 16);
 }
 
-// With kStream past the caches, which takes an `out` that is aligned to its 16 bytes.
-template <bool kStream, typename half_t>
-BNUQ_FMA inline void store_eight(half_t* out, __m256 v) {
-  const __m128i words = words_of(half_t(), v);
+template <bool kStream>
+BNUQ_FMA inline void store_eights(BFloat16* out, Eights v) {
+  const __m256i words = _mm256_packus_epi32(rounded_words(v.first), rounded_words(v.second));
   if (kStream)
-    _mm_stream_si128(reinterpret_cast<__m128i*>(out), words);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out), words);
   else
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), words);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), words);
 }
 #endif
 
