@@ -14,6 +14,7 @@ from .ops.checks import (
     acc_dtype,
     check_floating,
     check_integer,
+    check_named_device,
     check_number,
     check_one_of,
     is_dense,
@@ -112,6 +113,8 @@ class BayesLinear(Replicated, nn.Module):
         out_features = check_integer(op, "out_features", out_features, 1)
         check_prior(op, prior)
         check_one_of(op, "estimator", estimator, ESTIMATORS)
+        if device is not None:
+            check_named_device(op, device)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
             refuse(op, "dtype", "be float32 or float64", dtype, TypeError)

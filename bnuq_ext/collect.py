@@ -17,7 +17,15 @@ from .batches import Source, find_source
 from .inputs import call, copied, device_of, model_input, move, num_rows, tensors
 from .interrupts import leaving_nothing_behind
 from .nn import require_stochastic_layers
-from .ops.checks import check_callable, check_dtype, check_integer, check_one_of, is_finite, refuse
+from .ops.checks import (
+    check_callable,
+    check_dtype,
+    check_integer,
+    check_named_device,
+    check_one_of,
+    is_finite,
+    refuse,
+)
 from .passes import Pass, running
 from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
@@ -93,7 +101,7 @@ def collect(
         model,
         source,
         num_batches,
-        device=_checked_device(model, device),
+        device=_device(model, device),
         input_fn=input_fn,
         progress=progress,
         on_nonfinite=on_nonfinite,
@@ -377,13 +385,11 @@ def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> N
     check_one_of("collect", "on_nonfinite", on_nonfinite, ("raise", "skip"))
 
 
-def _checked_device(model: nn.Module, device) -> torch.device:
+def _device(model: nn.Module, device) -> torch.device:
     if device is None:
         return device_of(model.modules())
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
-        refuse("collect", "device", "name a torch device", repr(device))
+    check_named_device("collect", device)
+    return torch.device(device)
 
 
 def refuse_nonfinite(op: str, batch: int, where: str) -> NoReturn:

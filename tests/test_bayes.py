@@ -203,6 +203,7 @@ def test_initialisation():
         ((3, 3), dict(prior="wide"), TypeError, "BayesLinear: prior must be GaussianPrior"),
         ((3, 3), dict(estimator="flipout"), ValueError, "estimator must be one of exact, local"),
         ((3, 3), dict(dtype=torch.float16), TypeError, "dtype must be float32 or float64"),
+        ((3, 3), dict(device="gpu"), ValueError, "BayesLinear: device must name a torch device"),
     ],
 )
 def test_rejects(args, kwargs, error, message):

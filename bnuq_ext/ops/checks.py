@@ -65,6 +65,13 @@ def check_device(op: str, name: str, value: Tensor, device: torch.device) -> Non
         refuse(op, name, f"be on {device}", value.device)
 
 
+def check_named_device(op: str, device) -> None:
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError):
+        refuse(op, "device", "name a torch device", repr(device))
+
+
 def check_parameter(op: str, name: str, value: Tensor, shape: tuple, device) -> None:
     if isinstance(value, Tensor) and value.shape == shape and value.device == device:
         if value.dtype in DTYPES and value.layout == torch.strided:
