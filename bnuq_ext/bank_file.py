@@ -49,7 +49,7 @@ def save(path, tensors: dict[str, Tensor], fields: dict[str, str]) -> None:
 
 def replace_whole(target: str, write) -> None:
     """Let `write` fill a binary stream: `target`, no link, holds its old content or all of the new,
-    and its mode."""
+    and its mode. An error of the disk names it."""
     folder = os.path.dirname(target)
     # In the same folder, so that the renaming stays inside one file system.
     temporary = os.path.join(folder, f".bnuq-{secrets.token_hex(8)}.tmp")
@@ -61,9 +61,11 @@ def replace_whole(target: str, write) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # of a stream
+            error.filename = target
         raise
     _sync_folder(folder)
 

@@ -195,7 +195,8 @@ def main(argv: list[str] | None = None) -> int:
         mendable = isinstance(error, (ValueError, ImportError, OSError)) or is_out_of_memory(error)
         if not mendable:
             raise
-        print(f"bnuq: {_as_typed(' '.join(str(error).split()), arguments)}", file=sys.stderr)
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"bnuq: {_as_typed(message, arguments)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bnuq: interrupted; the same command goes on where it stopped", file=sys.stderr)

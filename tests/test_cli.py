@@ -131,7 +131,7 @@ def test_bbb_and_reproduce_hand_on_their_arguments(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["demo", "--seeds", "0"], "bnuq: demo: --seeds must be positive, got 0\n"),
+        (["demo", "--seeds", "0"], "bnuq: demo: --seeds must lie in [1, 2^24), got 0\n"),
         (["demo", "--output", "/dev/null"], "bnuq: store: --output must be a folder to write to, "),
         (["demo", "--output", ""], "bnuq: store: --output must have a name, got ''\n"),
         (["bbb", "--output", ""], "bnuq: store: --output must have a name, got ''\n"),
@@ -194,11 +194,14 @@ def test_memory_is_the_user_s_and_a_fault_is_not(capsys, monkeypatch):
     def fail(*_, **__):
         raise errors.pop(0)
 
-    errors = [RuntimeError("DefaultCPUAllocator: can't allocate memory:\n8 TB"), RuntimeError("?")]
+    torchs = RuntimeError("DefaultCPUAllocator: can't allocate memory:\n8 TB")
+    errors = [torchs, MemoryError(), RuntimeError("?")]
     monkeypatch.setattr("bnuq_ext.experiments.digits.run", fail)
     assert cli.main(["demo"]) == 2
     message = "bnuq: DefaultCPUAllocator: can't allocate memory: 8 TB\n"
     assert capsys.readouterr() == ("", message)
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr() == ("", "bnuq: MemoryError\n")
     with pytest.raises(RuntimeError, match="^[?]$"):
         cli.main(["demo"])
 

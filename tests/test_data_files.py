@@ -64,6 +64,7 @@ def test_table(tmp_path, content):
         ("a,b\n", "have rows of at least two numbers, got 'a,b'"),
         ("1\n2\n", "have rows of at least two numbers, got '1'"),
         ("1,2,3\n4,5\n", "have 3 numbers in line 2, got ['4', '5']"),
+        ("1,2\n3,1_0\n", "have 2 numbers in line 2, got ['3', '1_0']"),
         ("1,,3\n4,5,6\n", "have 3 numbers in line 1, got ['1', '', '3']"),
         ("a,b\n\n1,2\n4,x\n", "have 2 numbers in line 4, got ['4', 'x']"),
         ("a,b\n0,1,2\n1,4,5\n", "have 3 names in line 1, got ['a', 'b']"),

@@ -91,7 +91,7 @@ def test_more_seeds_continue_a_run(finished):
     folder, units = finished
     more = digits.run(folder, digits.with_seeds(TINY, 3), progress=False)
     assert {k: more[k] for k in units} == units and "noisy-2" in more
-    with pytest.raises(ValueError, match="^demo: seeds must be positive, got 0$"):
+    with pytest.raises(ValueError, match=r"^demo: seeds must lie in \[1, 2\^24\), got 0$"):
         digits.with_seeds(TINY, 0)
 
 
@@ -101,6 +101,9 @@ def test_the_digit_of_the_figure(finished):
     assert (image.view(-1, 8, 8) == torch.tensor(verdict["image"])).all(2).all(1).sum() == 1
     assert torch.tensor(verdict["replicas"]).shape == (4, 10)
     torch.testing.assert_close(torch.tensor(verdict["replicas"]).sum(1), torch.ones(4))
+    # None is wrong with over 90 % after one epoch; this one is wrong all the same.
+    assert verdict["confident_errors"] == 0
+    assert torch.tensor(verdict["plug_in"]).argmax() != verdict["truth"]
 
 
 def test_report(finished, tmp_path):

@@ -1,11 +1,13 @@
 """Runs that are killed go on, half a file is never seen, and other settings are refused."""
 
+import errno
 import json
+import re
 
 import pytest
 
 from bnuq_ext.experiments import store as store_file
-from bnuq_ext.experiments.store import Store, write_json
+from bnuq_ext.experiments.store import Store, save_figures, write_json
 
 
 def test_finished_units_are_not_computed_again(tmp_path):
@@ -39,6 +41,29 @@ def test_a_crash_before_the_rename_keeps_the_old_file(tmp_path, monkeypatch):
         write_json(path, [2])
     assert json.loads(path.read_text()) == [1]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_said_of_the_file(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "file.json"
+    monkeypatch.setattr(store_file.os, "fsync", full)
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{path}'")):
+        write_json(path, [1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_figure_that_fails_leaves_the_old_one(tmp_path):
+    class Figure:
+        def savefig(self, stream, **_):
+            stream.write(b"half of it")
+            raise OSError("no power")
+
+    (tmp_path / "a.png").write_bytes(b"old")
+    with pytest.raises(OSError, match="no power"):
+        save_figures(tmp_path, {"a.png": Figure()})
+    assert (tmp_path / "a.png").read_bytes() == b"old"
 
 
 def test_other_settings_are_refused(tmp_path):

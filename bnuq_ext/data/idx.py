@@ -48,7 +48,7 @@ def mnist(root, *, num_validation=None) -> Split:
 def _images_and_labels(root: Path, part: str) -> tuple[Tensor, Tensor]:
     path = _find(root, f"{part}-images-idx3-ubyte")
     images = read_idx(path)
-    if images.dim() < 2:
+    if images.dim() < 2 or not images.numel():
         refuse("mnist", str(path), "hold images", f"values of shape {list(images.shape)}")
     path = _find(root, f"{part}-labels-idx1-ubyte")
     labels = read_idx(path)
@@ -91,6 +91,8 @@ def read_idx(path) -> Tensor:
     if start > len(content):
         got = content[:4].hex() or "an empty one"
         refuse("read_idx", str(path), "be an idx file of unsigned bytes", got)
+    if content[3] > 64:  # of an array
+        refuse("read_idx", str(path), "have at most 64 dimensions", content[3])
     shape = struct.unpack(f">{content[3]}I", content[4:start])
     if math.prod(shape) != len(content) - start:
         requirement = f"have {math.prod(shape)} bytes after its header"

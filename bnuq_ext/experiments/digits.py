@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import Prediction, __version__, convert, data, metrics, predict
-from ..ops.checks import refuse
+from ..ops.checks import check_within
 from ..progress import progress_bar
 from ..restore import one_thread
 from .fitting import batch_norm_chain, collect_random, train_epoch
@@ -61,8 +61,7 @@ QUICK = Settings(
 
 
 def with_seeds(settings: Settings, num_seeds: int) -> Settings:
-    if num_seeds < 1:
-        refuse("demo", "seeds", "be positive", num_seeds)
+    check_within("demo", "seeds", num_seeds, 1, 2**24, "[1, 2^24)")
     return replace(settings, num_seeds=num_seeds)
 
 
@@ -196,7 +195,7 @@ def batch_size_curve(settings: Settings) -> dict:
 
 def confident_error(settings: Settings) -> dict:
     """Of the noisy test images that plug-in BN gets wrong with over 90 %,
-    the one its replicas dispute most."""
+    the one its replicas dispute most; where there is none, the one that it gets wrong with most."""
     split = settings.split(0)
     fitted = fit(split, 10, settings)
     x = data.add_noise(split.test.x, settings.curve_noise_std, seed=0)
@@ -204,15 +203,16 @@ def confident_error(settings: Settings) -> dict:
         plug_in = fitted.model(x).softmax(1)
     pred = sampled(fitted.model, x, settings, keep_samples=True)
     confidence, guess = plug_in.max(1)
-    wrong = (guess != split.test.y) & (confidence > 0.9)
-    row = torch.where(wrong, pred.mutual_information, -1.0).argmax().item()
+    wrong = guess != split.test.y
+    sure = wrong & (confidence > 0.9)
+    row = torch.where(sure, 1 + pred.mutual_information, confidence * wrong).argmax().item()
     return {
         "clean": split.test.x[row].view(8, 8).tolist(),
         "image": x[row].view(8, 8).tolist(),
         "truth": split.test.y[row].item(),
         "plug_in": plug_in[row].tolist(),
         "replicas": pred.samples[:, row].softmax(1).tolist(),
-        "confident_errors": wrong.sum().item(),
+        "confident_errors": sure.sum().item(),
         "test_images": len(x),
     }
 

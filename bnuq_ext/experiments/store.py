@@ -1,6 +1,7 @@
 """Results of a run that may be killed: one JSON file per finished unit of work,
 written whole or not at all."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -21,7 +22,9 @@ def write_whole(path: Path, content: bytes) -> None:
 def save_figures(folder, figures: dict) -> list[str]:
     """Figures of matplotlib as files of these names, which are returned."""
     for name, figure in figures.items():
-        figure.savefig(Path(folder) / name, dpi=120)
+        image = io.BytesIO()
+        figure.savefig(image, dpi=120, format=Path(name).suffix[1:])
+        write_whole(Path(folder) / name, image.getvalue())
     return list(figures)
 
 
