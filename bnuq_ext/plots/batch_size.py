@@ -62,7 +62,7 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
     ax.set_xticks(places, [t if i in shown else "" for i, t in enumerate(ticks)])
     ax.minorticks_off()
     ax.set(xlabel="batch size M of the statistics", ylabel=ylabel)
-    ax.legend(frameon=False)
+    ax.legend(edgecolor="none", framealpha=0.9)
     return ax
 
 

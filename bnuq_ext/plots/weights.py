@@ -114,7 +114,8 @@ def _histogram(ax, values, edges, color, label, initial):
 
 def _note(ax, text: str) -> None:
     words = {"xycoords": "axes fraction", "va": "top", "fontsize": "small", "color": GREY}
-    ax.annotate(text, (0.015, 0.93), **words)
+    blank = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over lines of cuts
+    ax.annotate(text, (0.015, 0.93), bbox=blank, **words)
 
 
 def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None):
