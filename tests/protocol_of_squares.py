@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from bnuq_ext.progress import progress_bar
 from bnuq_ext.protocols.results import Report, Table, Unit
 
 TITLE = "Squares"
@@ -41,6 +42,7 @@ def compute(unit, settings, data_root):
         if n == settings.kill_at and not (Path(data_root) / "mended").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         if n == settings.wait_at:
+            progress_bar(shown=False)  # as of what a unit calls
             (Path(data_root) / "waiting").write_text(str(os.getpid()))
             time.sleep(600)
         with open(Path(data_root) / "computed", "a") as file:

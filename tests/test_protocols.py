@@ -226,6 +226,7 @@ def test_ctrl_c_ends_workers_in_the_middle_of_their_units(tmp_path, send):
     send(parent.pid, signal.SIGINT)
     _, said = parent.communicate(timeout=60)
     assert parent.returncode != 0 and ("KeyboardInterrupt" in said or "killed" in said)
+    assert "leaked" not in said
     _ends(worker)
 
 
