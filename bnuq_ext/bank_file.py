@@ -61,13 +61,13 @@ def replace_whole(target: str, write) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)
+        _sync_folder(folder)
     except BaseException as error:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.errno and error.filename is None:  # of a stream
-            error.filename = target
+        if isinstance(error, OSError) and error.errno:
+            raise OSError(error.errno, error.strerror, target) from error
         raise
-    _sync_folder(folder)
 
 
 def load(path) -> tuple[dict[str, Tensor], dict[str, str]]:

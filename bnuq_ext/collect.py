@@ -388,8 +388,7 @@ def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> N
 def _device(model: nn.Module, device) -> torch.device:
     if device is None:
         return device_of(model.modules())
-    check_named_device("collect", device)
-    return torch.device(device)
+    return check_named_device("collect", device)
 
 
 def refuse_nonfinite(op: str, batch: int, where: str) -> NoReturn:

@@ -195,7 +195,7 @@ def test_a_missing_file_is_named_with_its_source(mnist_files):
         ("a", idx(2, 3)[:7], "be an idx file of unsigned bytes, got 00000802"),
         ("a", idx(2, 3)[:-1], "have 6 bytes after its header, got 5"),
         ("a", idx(2, 3) + b"x", "have 6 bytes after its header, got 7"),
-        ("a", idx(*[1] * 65), "have at most 64 dimensions, got 65"),
+        ("a", idx(*[1] * 33), "have at most 32 dimensions, got 33"),
         ("a.gz", gzip.compress(idx(2, 3), mtime=0)[:-9], "be a whole gzip file, got "),
         ("a.gz", idx(2, 3), "be a whole gzip file, got "),
     ],
@@ -217,7 +217,7 @@ def test_an_idx_file_by_its_name(tmp_path):
     assert str(caught.value).endswith(f"got {tmp_path / 'b'}, a missing file")
 
 
-@pytest.mark.parametrize("shape", [(9,), (0, 4, 5), (9, 0, 5)])
+@pytest.mark.parametrize("shape", [(0, 4, 5), (9, 0, 5)])
 def test_images_must_have_pixels(mnist_files, shape):
     path = mnist_files / "t10k-images-idx3-ubyte"
     path.write_bytes(idx(*shape))

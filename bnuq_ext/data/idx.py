@@ -33,7 +33,8 @@ def mnist(root, *, num_validation=None) -> Split:
         Split; x (N, pixels) float32 in [0, 1], y (N,) int64.
 
     Raises:
-        ValueError: a file is missing or damaged, or no training rows would be left.
+        ValueError: a file is missing or damaged, or holds no images, or no training rows would be
+            left.
     """
     root = as_path("mnist", "root", root)
     train, test = (Part(*_images_and_labels(root, part)) for part in ("train", "t10k"))
@@ -91,8 +92,8 @@ def read_idx(path) -> Tensor:
     if start > len(content):
         got = content[:4].hex() or "an empty one"
         refuse("read_idx", str(path), "be an idx file of unsigned bytes", got)
-    if content[3] > 64:  # of an array
-        refuse("read_idx", str(path), "have at most 64 dimensions", content[3])
+    if content[3] > 32:  # NumPy's limit, before version 2
+        refuse("read_idx", str(path), "have at most 32 dimensions", content[3])
     shape = struct.unpack(f">{content[3]}I", content[4:start])
     if math.prod(shape) != len(content) - start:
         requirement = f"have {math.prod(shape)} bytes after its header"

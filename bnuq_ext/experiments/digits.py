@@ -194,8 +194,8 @@ def batch_size_curve(settings: Settings) -> dict:
 
 
 def confident_error(settings: Settings) -> dict:
-    """Of the noisy test images that plug-in BN gets wrong with over 90 %,
-    the one its replicas dispute most; where there is none, the one that it gets wrong with most."""
+    """Of the noisy test images that plug-in BN gets wrong with over 90 %, the one its replicas
+    dispute most; where there is none, the wrong one that it is surest of."""
     split = settings.split(0)
     fitted = fit(split, 10, settings)
     x = data.add_noise(split.test.x, settings.curve_noise_std, seed=0)
@@ -205,6 +205,7 @@ def confident_error(settings: Settings) -> dict:
     confidence, guess = plug_in.max(1)
     wrong = guess != split.test.y
     sure = wrong & (confidence > 0.9)
+    # The sure ones come first: no confidence exceeds 1.
     row = torch.where(sure, 1 + pred.mutual_information, confidence * wrong).argmax().item()
     return {
         "clean": split.test.x[row].view(8, 8).tolist(),

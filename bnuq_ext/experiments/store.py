@@ -22,10 +22,14 @@ def write_whole(path: Path, content: bytes) -> None:
 def save_figures(folder, figures: dict) -> list[str]:
     """Figures of matplotlib as files of these names, which are returned."""
     for name, figure in figures.items():
-        image = io.BytesIO()
-        figure.savefig(image, dpi=120, format=Path(name).suffix[1:])
-        write_whole(Path(folder) / name, image.getvalue())
+        save_figure(Path(folder) / name, figure)
     return list(figures)
+
+
+def save_figure(path: Path, figure, dpi: int = 120, **options) -> None:
+    image = io.BytesIO()
+    figure.savefig(image, format=path.suffix[1:], dpi=dpi, **options)
+    write_whole(path, image.getvalue())
 
 
 def read_json(path: Path, advice: str):

@@ -65,10 +65,10 @@ def check_device(op: str, name: str, value: Tensor, device: torch.device) -> Non
         refuse(op, name, f"be on {device}", value.device)
 
 
-def check_named_device(op: str, device) -> None:
+def check_named_device(op: str, device) -> torch.device:
     try:
-        torch.device(device)
-    except (RuntimeError, TypeError):
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
         refuse(op, "device", "name a torch device", repr(device))
 
 

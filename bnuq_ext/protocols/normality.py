@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from .. import convert, plots, statistics_normality
 from ..data import diabetes, table
 from ..experiments.fitting import batch_norm_chain, train_epoch
+from ..experiments.store import save_figure
 from ..normality import LEVEL, LayerNormality
 from ..ops.checks import refuse
 from ..plots.canvas import legend_outside, new_figure
@@ -162,7 +163,7 @@ def draw(dataset: str, found: dict[int, dict], settings: Settings, folder: Path)
     names = []
     for over, panels in columns.items():
         names.append(f"{dataset}-{over}.png")
-        histograms(panels).savefig(folder / names[-1], dpi=110)
+        save_figure(folder / names[-1], histograms(panels), dpi=110)
     return names
 
 

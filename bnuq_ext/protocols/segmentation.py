@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from .. import Prediction, convert, data, metrics, plots, plug_in, predict
 from ..experiments.fitting import collect_random, device_at_hand
+from ..experiments.store import save_figure
 from ..metrics.significance import agrees, mean_and_error
 from ..restore import preserved_rng
 from .results import Estimate, Report, Table, Unit, required_folder
@@ -284,7 +285,7 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
     figures = []
     for entry in results["run-0"]["maps"]:
         figures.append(f"segmentation-frame-{entry['frame']}.png")
-        draw(entry).savefig(folder / figures[-1], dpi=120, bbox_inches="tight")
+        save_figure(folder / figures[-1], draw(entry), bbox_inches="tight")
     return Report([table], figures, remarks(runs, settings))
 
 

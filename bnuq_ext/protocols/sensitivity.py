@@ -7,6 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
+from ..experiments.store import save_figure
 from ..metrics.significance import mean_and_error
 from ..ops.checks import refuse
 from ..plots.canvas import COLORS, GREY, new_figure
@@ -169,5 +170,5 @@ def draw(sizes: dict, settings: Settings, folder: Path) -> str:
         ax.set(xlabel="batch size M", ylabel=label)
     axes[-1].legend(frameon=False, fontsize="small", ncols=2)
     file = "batch-size.png"
-    figure.savefig(folder / file, dpi=110)
+    save_figure(folder / file, figure, dpi=110)
     return file

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from .. import convert, mc_dropout, metrics, plots, predict
 from ..experiments.fitting import batch_norm_chain, collect_random, train_epoch
+from ..experiments.store import save_figure
 from ..metrics.significance import agrees, mean_and_error
 from ..plots.canvas import new_figure
 from ..restore import preserved_rng
@@ -170,8 +171,7 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
         f"Held-out points in [-5, 5]: mean ± standard error over {settings.num_runs} draws of data"
     )
     table = Table("toy", title, ["method", *(head for head, _ in COLUMNS.values())], rows)
-    figure = draw({m: found[m][0] for m in METHODS})
-    figure.savefig(folder / "toy.png", dpi=120)
+    save_figure(folder / "toy.png", draw({m: found[m][0] for m in METHODS}))
     return Report([table], ["toy.png"], remarks(found, settings))
 
 

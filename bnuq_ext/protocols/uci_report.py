@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from .. import metrics
+from ..experiments.store import save_figure
 from ..metrics.significance import agrees, mean_and_error
 from ..plots import uncertainty_error
 from ..plots.canvas import legend_outside, new_figure
@@ -206,5 +207,5 @@ def draw(name: str, groups: dict, folder: Path) -> str:
     scale = axes[0].get_legend().markerscale
     legend_outside(axes, "lower", ncols=3, fontsize="small", markerscale=scale)
     file = f"uncertainty-{name}.png"
-    figure.savefig(folder / file, dpi=110)
+    save_figure(folder / file, figure, dpi=110)
     return file

@@ -97,13 +97,9 @@ BNUQ_FMA inline Eights in_order_of(BFloat16, const float* in) {
   return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
 }
 
-// With kStream past the caches, which takes an `out` that is aligned to its 32 bytes.
-template <bool kStream>
-BNUQ_FMA inline void store_eights(Half* out, Eights v) {
-  const auto store = kStream ? _mm_stream_si128 : _mm_storeu_si128;
-  __m128i* words = reinterpret_cast<__m128i*>(out);
-  store(words, _mm256_cvtps_ph(v.first, _MM_FROUND_TO_NEAREST_INT));
-  store(words + 1, _mm256_cvtps_ph(v.second, _MM_FROUND_TO_NEAREST_INT));
+BNUQ_FMA inline __m256i words_of(Half, Eights v) {
+  const __m128i first = _mm256_cvtps_ph(v.first, _MM_FROUND_TO_NEAREST_INT);
+  return _mm256_set_m128i(_mm256_cvtps_ph(v.second, _MM_FROUND_TO_NEAREST_INT), first);
 }
 
 // As Store<BFloat16>, but for the bits of a NaN.
@@ -115,9 +111,14 @@ BNUQ_FMA inline __m256i rounded_words(__m256 v) {
   return _mm256_srli_epi32(_mm256_or_si256(rounded, nan), 16);
 }
 
-template <bool kStream>
-BNUQ_FMA inline void store_eights(BFloat16* out, Eights v) {
-  const __m256i words = _mm256_packus_epi32(rounded_words(v.first), rounded_words(v.second));
+BNUQ_FMA inline __m256i words_of(BFloat16, Eights v) {
+  return _mm256_packus_epi32(rounded_words(v.first), rounded_words(v.second));
+}
+
+// With kStream past the caches, which takes an `out` that is aligned to its 32 bytes.
+template <bool kStream, typename half_t>
+BNUQ_FMA inline void store_eights(half_t* out, Eights v) {
+  const __m256i words = words_of(half_t(), v);
   if (kStream)
     _mm256_stream_si256(reinterpret_cast<__m256i*>(out), words);
   else

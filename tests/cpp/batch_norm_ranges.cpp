@@ -60,7 +60,7 @@ enum class Fused { kYes, kEither };
 
 template <typename scalar_t>
 int64_t check(Loop<scalar_t> loop, Fused fused) {
-  const int64_t grid = random_below(2) ? 8 : 1;  // eights keep stores past the caches aligned
+  const int64_t grid = random_below(2) ? 16 : 1;  // sixteens keep stores past the caches aligned
   const int64_t S = random_below(3) ? grid * (1 + random_below(random_below(2) ? 40 : 400)) : 1;
   const int64_t width = S == 1 ? grid * (1 + random_below(100)) : 1 + random_below(9);
   const int64_t numel = width * S * (1 + random_below(3));
