@@ -24,11 +24,11 @@ def test_scalings():
         torch.testing.assert_close(scale(pixels / 255), expected[name])
 
 
-def write_idx(folder, rows, label=0):
+def write_idx(folder, rows, num_test=30, label=0):
     """MNIST's four files with images of six pixels and one label."""
     generator = np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
-    for part, count in (("train", rows), ("t10k", 30)):
+    for part, count in (("train", rows), ("t10k", num_test)):
         images = generator.integers(0, 256, (count, 2, 3), dtype=np.uint8)
         header = struct.pack(">I3I", 0x0803, count, 2, 3)
         (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
@@ -66,6 +66,7 @@ def test_labels_under_the_name_of_images_are_refused(tmp_path, shape):
 @pytest.mark.parametrize(
     "files, text",
     [
+        ({"rows": 126, "num_test": 0}, "hold images for the test part, got none"),
         ({"rows": 5}, "hold images for the validation part, got none"),
         ({"rows": 60, "label": 10}, "hold labels in [0, 10), got 10 in the train part"),
     ],

@@ -217,13 +217,12 @@ def test_an_idx_file_by_its_name(tmp_path):
     assert str(caught.value).endswith(f"got {tmp_path / 'b'}, a missing file")
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 5), (9, 0, 5)])
-def test_images_must_have_pixels(mnist_files, shape):
+def test_images_must_have_pixels(mnist_files):
     path = mnist_files / "t10k-images-idx3-ubyte"
-    path.write_bytes(idx(*shape))
+    path.write_bytes(idx(3, 0, 5))
     with pytest.raises(ValueError) as caught:
         data.mnist(mnist_files, num_validation=2)
-    assert str(caught.value) == f"mnist: {path} must hold images, got values of shape {list(shape)}"
+    assert str(caught.value) == f"mnist: {path} must hold images, got values of shape [3, 0, 5]"
 
 
 def test_labels_must_be_as_many_as_images(mnist_files):

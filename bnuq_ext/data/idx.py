@@ -33,8 +33,8 @@ def mnist(root, *, num_validation=None) -> Split:
         Split; x (N, pixels) float32 in [0, 1], y (N,) int64.
 
     Raises:
-        ValueError: a file is missing or damaged, or holds no images, or no training rows would be
-            left.
+        ValueError: a file is missing or damaged, or has images without pixels, or no training rows
+            would be left.
     """
     root = as_path("mnist", "root", root)
     train, test = (Part(*_images_and_labels(root, part)) for part in ("train", "t10k"))
@@ -49,7 +49,7 @@ def mnist(root, *, num_validation=None) -> Split:
 def _images_and_labels(root: Path, part: str) -> tuple[Tensor, Tensor]:
     path = _find(root, f"{part}-images-idx3-ubyte")
     images = read_idx(path)
-    if images.dim() < 2 or not images.numel():
+    if images.dim() < 2 or 0 in images.shape[1:]:
         refuse("mnist", str(path), "hold images", f"values of shape {list(images.shape)}")
     path = _find(root, f"{part}-labels-idx1-ubyte")
     labels = read_idx(path)

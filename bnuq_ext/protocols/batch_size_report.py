@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from .. import plots
-from ..experiments.store import save_figure
+from ..experiments.store import save_figures
 from ..metrics.significance import mean_and_error
 from ..plots.canvas import new_figure
 from .results import Estimate, Report, Table, read_table
@@ -41,9 +41,8 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
         M: {k: mean_and_error([r[k] for r in runs]) for k in SCORES} for M, runs in found.items()
     }
     tables = [_scores_table(means, settings), _fit_table(fits, settings), _shares_table(fits)]
-    save_figure(folder / "trained-with-M.png", draw_scores(means))
-    save_figure(folder / "choice-of-M.png", draw_fit(fits[0]))
-    figures = ["trained-with-M.png", "choice-of-M.png"]
+    drawn = {"trained-with-M.png": draw_scores(means), "choice-of-M.png": draw_fit(fits[0])}
+    figures = save_figures(folder, drawn)
     remarks = [*_of_scores(means, settings), *_of_choices(fits, settings)]
     return Report(tables, figures, remarks)
 
