@@ -108,6 +108,26 @@ def _package(module: str, build: Callable) -> Callable[..., Run]:
     return yardstick
 
 
+class ByHand(nn.Module):
+    """The layer as it is written by hand, a sample of the weights in each call."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        empty = lambda *shape: nn.Parameter(torch.zeros(shape))  # noqa: E731
+        self.weight_mu, self.weight_rho = (empty(out_features, in_features) for _ in range(2))
+        self.bias_mu, self.bias_rho = empty(out_features), empty(out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = (self.weight_mu, self.weight_rho), (self.bias_mu, self.bias_rho)
+        self.posterior = [(mu, F.softplus(rho)) for mu, rho in pairs]
+        return F.linear(x, *[mu + sigma * torch.randn_like(sigma) for mu, sigma in self.posterior])
+
+    def kl_divergence(self) -> Tensor:
+        """From N(0, 1), of the last call's posterior."""
+        terms = [sigma**2 + mu**2 - 1 - 2 * sigma.log() for mu, sigma in self.posterior]
+        return sum(0.5 * term.sum() for term in terms)
+
+
 PLAIN = {"nn.Linear x T": linear, "stacked": stacked, "local": local}
 COMPILED = {f"compiled {name}": compiled(make) for name, make in list(PLAIN.items())[:2]}
 PACKAGES = {

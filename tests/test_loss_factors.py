@@ -37,6 +37,24 @@ def test_the_noise_may_be_any_number(std):
     assert torch.equal(*losses)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize(
+    "std", [0.3, torch.tensor([[0.3]]), torch.tensor(0.3, dtype=torch.float64), torch.tensor(2)]
+)
+def test_targets_and_noise_of_any_dtype(std, dtype):
+    model, x = network(), torch.randn(4, 5)
+    y = (3 * torch.randn(4, 3)).to(dtype)
+    options = dict(likelihood="gaussian", noise_std=std, batch_weight=0.0, seed=0)
+    nll = bnuq.elbo_loss(model, x, y, num_samples=3, reduction="sum", **options).nll
+    with bnuq.replicas(model, 3, seed=0):
+        noise = torch.distributions.Normal(model(x).double().unflatten(0, (3, 4)), float(std))
+    expected = -noise.log_prob(y.double()).sum() / 3
+    assert nll.shape == () and nll.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(nll.double(), expected, rtol=1e-6, atol=0)
+    grads, wanted = (torch.autograd.grad(a, list(model.parameters())) for a in (nll, expected))
+    torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("value", [1e-4, 1e-3, 0.3, 300.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_noise_of_16_bits_is_computed_with_in_32(dtype, value):

@@ -77,6 +77,23 @@ Tensor with_weight(
   return product(call.x_of(0), Matrix(weight, 0, call.O, call.I).t(), row);
 }
 
+// Of the replicas [begin, end), `group` at a time.
+void small_products(
+    const LinearCall& call, const Tensor& sigma, const std::optional<Tensor>& bias, const Tensor& y,
+    int64_t begin, int64_t end, int64_t group) {
+  const int64_t N = call.N, O = call.O, I = call.I;
+  const Tensor weight = call.empty({group, O, I});
+  for (int64_t t = begin; t < end; t += group) {
+    const int64_t count = std::min(group, end - t);
+    for (int64_t k = 0; k < count; ++k)
+      sample_weights(Matrix(weight, k * O * I, O, I), call, sigma, t + k);
+    std::optional<Tensor> rows;
+    if (bias) rows = view_of(*bias, t * O, {count, 1, O}, {O, O, 1});
+    const Tensor out = view_of(y, t * N * O, {count, N, O}, {N * O, O, 1});
+    multiply_each(out, call.x_of(t, count), view_of(weight, 0, {count, I, O}, {O * I, 1, I}), rows);
+  }
+}
+
 Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
   const int64_t T = call.T, N = call.N, O = call.O, I = call.I;
   if (T == 1) {
@@ -84,11 +101,13 @@ Tensor many_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
     return view_of(only, 0, {1, N, O}, {N * O, O, 1});
   }
   const Tensor sigma = sigma_of(call.rho), y = call.empty({T, N, O});
-  for_parts(T, parts_of(call, O * I), [&](int64_t, int64_t begin, int64_t end) {
+  const int64_t group = replicas_a_call(call);
+  for_parts(T, parts_of(call, group * O * I), [&](int64_t, int64_t begin, int64_t end) {
+    if (group > 1) return small_products(call, sigma, bias, y, begin, end, group);
     std::optional<Tensor> row;
     const Tensor weight = scratch_matrix(call);
     for (int64_t t = begin; t < end; ++t) {
-      sample_weights(weight, call, sigma, t);
+      sample_weights(Matrix(weight, 0, O, I), call, sigma, t);
       if (bias) row = view_of(*bias, t * O, {O}, {1});
       multiply(Matrix(y, t * N * O, N, O), call.x_of(t), Matrix(weight, 0, O, I).t(), row);
     }
@@ -207,12 +226,12 @@ Tensor sigma_of(const Tensor& rho) {
 }
 
 void sample_weights(
-    const Tensor& weight, const LinearCall& call, const Tensor& sigma, int64_t replica) {
+    const Matrix& weight, const LinearCall& call, const Tensor& sigma, int64_t replica) {
   const int64_t O = call.O, I = call.I;
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = call.mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
-    acc_t* w = weight.mutable_data_ptr<acc_t>();
+    acc_t* w = weight.in.mutable_data_ptr<acc_t>() + weight.offset;
     for_rows(call.noise, replica, O, I, [&](int64_t o, const float* z) {
       sample_row(w + o * I, m + o * I, s + o * I, z, I);
     });

@@ -173,15 +173,15 @@ void one_replica(const LinearCall& call, const Tensor& grad_y, const Asked& aske
 // lies in place already, and that by sigma is set. If need_x, writes its weights to `weight`, which
 // may be that gradient itself: a row is read before it is written.
 void add_replica(
-    const LinearCall& call, int64_t t, const Tensor& grad_weight, bool first, const Tensor& sigma,
-    const Tensor& weight, bool need_x, const Grads& grads) {
+    const LinearCall& call, int64_t t, const Matrix& grad_weight, bool first, const Tensor& sigma,
+    const Matrix& weight, bool need_x, const Grads& grads) {
   const int64_t I = call.I;
   dispatch_acc(call.mu, [&](auto zero) {
     using acc_t = decltype(zero);
     const acc_t *m = call.mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
-    const acc_t* g = grad_weight.const_data_ptr<acc_t>();
-    acc_t *w = weight.mutable_data_ptr<acc_t>(), *gm = grads.mu->mutable_data_ptr<acc_t>(),
-          *gs = grads.rho->mutable_data_ptr<acc_t>();
+    const acc_t* g = grad_weight.in.const_data_ptr<acc_t>() + grad_weight.offset;
+    acc_t *w = weight.in.mutable_data_ptr<acc_t>() + weight.offset,
+          *gm = grads.mu->mutable_data_ptr<acc_t>(), *gs = grads.rho->mutable_data_ptr<acc_t>();
     for_rows(call.noise, t, call.O, I, [&](int64_t o, const float* z) {
       if (first)
         set_product(gs + o * I, g + o * I, z, I);
@@ -208,9 +208,9 @@ void some_replicas(
       const std::optional<Tensor> none;  // the first one's memory is kept
       const Tensor by_weight = product(grad.t(), call.x_of(t), none, first ? none : weight);
       if (first) grads.mu = by_weight;
-      add_replica(call, t, by_weight, first, sigma, weight, asked.x, grads);
+      add_replica(call, t, Matrix(by_weight, 0, O, I), first, sigma, w, asked.x, grads);
     } else {
-      sample_weights(weight, call, sigma, t);
+      sample_weights(w, call, sigma, t);
     }
     if (!asked.x) continue;
     const Matrix out(*grads.x, t * call.x_stride(), N, I);
@@ -218,14 +218,49 @@ void some_replicas(
   }
 }
 
+// The same, `group` replicas at a time, where x is not shared or its gradient not asked for.
+void small_replicas(
+    const LinearCall& call, int64_t begin, int64_t end, int64_t group, const Tensor& grad_y,
+    const Asked& asked, const Tensor& sigma, Grads& grads) {
+  const int64_t N = call.N, O = call.O, I = call.I;
+  const Tensor weight = call.empty({group, O, I});
+  if (asked.weight) {
+    grads.mu = torch::stable::new_zeros(call.mu, {O, I});
+    grads.rho = torch::stable::new_zeros(call.mu, {O, I});
+  }
+  for (int64_t t = begin; t < end; t += group) {
+    const int64_t count = std::min(group, end - t);
+    const Tensor weights = view_of(weight, 0, {count, O, I}, {O * I, I, 1});
+    if (asked.weight) {
+      const Tensor grad = view_of(grad_y, t * N * O, {count, O, N}, {N * O, 1, O});
+      multiply_each(weights, grad, call.x_of(t, count));
+    }
+    for (int64_t k = 0; k < count; ++k) {
+      const Matrix w(weight, k * O * I, O, I);
+      if (asked.weight)
+        add_replica(call, t + k, w, false, sigma, w, asked.x, grads);
+      else
+        sample_weights(w, call, sigma, t + k);
+    }
+    if (!asked.x) continue;
+    const Tensor out = view_of(*grads.x, t * N * I, {count, N, I}, {N * I, I, 1});
+    multiply_each(out, view_of(grad_y, t * N * O, {count, N, O}, {N * O, O, 1}), weights);
+  }
+}
+
 void many_replicas(const LinearCall& call, const Tensor& grad_y, const Asked& asked, Grads& grads) {
   const Tensor sigma = asked.x ? sigma_of(call.rho) : call.empty({0});
   if (asked.x && !call.shared)
     grads.x = empty_rows(call.x, call.x.size(0), MemoryFormat::Contiguous);
-  const int64_t numbers = 3 * call.O * call.I + (asked.x && call.shared ? call.N * call.I : 0);
+  const bool sums_x = asked.x && call.shared;
+  const int64_t group = sums_x ? 1 : replicas_a_call(call);
+  const int64_t numbers = (group + 2) * call.O * call.I + (sums_x ? call.N * call.I : 0);
   std::vector<Grads> parts(parts_of(call, numbers), grads);
   for_parts(call.T, parts.size(), [&](int64_t part, int64_t begin, int64_t end) {
-    some_replicas(call, begin, end, grad_y, asked, sigma, parts[part]);
+    if (group > 1)
+      small_replicas(call, begin, end, group, grad_y, asked, sigma, parts[part]);
+    else
+      some_replicas(call, begin, end, grad_y, asked, sigma, parts[part]);
   });
   for (const Grads& part : parts) add_grads(grads, part, call.shared);
   if (asked.weight) sigma_backward(*grads.rho, call.rho);

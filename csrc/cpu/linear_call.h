@@ -84,6 +84,9 @@ struct LinearCall {
 
   int64_t x_stride() const { return shared ? 0 : N * I; }
   Matrix x_of(int64_t t) const { return {x, t * x_stride(), N, I}; }
+  Tensor x_of(int64_t t, int64_t count) const {
+    return view_of(x, t * x_stride(), {count, N, I}, {x_stride(), I, 1});
+  }
   Tensor empty(const std::vector<int64_t>& sizes) const { return bnuq::empty(mu, sizes); }
 };
 
@@ -96,6 +99,14 @@ inline int64_t parts_of(const LinearCall& call, int64_t numbers) {
   const int64_t parts = std::min(threads, call.T);
   const int64_t bytes = parts * numbers * int64_t(call.mu.element_size());
   return 8 * call.T >= 7 * rounds * threads && bytes <= kMostBytes ? parts : 1;
+}
+
+// Replicas that one call of torch's multiplies: a call for each takes longer than a small product.
+inline int64_t replicas_a_call(const LinearCall& call) {
+  constexpr int64_t kSmallProduct = int64_t(1) << 18, kNumbers = int64_t(1) << 15;
+  if (call.N * call.O * call.I >= kSmallProduct) return 1;
+  const int64_t numbers = std::max(call.O * call.I, call.N * std::max(call.O, call.I));
+  return std::clamp<int64_t>(kNumbers / std::max<int64_t>(numbers, 1), 1, call.T);
 }
 
 // run(part, begin, end) for every part of T replicas, none of which is empty. What it writes by
@@ -130,7 +141,7 @@ Tensor sigma_of(const Tensor& rho);
 
 // Weights (O, I) of a replica, with what sigma_of made.
 void sample_weights(
-    const Tensor& weight, const LinearCall& call, const Tensor& sigma, int64_t replica);
+    const Matrix& weight, const LinearCall& call, const Tensor& sigma, int64_t replica);
 
 // Weights (O, I) of the first replica, with no sigma in memory.
 Tensor sample_posterior(const LinearCall& call);
