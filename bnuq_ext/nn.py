@@ -1,10 +1,10 @@
 """Stochastic batch norm layers: the torch classes, and what they do inside a pass."""
 
-import torch
 from torch import Tensor, nn
 
 from .ops.batch_norm import batch_norm_fitted, batch_norm_snapshots
-from .ops.checks import acc_dtype, refuse
+from .ops.channel_moments import channel_moments
+from .ops.checks import refuse
 from .passes import Replicated, current_pass
 from .samplers import Draw, Fitted
 
@@ -88,11 +88,7 @@ class Stochastic(Replicated):
             mean (C,), variance (C,), both float32 (float64 for float64), and the number of values
             that a channel has.
         """
-        var, mean = torch.var_mean(
-            x.to(acc_dtype(x.dtype)),
-            dim=[d for d in range(x.dim()) if d != 1],
-            correction=0,
-        )
+        mean, var = channel_moments(x)
         return mean, var, x[:, 0].numel()
 
 

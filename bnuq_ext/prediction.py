@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .ops import predictive_accumulate_, predictive_statistics
+from .ops.channel_moments import channel_moments
 from .ops.checks import (
     acc_dtype,
     broadcasts,
@@ -209,7 +210,7 @@ class GaussianMoments:
             self.origin = means[0].clone()  # a view would keep the chunk
         means = means - self.origin
         if means.numel():
-            var, mean = torch.var_mean(means, 0, correction=0)
+            mean, var = (m.view(means.shape[1:]) for m in channel_moments(means.flatten(1)))
         else:  # torch warns of no values
             var = mean = means.sum(0)
         m2 = var * count

@@ -36,6 +36,9 @@ STABLE_TORCH_LIBRARY(bnuq, m) {
       " bool shared, bool need_x, bool need_residual, bool need_sums)"
       " -> (Tensor grad_x, Tensor grad_residual, Tensor sums)");
 
+  // On the CPU: mean and biased variance (C,) of x (N, C, *).
+  m.def("channel_moments(Tensor x) -> (Tensor mean, Tensor var)");
+
   m.def(
       "predictive_statistics(Tensor logits)"
       " -> (Tensor mean, Tensor variance, Tensor entropy, Tensor expected_entropy)");

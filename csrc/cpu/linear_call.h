@@ -105,8 +105,7 @@ inline int64_t parts_of(const LinearCall& call, int64_t numbers) {
 inline int64_t replicas_a_call(const LinearCall& call) {
   constexpr int64_t kSmallProduct = int64_t(1) << 18, kNumbers = int64_t(1) << 15;
   if (call.N * call.O * call.I >= kSmallProduct) return 1;
-  const int64_t numbers = std::max(call.O * call.I, call.N * std::max(call.O, call.I));
-  return std::clamp<int64_t>(kNumbers / std::max<int64_t>(numbers, 1), 1, call.T);
+  return std::clamp<int64_t>(kNumbers / std::max<int64_t>(call.O * call.I, 1), 1, call.T);
 }
 
 // run(part, begin, end) for every part of T replicas, none of which is empty. What it writes by
