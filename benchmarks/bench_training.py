@@ -13,6 +13,8 @@ from bnuq_ext import BayesLinear, data, elbo_loss, kl_divergence, replicas
 from .bayes_yardsticks import ByHand
 from .timing import DEVICES, FULL, compare, in_a_graph, record
 
+pytestmark = pytest.mark.filterwarnings("default")
+
 SIZES = (784, 400, 400, 10)
 
 

@@ -310,13 +310,14 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
             got = f"{labels.min()} to {labels.max()}"
             refuse("elbo_loss", "y", f"hold labels in [0, {outputs.shape[1]})", got)
     dtype = torch.promote_types(outputs.dtype, y.dtype)
-    means, y = outputs.unflatten(0, (num_samples, rows)).to(dtype), y.to(dtype)
-    squared = functional.mse_loss(means, y.expand_as(means), reduction="sum")
     if isinstance(noise_std, Tensor):
+        dtype = torch.promote_types(dtype, noise_std.dtype)
         std = noise_std.to(dtype).reshape(())
         log_std = std.log()
     else:
         std, log_std = float(noise_std), math.log(noise_std)
+    means, y = outputs.unflatten(0, (num_samples, rows)).to(dtype), y.to(dtype)
+    squared = functional.mse_loss(means, y.expand_as(means), reduction="sum")
     # Of `Normal.log_prob` in a third of its nodes, which take longer than a small layer.
     return squared / (2 * std * std) + means.numel() * (log_std + 0.5 * math.log(2 * math.pi))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 from bnuq_ext.ops.channel_moments import channel_moments
 
@@ -98,6 +99,22 @@ def test_gradients_flow():
     assert torch.autograd.gradcheck(channel_moments, x)
     with torch.no_grad():
         assert not channel_moments(x)[0].requires_grad
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its formulas for tangents
+def test_tangents_flow():
+    x, tangent = make(6, 2, 5), make(6, 2, 5) - 3
+    with forward_ad.dual_level():
+        moments = [
+            forward_ad.unpack_dual(m) for m in channel_moments(forward_ad.make_dual(x, tangent))
+        ]
+    centred = x - x.mean((0, 2), keepdim=True)
+    torch.testing.assert_close(moments[0].tangent, tangent.mean((0, 2)))
+    torch.testing.assert_close(moments[1].tangent, 2 * (centred * tangent).mean((0, 2)))
+
+
+def test_the_op_is_one_of_torchs():
+    torch.library.opcheck(torch.ops.bnuq.channel_moments.default, (make(5, 3, 4),))
 
 
 def test_where_there_are_no_values():

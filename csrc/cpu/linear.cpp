@@ -77,7 +77,7 @@ Tensor with_weight(
   return product(call.x_of(0), Matrix(weight, 0, call.O, call.I).t(), row);
 }
 
-// Of the replicas [begin, end), `group` at a time.
+// Outputs of the replicas [begin, end), `group` at a time.
 void small_products(
     const LinearCall& call, const Tensor& sigma, const std::optional<Tensor>& bias, const Tensor& y,
     int64_t begin, int64_t end, int64_t group) {

@@ -218,7 +218,8 @@ void some_replicas(
   }
 }
 
-// The same, `group` replicas at a time, where x is not shared or its gradient not asked for.
+// The same of small products, `group` replicas at a time, where no gradient by a shared x is asked
+// for; those by mu and sigma start from 0.
 void small_replicas(
     const LinearCall& call, int64_t begin, int64_t end, int64_t group, const Tensor& grad_y,
     const Asked& asked, const Tensor& sigma, Grads& grads) {

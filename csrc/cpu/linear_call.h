@@ -101,7 +101,8 @@ inline int64_t parts_of(const LinearCall& call, int64_t numbers) {
   return 8 * call.T >= 7 * rounds * threads && bytes <= kMostBytes ? parts : 1;
 }
 
-// Replicas that one call of torch's multiplies: a call for each takes longer than a small product.
+// Replicas that one call of torch's multiplies. A call takes as long as 2^17 or 2^18 multiply-adds;
+// the weights of a call are 128 or 256 KiB at most, which stay in the second cache.
 inline int64_t replicas_a_call(const LinearCall& call) {
   constexpr int64_t kSmallProduct = int64_t(1) << 18, kNumbers = int64_t(1) << 15;
   if (call.N * call.O * call.I >= kSmallProduct) return 1;

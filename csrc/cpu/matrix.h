@@ -124,17 +124,6 @@ inline void multiply(
   }
 }
 
-// out = a b, plus `bias` (batch, 1, columns), of as many matrices as out has.
-inline void multiply_each(
-    const Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias = {}) {
-  if (bias) {
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_cpu_baddbmm_out(out.get(), bias->get(), a.get(), b.get(), 1, 1));
-  } else {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_bmm_out(out.get(), a.get(), b.get()));
-  }
-}
-
 // The same in a tensor of its own, where oneDNN needs no copy; MKL writes to `memory`, contiguous
 // and of its size, if that is given.
 inline Tensor product(
@@ -144,6 +133,17 @@ inline Tensor product(
   const Tensor out = memory ? *memory : empty(a.in, {a.rows, b.columns});
   multiply(Matrix(out, 0, a.rows, b.columns), a, b, bias);
   return out;
+}
+
+// out = a b, plus `bias` (batch, 1, columns), of as many matrices as out has.
+inline void multiply_each(
+    const Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias = {}) {
+  if (bias) {
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_cpu_baddbmm_out(out.get(), bias->get(), a.get(), b.get(), 1, 1));
+  } else {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_bmm_out(out.get(), a.get(), b.get()));
+  }
 }
 
 // sum += more, both contiguous.

@@ -28,6 +28,16 @@ inline void weight_row_pair(
   }
 }
 
+// The same of one tile, for the rows o and o + 1, and o + 8 and o + 9: eight Philox calls are the
+// least that are made together, and a row pair of one tile has four.
+inline void weight_row_pairs_of_a_tile(
+    float* out_lo, float* out_hi, Key sub, uint64_t replica, int64_t tile_o, int o, int64_t tile) {
+  alignas(64) uint32_t lo[2 * 8], hi[2 * 8];
+  philox_words(lo, hi, sub, weight_index(tile_o, tile, o * 4), 4, replica, 8);
+  normal_pairs(out_lo, lo, 2 * 8);
+  normal_pairs(out_hi, hi, 2 * 8);
+}
+
 // row(o, z) for every row o < O of the pairs [begin, end), eight of which make a band, with the
 // row's noise in the columns [16 * tile, 16 * stop).
 template <typename Row>
@@ -36,12 +46,19 @@ void for_row_pairs(
     const Row& row) {
   const int64_t width = (stop - tile + 1) / 2 * 2 * kEdge;
   std::vector<float> z(2 * width);
-  for (int64_t pair = begin; pair < end; ++pair) {
+  float *lo = z.data(), *hi = z.data() + width;
+  for (int64_t pair = begin, count; pair < end; pair += count) {
     const int64_t tile_o = pair / 8, o = tile_o * kEdge + pair % 8;
+    count = stop - tile == 1 && pair % 2 == 0 && pair + 1 < end ? 2 : 1;
     if (o >= O) continue;
-    weight_row_pair(z.data(), z.data() + width, sub, replica, tile_o, pair % 8, tile, stop);
-    row(o, z.data());
-    if (o + 8 < O) row(o + 8, z.data() + width);
+    if (count == 2)
+      weight_row_pairs_of_a_tile(lo, hi, sub, replica, tile_o, pair % 8, tile);
+    else
+      weight_row_pair(lo, hi, sub, replica, tile_o, pair % 8, tile, stop);
+    for (int64_t k = 0; k < count; ++k) {
+      if (o + k < O) row(o + k, lo + k * kEdge);
+      if (o + k + 8 < O) row(o + k + 8, hi + k * kEdge);
+    }
   }
 }
 

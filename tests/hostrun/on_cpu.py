@@ -50,14 +50,6 @@ class Device(str):
     type = "cuda"
 
 
-def channel_moments(x):
-    """As on CUDA, where torch does it."""
-    others = [d for d in range(x.dim()) if d != 1]
-    return torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), others, correction=0)[
-        ::-1
-    ]
-
-
 def bayes_linear_kl(x, mu, rho, seed, stream, num_samples, prior_std):
     """Of its parts, for it has no kernel on CUDA."""
     posterior = mu[0], rho[0], *((mu[1], rho[1]) if len(mu) > 1 else (None, None))
@@ -85,9 +77,10 @@ def install():
     path = build.build("torch_compiled" if COMPILED else "torch")
     torch.ops.load_library(path)
     sys.modules["bnuq_ext._library"] = types.SimpleNamespace(HAS_CUDA=False)
-    import bnuq_ext  # noqa: F401
+    from bnuq_ext.ops.channel_moments import by_torch
 
-    for name in (channel_moments, bayes_linear_kl, bayes_linear_kl_backward):
+    torch.library.impl("bnuq::channel_moments", "CPU", by_torch)
+    for name in (bayes_linear_kl, bayes_linear_kl_backward):
         torch.library.impl(f"bnuq::{name.__name__}", "CPU", name)
     return ctypes.CDLL(path)
 
