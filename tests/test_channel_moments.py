@@ -72,14 +72,11 @@ def test_the_order_of_rows_does_not_matter():
 
 
 @pytest.mark.parametrize("shape", [(5000, 30), (40, 30, 20, 20), (1, 3, 500, 500)])
-def test_number_of_threads_does_not_matter(shape):
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(channel_moments(make(*shape, dtype=torch.float64)))
-    finally:
-        torch.set_num_threads(before)
+def test_number_of_threads_does_not_matter(shape, set_threads):
+    results = []
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        results.append(channel_moments(make(*shape, dtype=torch.float64)))
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
 

@@ -31,4 +31,4 @@ def test_activations_are_not_faulted_in_twice_unless_the_user_has_it_so():
         options = dict(env=os.environ | set_by_user, capture_output=True, text=True)
         done = subprocess.run([sys.executable, "-c", FAULTS], **options)
         assert done.returncode == 0, done.stderr
-        assert int(done.stdout) < 1024 if kept else int(done.stdout) > 5 * 20_000
+        assert int(done.stdout) < 256 if kept else int(done.stdout) > 5 * 20_000
