@@ -181,15 +181,29 @@ BNUQ_AVX512 inline void store_sixteen(Half* out, __m512 v, __mmask16 some) {
 }
 
 // As Store<BFloat16>.
-template <bool kStream = false>
-BNUQ_AVX512 inline void store_sixteen(BFloat16* out, __m512 v, __mmask16 some) {
+BNUQ_AVX512 inline __m256i rounded_words(__m512 v) {
   const __m512i bits = _mm512_castps_si512(v), half = _mm512_set1_epi32(0x7fff);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, half), odd);
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
   const __m512i words = _mm512_srli_epi32(rounded, 16);
   const __m512i result = _mm512_mask_mov_epi32(words, nan, _mm512_set1_epi32(0x7fc0));
-  store_words<kStream>(out, _mm512_cvtepi32_epi16(result), some);
+  return _mm512_cvtepi32_epi16(result);
+}
+
+inline const bool kRoundsToBFloat16 = __builtin_cpu_supports("avx512bf16");
+
+// By the processor's own rounding if it has one, which takes subnormal numbers for 0; written as
+// its name, for a function with its intrinsic is not inlined into those without.
+template <bool kStream = false>
+BNUQ_AVX512 inline void store_sixteen(BFloat16* out, __m512 v, __mmask16 some) {
+  constexpr int kSubnormal = 0x20;
+  __m256i words;
+  if (kRoundsToBFloat16 && _mm512_fpclass_ps_mask(v, kSubnormal) == 0)
+    asm("vcvtneps2bf16 %1, %0" : "=v"(words) : "v"(v));
+  else
+    words = rounded_words(v);
+  store_words<kStream>(out, words, some);
 }
 #endif
 
