@@ -52,6 +52,8 @@ def take(part: Part, rows) -> Part:
 
 def hold_out(op: str, train: Part, num_validation: int, test: Part) -> Split:
     """The last `num_validation` training rows become the validation part."""
+    if len(train.x) == 0:
+        refuse(op, "root", "hold images to train on", "none")
     if check_integer(op, "num_validation", num_validation, 0) >= len(train.x):
         refuse(op, "num_validation", f"lie in [0, {len(train.x)})", num_validation)
     cut = len(train.x) - num_validation

@@ -140,7 +140,7 @@ def text(summary: dict, settings: Settings) -> str:
     """The report for a terminal."""
     lines = [
         f"Digits: {settings.num_train} training images, batch {settings.train_batch_size}, "
-        f"{settings.num_seeds} seeds, {settings.num_samples} replicas; mean ± standard error.",
+        f"seeds: {settings.num_seeds}, replicas: {settings.num_samples}; mean ± standard error.",
         f"Fitted temperature {_cell(summary['temperature'])}.",
     ]
     for std, rows in summary["noisy"].items():
