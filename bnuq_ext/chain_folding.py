@@ -15,7 +15,7 @@ from .known import KnownChain
 from .nn import StochasticBatchNorm1d, StochasticBatchNorm2d, StochasticBatchNorm3d
 from .ops.linear import linear
 from .ops.modes import is_eager
-from .passes import stream_of
+from .passes import streams_of
 from .proof.folding import Folding, Plan
 from .samplers import Draw
 
@@ -58,7 +58,8 @@ def _run(folding: ChainFolding, draw: Draw, sizes: list[int] | None = None) -> T
     """The outputs (T*N, ...) of a draw's replicas; of one, it notes `sizes` for `Plan.largest`."""
     layers = layers_of(folding.modules)
     x = folding.inputs.clone() if writes_in_place(layers) else folding.inputs
-    stream = {id(layer): stream_of(n) for n, layer in enumerate(folding.forward.layers.values())}
+    known = folding.forward.layers
+    stream = {id(known[name]): n for name, n in streams_of(known, draw.tables).items()}
     shared, drawn, rectified, own = draw.num_samples > 1, False, False, False
     for layer, following in pairwise([*layers, None]):
         kind = type(layer)

@@ -7,6 +7,7 @@ in a global, and threads do not meet.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextvars import ContextVar
 from weakref import WeakValueDictionary
 
@@ -137,8 +138,17 @@ def _note_missed(layer: Replicated) -> None:
 
 
 def stream_of(number: int) -> int:
-    """Of the first call of a model's n-th layer, in the order of a pass; from 0."""
+    """Of the first call of a model's n-th layer of its kind, from 0; see `streams_of`."""
     return number << 16
+
+
+def streams_of(layers: dict[str, nn.Module], bank: Iterable[str] = ()) -> dict[str, int]:
+    """Of each layer's first call: batch norm is counted as in the bank, for a part of a model draws
+    what the whole does; other layers, whose noise has tags of its own, as they stand here."""
+    number = {key: n for n, key in enumerate(bank)}
+    others = [name for name, layer in layers.items() if not layer.needs_bank]
+    number |= {name: n for n, name in enumerate(others)}
+    return {name: stream_of(number.get(name, 0)) for name in layers}  # 0: of what has no draw
 
 
 class Pass:
@@ -147,9 +157,10 @@ class Pass:
     Args:
         layers: the stochastic layers of the model and their names,
             `named_stochastic_layers(model)`.
+        bank: the names of the statistics that are drawn from.
 
     Attributes:
-        streams: of each layer's first call; the next layer's is 65,536 further on.
+        streams: `streams_of(layers, bank)`.
         calls: of each layer so far.
         missed: names of layers that were called outside of it.
         outer: the pass around it, which other models are left to.
@@ -157,9 +168,9 @@ class Pass:
 
     outer: Pass | None = None
 
-    def __init__(self, layers: dict[str, nn.Module]):
+    def __init__(self, layers: dict[str, nn.Module], bank: Iterable[str] = ()):
         self.names = {id(layer): name for name, layer in layers.items()}
-        self.streams = {name: stream_of(number) for number, name in enumerate(layers)}
+        self.streams = streams_of(layers, bank)
         self.calls: dict[str, int] = {}
         self.missed: set[str] = set()
 
@@ -240,7 +251,7 @@ class ReplicaPass(Pass):
         *,
         op: str,
     ):
-        super().__init__(layers)
+        super().__init__(layers, draw.tables)
         self.draw, self.op = draw, op
         self.rows = {} if rows is None else rows
         self.shared = {} if shared is None else shared

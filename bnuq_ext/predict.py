@@ -229,10 +229,9 @@ def _is_called_once(
 
 
 def _layers_by_name(model: nn.Module, modules: list[nn.Module]) -> dict[str, nn.Module]:
-    """The layers that a pass draws for, in the order of their streams; of a part of a model, whose
-    batch norm has the names of the whole, a Bayesian layer may have the name of another."""
+    """The layers that a pass draws for; of a part of a model, whose batch norm has the names of the
+    whole, a Bayesian layer may have the name of another."""
     by_bank = {m.bank_name: m for m in modules if isinstance(m, Stochastic)}
-    # In this order the weights are those of elbo_loss.
     bayesian = bayes_layers(model, modules).items()
     return {f"{n} (weights)" if n in by_bank else n: m for n, m in bayesian} | by_bank
 

@@ -33,7 +33,7 @@ from .ops.kl import gaussian_kl_sum, total
 from .ops.modes import is_eager
 from .ops.philox import new_key
 from .pages import keep_freed_pages
-from .passes import Pass, current_pass
+from .passes import current_pass, streams_of
 from .prediction import check_likelihood, check_logits
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
@@ -110,7 +110,7 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
         seed = 0  # needs no noise
     with unmoved_by_errors(seed):
         draw = Draw(num_samples, new_seed(seed, 0, device), None, {})
-        return _divergence(layers, draw, Pass(layers).streams)[0]
+        return _divergence(layers, draw, streams_of(layers))[0]
 
 
 def _divergence(
@@ -255,7 +255,7 @@ def elbo_loss(
             outputs = _outputs(forward, modules, x, draw)
         scale = max(rows, 1) if reduction == "mean" else 1
         nll = _nll(outputs, num_samples, y, likelihood, noise_std) / (num_samples * scale)
-        kl, in_loss = _divergence(layers, draw, Pass(layers).streams, runs)
+        kl, in_loss = _divergence(layers, draw, streams_of(layers), runs)
         return Elbo(_weighted_sum(nll, in_loss, weight, scale), nll, kl)
 
 

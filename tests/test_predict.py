@@ -263,6 +263,33 @@ def test_a_part_of_a_model(model):
         torch.testing.assert_close(first.samples[4], expected.detach(), rtol=1e-5, atol=1e-5)
 
 
+class TwoNorms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return torch.cat([self.first(x), self.second(x)], 1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_part_draws_what_the_whole_does(sampler, strategy):
+    torch.manual_seed(0)
+    model, data = bnuq.convert(TwoNorms().eval()), torch.randn(64, 6)
+    bnuq.collect(model, list(data.split(8)), 8, progress=False)
+    options = {"sampler": sampler, "strategy": strategy, "keep_samples": True}
+    whole = predict(model, data[:5], **options).samples
+    for part, columns in ((model.first, slice(6)), (model.second, slice(6, 12))):
+        samples = predict(part, data[:5], **options).samples
+        torch.testing.assert_close(samples, whole[:, :, columns], rtol=1e-5, atol=1e-6)
+    assert (whole[:, :, :6] - whole[:, :, 6:]).abs().mean() > 0.01 or sampler in ("bank", "joint")
+    model.first = nn.Identity()
+    with pytest.warns(UserWarning, match="no longer has the layers first"):
+        rest = predict(model, data[:5], **options).samples
+    torch.testing.assert_close(rest[:, :, 6:], whole[:, :, 6:], rtol=1e-5, atol=1e-6)
+
+
 def bank_of(model):
     return model[1].bank.mean, model[1].bank.var
 
