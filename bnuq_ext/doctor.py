@@ -66,7 +66,8 @@ def doctor(model: nn.Module, x) -> DoctorReport:
     without running statistics cannot be told from a function.
 
     Args:
-        model: converted or not; left as it was found.
+        model: converted or not; left as it was found, but for what its own forward changes in eval
+            (lazy layers, counters).
         x: its input: a tensor, a tuple of arguments or a dict of keyword arguments.
 
     Returns:
@@ -87,7 +88,7 @@ def doctor(model: nn.Module, x) -> DoctorReport:
         watch, trace = DoctorPass(layers, counter), DropoutTrace(model)
         with running(watch), trace:
             call(model, copied(x))
-    found = survey(model)
+    found = survey(model)  # of what the forward has made of lazy layers
     return DoctorReport(
         covered=sum(watch.calls.values()),
         excluded=counter.excluded,

@@ -2,7 +2,9 @@
 
 import random
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from weakref import WeakSet
 
 import numpy as np
@@ -17,7 +19,7 @@ _EVAL_LOCK = threading.Lock()
 # By module: bodies inside; before the first its flag,
 # and its state where it has a train() of its own.
 _EVAL_USERS: dict[int, tuple[int, bool, State | None]] = {}
-_INTERRUPTS = 8  # that the flags are put back in spite of
+_INTERRUPTS = 8  # that flags and generators are put back in spite of
 # Of other packages; those of transformers change kernels too, of a model that was told to use some.
 _FLAGS_ALONE = {f"transformers.modeling_utils.PreTrainedModel.{name}" for name in ("train", "eval")}
 _WARNED_OF: WeakSet[type[nn.Module]] = WeakSet()
@@ -69,31 +71,36 @@ def _held_in_eval(modules: list[nn.Module]):
                 module.training = False
         yield
     finally:
-        interrupts: list[BaseException] = []
-        while entered and len(interrupts) < _INTERRUPTS:
-            try:
-                _leave(entered)
-            except BaseException as error:  # of a signal's handler; it must not cost the flags
-                interrupts.append(error)
-        if interrupts:
-            raise interrupts[0]
+        _undo(entered, _leave)
 
 
-def _leave(entered: list[nn.Module]) -> None:
-    """Puts the flags back, the last module first, which is taken out then: after an interrupt it
-    can be called again."""
-    while entered:
-        module = entered[-1]  # torch.compile's wrapper has no flag of its own: it sets the next's
-        with _EVAL_LOCK:
-            users, training, state = _EVAL_USERS.get(id(module), (1, module.training, None))
-            if users > 1:
-                _EVAL_USERS[id(module)] = users - 1, training, state
-            else:
-                if state is not None:
-                    state.restore()
-                module.training = training
-                _EVAL_USERS.pop(id(module), None)
-        entered.pop()
+def _undo(left: list, undo: Callable) -> None:
+    """`undo(entry)` of each, the last one first, which is taken out then: it is called again after an
+    interrupt, which is raised at the end."""
+    interrupts: list[BaseException] = []
+    while left and len(interrupts) < _INTERRUPTS:
+        try:
+            while left:
+                undo(left[-1])
+                left.pop()
+        except BaseException as error:  # of a signal's handler; it must not cost what is left
+            interrupts.append(error)
+    if interrupts:
+        raise interrupts[0]
+
+
+def _leave(module: nn.Module) -> None:
+    """Puts the flag back where no other body needs it. (torch.compile's wrapper has none of its own:
+    it sets the next's.)"""
+    with _EVAL_LOCK:
+        users, training, state = _EVAL_USERS.get(id(module), (1, module.training, None))
+        if users > 1:
+            _EVAL_USERS[id(module)] = users - 1, training, state
+        else:
+            if state is not None:
+                state.restore()
+            module.training = training
+            _EVAL_USERS.pop(id(module), None)
 
 
 def _before(module: nn.Module) -> tuple[bool, State | None]:
@@ -110,18 +117,17 @@ def preserved_rng(*generators: torch.Generator):
     CUDA's generators are looked at only where CUDA has started.
     """
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    cpu, legacy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    before = [(generator, generator.get_state()) for generator in generators]
+    before = [  # a GPU may refuse after an error: first, so that it is put back last
+        *(partial(torch.cuda.set_rng_state, state, device) for device, state in enumerate(cuda)),
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(np.random.set_state, np.random.get_state()),
+        partial(random.setstate, random.getstate()),
+        *(partial(g.set_state, g.get_state()) for g in generators),
+    ]
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        np.random.set_state(legacy)
-        random.setstate(python)
-        for device, state in enumerate(cuda):
-            torch.cuda.set_rng_state(state, device)
-        for generator, state in before:
-            generator.set_state(state)
+        _undo(before, lambda put_back: put_back())
 
 
 def unmoved_by_errors(seed):

@@ -1,5 +1,7 @@
 """Modules with a train() of their own, which nothing here calls, and generators."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -155,6 +157,24 @@ def test_numbers_drawn_from_numpy_show():
         before = random_states()
         np.random.rand()
         assert drawn_since(before)
+
+
+@pytest.mark.parametrize("module, name", [(random, "setstate"), (torch, "set_rng_state")])
+def test_an_interrupt_does_not_cost_the_generators(monkeypatch, module, name):
+    put_back, left = getattr(module, name), [KeyboardInterrupt, KeyboardInterrupt]
+
+    def interrupted(state):
+        if left:
+            raise left.pop()
+        put_back(state)
+
+    monkeypatch.setattr(module, name, interrupted)
+    own = torch.Generator().manual_seed(1)
+    before = random_states(), own.get_state()
+    with pytest.raises(KeyboardInterrupt), preserved_rng(own):
+        random.random(), np.random.rand(), torch.rand(1), torch.rand(1, generator=own)
+        assert drawn_since(before[0])
+    assert not drawn_since(before[0]) and torch.equal(own.get_state(), before[1]) and not left
 
 
 def test_the_generator_of_a_batch_sampler_is_left_as_found():
