@@ -44,7 +44,7 @@ class ChainFolding(Folding):
             sizes: list[int] = []
             _run(self, self.forward.draw(self.first_replica, 1), sizes)
             self.remember(largest, shape, max(sizes, default=0))
-        return Plan("folded", {}, largest[shape], (), {}, set())
+        return Plan("folded", {}, largest[shape], 0, (), {}, set())
 
     def give_up(self, plan: Plan, reason: Exception) -> Plan:
         raise reason  # the model's own

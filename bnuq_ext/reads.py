@@ -64,20 +64,22 @@ class Reads:
         counts: whether truth values of rows did, as where a mask gives positions.
         draws: whether random numbers were drawn by operations of torch.
         largest: bytes of the largest activation since a stochastic layer was called.
+        before: bytes of the largest before, the input's rows included.
         apart: whether one was called, so that replicas are no longer the same.
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
         own = {storage_of(t) for m in modules for t in (*m.parameters(False), *m.buffers(False))}
         shared = {storage_of(t) for t in tensors(inputs) if not has_rows(t, num_rows)}
-        of_rows = {storage_of(t) for t in tensors(inputs) if has_rows(t, num_rows)}
-        self.constants = (own | shared) - of_rows - {None}
+        given = [t for t in tensors(inputs) if has_rows(t, num_rows)]
+        self.constants = (own | shared) - {storage_of(t) for t in given} - {None}
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
         self.found = ""
         self.casts = self.counts = self.draws = False
         self.selections = 0  # how often values of rows have chosen rows
         self.largest, self.apart = 0, False
+        self.before = sum([_held_bytes(t) for t in given])
 
     def __enter__(self) -> None:
         self._watching = _watched(_Arrays(self), _Scalars(self))
@@ -118,12 +120,14 @@ class Reads:
 
     def weigh(self, result) -> None:
         """Notes how large the result of an operation on rows is. Before the first stochastic layer
-        all replicas share it; behind the model there is output_fn, outside of the pass."""
+        replicas may share it; behind the model there is output_fn, outside of the pass."""
         active = begun_pass()
         self.apart |= active is not None and bool(active.calls)
+        made = max([_held_bytes(t) for t in tensors(result) if not self.constant(t)], default=0)
         if self.apart:
-            made = [_held_bytes(t) for t in tensors(result) if not self.constant(t)]
-            self.largest = max([self.largest, *made])
+            self.largest = max(self.largest, made)
+        else:
+            self.before = max(self.before, made)
 
     def keep(self, given, result) -> bool:
         """Takes what is made of constants as constant; whether it is made of these alone."""

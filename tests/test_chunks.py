@@ -21,10 +21,10 @@ def test_a_chunk_counts_what_torch_keeps_of_a_gpu_as_free(monkeypatch):
     assert chunk_of(largest, "auto", 1000, torch.device("cuda")) == 1
 
 
-def stochastic(*layers):
+def stochastic(*layers, features=6):
     torch.manual_seed(0)
     model = bnuq.convert(nn.Sequential(*layers))
-    bnuq.collect(model, list(torch.randn(4, 32, 6)), 4, progress=False)
+    bnuq.collect(model, list(torch.randn(4, 32, features)), 4, progress=False)
     return model
 
 
@@ -70,3 +70,33 @@ def test_activations_before_the_stochastic_layers_bound_no_chunk(monkeypatch):
     monkeypatch.setattr(chunks, "CPU_BYTES", 12 * 16 * 8 * 4)
     bnuq.predict(model, x, **options)
     assert max(rows) == 12 * 16
+
+
+class Skips(nn.Module):
+    """Its input goes round the stochastic layer: replicas go together with their inputs T times over."""
+
+    def __init__(self, *stem):
+        super().__init__()
+        self.stem, self.norm = nn.Sequential(*stem), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        h = self.stem(x)
+        return h + self.norm(h)
+
+
+@pytest.mark.parametrize("width", ["stem", "input"])
+def test_activations_before_them_bound_a_chunk_of_expanded_inputs(width, monkeypatch):
+    """There each replica has its own."""
+    wide = 16 * 5000 * 4
+    features, stem = 6, [nn.Linear(6, 5000), nn.ReLU(), nn.Linear(5000, 6)]
+    if width == "input":
+        features, stem = 5000, [nn.Linear(5000, 6)]
+    model, rows = stochastic(Skips(*stem), features=features), []
+    x, options = torch.randn(16, features), dict(likelihood="gaussian", num_samples=12, seed=0)
+    expected = bnuq.predict(model, x, strategy="loop", **options)
+    bnuq.predict(model, x, **options)
+    model.register_forward_hook(lambda layer, args, output: rows.append(len(output)))
+    monkeypatch.setattr(chunks, "CPU_BYTES", 3 * wide // 8)
+    actual = bnuq.predict(model, x, **options)
+    assert max(rows) == 3 * 16
+    torch.testing.assert_close(actual.mean, expected.mean, rtol=1e-5, atol=1e-6)

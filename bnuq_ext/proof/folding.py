@@ -60,7 +60,9 @@ class Plan(NamedTuple):
         way: one of `WAYS`, or "loop"; "" where none has been tried.
         rows: rows that each stochastic call sees with T = 1.
         largest: bytes of the largest input of a stochastic call with T = 1, or 1 / `OTHERS` of
-            those of the largest activation behind the first, whichever is more.
+            those of the largest activation behind the first, whichever is more; of any activation
+            once the input is expanded.
+        before: 1 / `OTHERS` of the bytes of the largest activation before the first.
         shape: of the output with T = 1.
         shared: which calls share their input between the replicas.
         checked: numbers of replicas that were folded and agreed with the loop, each alone and with
@@ -75,6 +77,7 @@ class Plan(NamedTuple):
     way: str
     rows: dict[str, int]
     largest: int
+    before: int
     shape: tuple[int, ...]
     shared: dict[str, bool]
     checked: set[int | tuple[int, tuple]]
@@ -84,7 +87,7 @@ class Plan(NamedTuple):
     repeatable: bool | None = None
 
 
-LOOP = Plan("loop", {}, 0, (), {}, set())  # of which nothing has been tried
+LOOP = Plan("loop", {}, 0, 0, (), {}, set())  # of which nothing has been tried
 
 
 class Folding:
@@ -190,7 +193,8 @@ class Folding:
                 before = random_states()
                 output, record, reads = self._record()
                 largest = max(record.largest, reads.largest // OTHERS)
-                plan = Plan("", record.rows, largest, tuple(output.shape), {}, set())
+                sizes = largest, reads.before // OTHERS
+                plan = Plan("", record.rows, *sizes, tuple(output.shape), {}, set())
                 if not self.may_draw and drawn_since(before):
                     # Or another thread has, meanwhile: the next time it may not.
                     plan = plan._replace(way="loop", reason=DRAWS, lasting=reads.draws)
@@ -243,7 +247,9 @@ class Folding:
         for way in WAYS[("", *WAYS).index(plan.way) :]:
             found, proven_for_all = self._trial(way)
             if isinstance(found, Proof):
-                return plan._replace(way=way, reason=reason, checked=set(), **found._asdict())
+                largest = plan.largest if way == "folded" else max(plan.largest, plan.before)
+                plan = plan._replace(way=way, largest=largest, reason=reason, checked=set())
+                return plan._replace(**found._asdict())
             reason, lasting = found, lasting and proven_for_all
         return plan._replace(way="loop", shared={}, reason=reason, lasting=lasting)
 
