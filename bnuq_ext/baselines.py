@@ -109,7 +109,7 @@ def mc_dropout(
     """
     task = _Task("mc_dropout", x, likelihood, noise_var, output_fn, keep_samples, progress)
     first_replica, num_samples = task.replicas(first_replica, num_samples, seed)
-    with unmoved_by_errors(seed):
+    with unmoved_by_errors():
         forward = task.forward(model, sampler, batch_size, seed)
         predictor = task.predictor(DroppingForward(forward), first_replica, num_samples)
         pred = task.run([model], predictor)
@@ -166,7 +166,7 @@ def ensemble(
     check_one_of(op, "strategy", strategy, STRATEGIES)
     check_chunk(op, chunk)
     seed = 0 if sampler is None else seed  # nothing is drawn
-    with unmoved_by_errors(seed):
+    with unmoved_by_errors():
         key = draw_key(seed, device_of(models[0].modules()))
         predictors = []
         for place, model in enumerate(models):

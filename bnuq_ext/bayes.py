@@ -24,7 +24,7 @@ from .ops.linear import bayes_linear_rows, shaped
 from .ops.modes import autocasted, past_autocast
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
-from .restore import without_gradients
+from .restore import unmoved_by_errors, without_gradients
 from .samplers import Draw
 from .state import names_of
 
@@ -187,10 +187,11 @@ class BayesLinear(Replicated, nn.Module):
         if not self.training:
             bias = None if self.bias_mu is None else self.bias_mu.to(x.dtype)
             return functional.linear(x, self.posterior()[0].to(x.dtype), bias)
-        self._check_sampled()  # before a draw moves torch's generator
-        draw = Draw(1, new_seed(device=x.device), None, {})
+        self._check_sampled()
         rows = x if x.dim() > 1 else x[None]
-        y = self.sample(rows.flatten(0, -2), draw, 0, shared=True)
+        with unmoved_by_errors():
+            draw = Draw(1, new_seed(device=x.device), None, {})
+            y = self.sample(rows.flatten(0, -2), draw, 0, shared=True)
         return shaped(y, (*x.shape[:-1], self.out_features))
 
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:

@@ -133,7 +133,7 @@ def predict(
 
     alone = num_samples == 1 or chunk == 1 or strategy == "loop"
     together = not alone and sampler != "batch" and output_fn is None
-    with unmoved_by_errors(seed):
+    with unmoved_by_errors():
         if query == "in":
             replicas = first_replica, num_samples
             forward = joining_forward(model, modules, loader, *replicas, seed, output_fn)

@@ -130,12 +130,12 @@ def preserved_rng(*generators: torch.Generator):
         _undo(before, lambda put_back: put_back())
 
 
-def unmoved_by_errors(seed):
-    """For a body that draws a key unless it was given a `seed`: an error leaves torch's generator
+def unmoved_by_errors():
+    """An error in the body, which draws a key or whose forward draws numbers, leaves torch's generator
     of the CPU as it was. A GPU's may be part of a CUDA graph, where nothing asks for its state.
     """
     traced = torch.compiler.is_compiling()  # which cannot ask for the state
-    return nullcontext() if seed is not None or traced else _Unmoved()
+    return nullcontext() if traced else _Unmoved()
 
 
 class _Unmoved:

@@ -108,7 +108,7 @@ def kl_divergence(model: nn.Module, num_samples: int = 1, seed: int | None = Non
     device = next(iter(layers.values())).weight_mu.device
     if all(layer.has_closed_divergence for layer in layers.values()):
         seed = 0  # needs no noise
-    with unmoved_by_errors(seed):
+    with unmoved_by_errors():
         draw = Draw(num_samples, new_seed(seed, 0, device), None, {})
         return _divergence(layers, draw, streams_of(layers))[0]
 
@@ -143,10 +143,10 @@ def _divergence(
 
 
 def _check_dtype(name: str, layer: BayesLinear) -> None:
-    for w in (layer.weight_mu, layer.weight_rho):
-        if w.dtype not in DTYPES or w.dtype != layer.weight_mu.dtype:
-            requirement = "have its weights in float32 or float64"
-            refuse("kl_divergence", f"layer {name!r}", requirement, w.dtype, TypeError)
+    mu, rho = layer.weight_mu.dtype, layer.weight_rho.dtype
+    if mu not in DTYPES or rho != mu:
+        requirement = "have its weights in one dtype, float32 or float64"
+        refuse("kl_divergence", f"layer {name!r}", requirement, f"{mu} and {rho}", TypeError)
 
 
 class Elbo(NamedTuple):
@@ -180,7 +180,7 @@ def elbo_loss(
 
     The samples go through the model together where that gives the same as one after another: at
     once in a plain `nn.Sequential` of layers that treat rows one by one; in any other model, from
-    three samples on, after trials of it, which cost some 20 forwards when its modules, hooks, flags
+    three samples on, after trials of it, which cost some 40 forwards when its modules, hooks, flags
     or shapes are new, and one sample's forward after a step of an optimiser. They go one after
     another where rows are coupled, where the model changes itself in train() (batch norm), draws
     other random numbers than dropout's, has backward hooks of modules, computes with a tensor that
@@ -242,7 +242,7 @@ def elbo_loss(
         refuse(op, "y", f"be on {device}", y.device)
     if device.type == "cpu":
         keep_freed_pages()
-    with unmoved_by_errors(seed):
+    with unmoved_by_errors():
         # Not read back: a step on a GPU waits for nothing, and goes into a CUDA graph.
         key = new_key(device) if seed is None else seed
         sampler = WeightSampler(device)

@@ -41,6 +41,7 @@ from ..vi import SCHEMES
 from .store import Store, write_json, write_whole
 
 CLASSES = 10
+CHECKPOINT = "checkpoint.safetensors"
 PRIORS = {
     "gaussian": GaussianPrior(1.0),
     "mixture": ScaleMixturePrior(0.5, 1.0, math.exp(-6)),
@@ -245,20 +246,33 @@ def load(path: Path, network: nn.Sequential, identity: str = "") -> State:
     return State(network, best, json.loads(metadata["log"]))
 
 
-def train(store: Store, name: str, split: data.Split, settings: Settings, progress=True) -> State:
-    """A run with the prior `name`, from its checkpoint in the folder `name` of the store on,
-    which is written after every epoch.
+def resumed(store: Store, name: str, split: data.Split, settings: Settings) -> State:
+    """The state of the run with the prior `name`, from its checkpoint in the folder `name` of the store.
 
-    Beside it lies `log.json`, the log alone. The store is claimed before an epoch is written, and
-    a checkpoint of other settings than its own, or of another prior, is refused.
+    A checkpoint of other settings than the store's, of another prior or of more epochs is refused.
     """
-    identity, folder = json.dumps([name, store.settings], sort_keys=True), store.folder / name
-    folder.mkdir(exist_ok=True)
-    path = folder / "checkpoint.safetensors"
-    state = load(path, make_network(settings, split.train.x.shape[1], PRIORS[name]), identity)
+    folder = store.folder / name
+    network = make_network(settings, split.train.x.shape[1], PRIORS[name])
+    state = load(folder / CHECKPOINT, network, identity_of(store, name))
     if len(state.log) > settings.epochs:
         requirement = f"be at least the {len(state.log)} that {folder} holds"
         refuse("bbb", "epochs", requirement, settings.epochs)
+    return state
+
+
+def identity_of(store: Store, name: str) -> str:
+    return json.dumps([name, store.settings], sort_keys=True)
+
+
+def train(
+    store: Store, name: str, state: State, split: data.Split, settings: Settings, progress=True
+) -> None:
+    """The epochs that are left of a run; its checkpoint is written after every one.
+
+    Beside it lies `log.json`, the log alone. The store is claimed before an epoch is written.
+    """
+    folder = store.folder / name
+    folder.mkdir(exist_ok=True)
     steps = math.ceil(len(split.train.x) / settings.batch_size)
     done = {"total": settings.epochs * steps, "initial": len(state.log) * steps}
     if state.log:
@@ -269,10 +283,9 @@ def train(store: Store, name: str, split: data.Split, settings: Settings, progre
             # Before the checkpoint: a run that is killed in between does the epoch,
             # and its log, again.
             write_beside(store, folder, state)
-            save(path, state, identity)
+            save(folder / CHECKPOINT, state, identity_of(store, name))
             validation = state.log[-1]["validation_error"]
             bar.set_postfix_str(f"validation={validation:.2%}", refresh=False)
-    return state
 
 
 def write_beside(store: Store, folder: Path, state: State) -> None:
@@ -307,9 +320,11 @@ def run(
     fixed = {k: v for k, v in asdict(settings).items() if k != "epochs"}
     versions = {"bnuq_ext": __version__, "torch": torch.__version__}
     store = Store(folder, {**fixed, **versions, "data": crc32_of(split)})
-    return split, {
-        name: train(store, name, split, settings, progress) for name in dict.fromkeys(priors)
-    }
+    # All checkpoints are checked before hours go into one.
+    states = {name: resumed(store, name, split, settings) for name in dict.fromkeys(priors)}
+    for name, state in states.items():
+        train(store, name, state, split, settings, progress)
+    return split, states
 
 
 def crc32_of(split: data.Split) -> int:
