@@ -307,13 +307,14 @@ ROWS = [
 
 def test_report(tmp_path, capsys):
     records = tmp_path / "raw.json"
-    machine = {"cpu": {"brand_raw": "Some CPU"}, "threads": 2, "torch": "2.14.1"}
+    cpu = {"cpu": {"brand_raw": "Some CPU"}, "vectors": "AVX2"}
+    machine = {**cpu, "threads": 2, "torch": "2.14.1"}
     benchmarks = [{"extra_info": row} for row in [*ROWS, {}]]
     record = {"machine_info": machine, "benchmarks": benchmarks, "datetime": "2026-01-02T03:04"}
     records.write_text(json.dumps(record))
     report.main([str(records)])
     lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
-    assert "Some CPU, 2 threads, torch 2.14.1, commit no commit, 2026-01-02" in lines
+    assert "Some CPU, AVX2, 2 threads, torch 2.14.1, commit no commit, 2026-01-02" in lines
     assert "MLP, 16 rows 2.000 loop 9.000 4.50x 4.40-4.60 4x met" in lines
     assert "vmap 3.000 1.50x 1.20-2.10 2x within noise" in lines
     assert "compiled loop 1.500 0.75x 0.70-0.80 1x MISSED" in lines
