@@ -10,7 +10,8 @@ def pytest_benchmark_update_machine_info(config, machine_info):
     """What the report's first line says beside the processor."""
     machine_info["torch"] = torch.__version__
     machine_info["threads"] = torch.get_num_threads()
-    machine_info["vectors"] = torch.backends.cpu.get_cpu_capability()  # a virtual machine may hide some
+    # What the processor shows: a virtual machine may hide some.
+    machine_info["vectors"] = torch.backends.cpu.get_cpu_capability()
     if torch.cuda.is_available():
         machine_info["gpu"] = torch.cuda.get_device_name()
 
