@@ -141,3 +141,12 @@ def test_rejects():
         with pytest.raises(error) as caught:
             call()
         assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("score", [metrics.nll, metrics.accuracy, metrics.ece, metrics.brier])
+def test_no_classes_are_refused(score):
+    for shape in ((0, 0), (3, 0)):
+        with pytest.raises(ValueError) as caught:
+            score(torch.zeros(shape), torch.zeros(shape[0], dtype=torch.long))
+        requirement = f"probs must have shape (N, K) with K > 0, got {list(shape)}"
+        assert str(caught.value) == f"{score.__name__}: {requirement}"

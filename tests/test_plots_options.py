@@ -5,11 +5,14 @@ import pytest
 
 from bnuq_ext import plots
 
-POINT = {"a": [1.0]}
+POINT, MAP = {"a": [1.0]}, np.zeros((2, 2))
 REFUSED = {
     "styles": (lambda: plots.entropy_cdf(POINT, styles="red"), "styles must be a dict of label -> arguments, got str"),
     "classes": (lambda: plots.entropy_cdf(POINT, num_classes=0), "num_classes must be positive"),
     "marks": (lambda: plots.against_batch_size([2], POINT, ylabel="", marks=[2]), "marks must be a dict"),
+    "order": (lambda: plots.against_batch_size([8, 2], {"a": [1, 2]}, ylabel=""), r"batch_sizes must ascend, got \[8.0, 2.0\]"),
+    "nan": (lambda: plots.segmentation_maps(MAP, np.full((3, 2, 2), np.nan), MAP), r"probs must lie in \[0, 1\], got nan"),
+    "no pixels": (lambda: plots.segmentation_maps(MAP[:0], np.ones((3, 0, 2)), MAP[:0]), r"each at least 1, got \[3, 0, 2\]"),
     "sizes": (lambda: plots.against_batch_size([0], POINT, ylabel=""), "batch_sizes must be positive"),
     "no sizes": (lambda: plots.against_batch_size(None, POINT, ylabel=""), "batch_sizes must have shape"),
     "levels": (lambda: plots.error_over_epochs(POINT, levels=[1.0]), "levels must be a dict of label"),
@@ -64,3 +67,24 @@ def test_no_uncertainty_has_a_scale_from_zero_on():
     maps = np.zeros((2, 2)), np.full((2, 2, 2), 0.5), np.zeros((2, 2))
     ax = plots.segmentation_maps(*maps)
     assert ax.images[-1].get_clim() == (0, 1)
+
+
+@pytest.mark.parametrize("rows, window", [(1, 1), (4, 4), (8, 5), (49, 5), (120, 12)])
+def test_the_running_mean_of_few_errors_is_not_the_errors(rows, window):
+    values = np.random.default_rng(0).normal(size=(2, rows))
+    ax = plots.uncertainty_error(values[0], np.ones(rows), values[1])
+    running = {line.get_label(): line for line in ax.lines}[f"their running mean over {window}"]
+    assert len(running.get_ydata()) == rows - window + 1
+    error = np.abs(values[1] - values[0])
+    np.testing.assert_allclose(running.get_ydata()[0], error[:window].mean())
+
+
+def test_an_infinite_spread_leaves_the_figure():
+    ax = plots.uncertainty_error([0.0, 1.0], [1.0, np.inf], [3.0, 2.0])
+    assert ax.get_ylim()[1] == pytest.approx(1.05 * 3)
+    plots.uncertainty_error([0.0, 1.0], [np.inf, np.inf], [3.0, 2.0])
+
+
+def test_equal_signal_to_noise_ratios_lie_in_the_middle():
+    ax = plots.signal_to_noise(np.full(50, 2.0))
+    assert ax.get_xlim() == pytest.approx((1, 4), rel=1e-3)

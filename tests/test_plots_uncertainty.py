@@ -356,7 +356,7 @@ REFUSED = [
     ),
     (
         lambda: plots.segmentation_maps(IMAGE, PROBS[0], SPREAD),
-        "segmentation_maps: probs must have shape (K, H, W), got [2, 3]",
+        "segmentation_maps: probs must have shape (K, H, W), each at least 1, got [2, 3]",
     ),
     (
         lambda: plots.segmentation_maps(IMAGE[:1], PROBS, SPREAD),

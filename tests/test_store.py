@@ -26,7 +26,7 @@ def test_a_unit_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(TypeError):
         store.unit("one", lambda: {"not": object()})
     assert list((tmp_path / "units").iterdir()) == []
-    assert store.unit("one", lambda: 2) == 2
+    assert store.unit("one", lambda: {"x": 2}) == {"x": 2}
 
 
 def test_a_crash_before_the_rename_keeps_the_old_file(tmp_path, monkeypatch):
@@ -89,15 +89,15 @@ def test_a_run_without_a_result_stands_in_no_other_s_way(tmp_path):
 
     with pytest.raises(ValueError, match="^no data$"):
         Store(tmp_path, {"data": None}).unit("one", fail)
-    assert Store(tmp_path, {"data": "d"}).unit("one", lambda: 1) == 1
+    assert Store(tmp_path, {"data": "d"}).unit("one", dict) == {}
     assert json.loads((tmp_path / "settings.json").read_text()) == {"data": "d"}
 
 
 def test_of_two_runs_in_one_folder_the_slower_is_refused(tmp_path):
     slower, faster = (Store(tmp_path, {"data": name}) for name in "ab")
-    faster.unit("one", lambda: 1)
+    faster.unit("one", dict)
     with pytest.raises(ValueError, match="got another data$"):
-        slower.unit("two", lambda: 2)
+        slower.unit("two", dict)
     assert [path.name for path in (tmp_path / "units").iterdir()] == ["one.json"]
 
 
@@ -112,6 +112,28 @@ def test_damaged_unit_is_named(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", "null", '{"x": [2.5], "sha256": "%s"}', '{"x": [1.5]}']
+)
+def test_a_unit_of_other_content_is_named(tmp_path, content):
+    store = Store(tmp_path, {})
+    store.unit("one", lambda: {"x": (1.5,)})
+    path = tmp_path / "units" / "one.json"
+    stated = json.loads(path.read_text())["sha256"]
+    path.write_text(content.replace("%s", stated))
+    with pytest.raises(ValueError) as caught:
+        store.unit("one", dict)
+    assert str(caught.value) == (
+        f"store: {path} must hold what was computed (delete it to compute it again), got other "
+        "content than its SHA-256 states"
+    )
+
+
+def test_any_numbers_come_back(tmp_path):
+    result = {"x": [0.1, 1e-300, float("inf"), 2**70], 3: {"é": None}}
+    assert Store(tmp_path, {}).unit("one", lambda: result) == {"x": result["x"], "3": {"é": None}}
+
+
 def test_a_folder_without_a_name_is_refused():
     with pytest.raises(ValueError, match="^store: folder must have a name, got ''$"):
         Store("", {})
@@ -119,7 +141,7 @@ def test_a_folder_without_a_name_is_refused():
 
 def test_other_files_are_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    assert Store(tmp_path, {}).unit("one", lambda: 1) == 1
+    assert Store(tmp_path, {}).unit("one", dict) == {}
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -139,7 +161,7 @@ def test_settings_that_are_none(tmp_path, content):
 
 
 def test_results_without_settings_are_no_other_run_s(tmp_path):
-    Store(tmp_path, {"a": 1}).unit("one", lambda: 1)
+    Store(tmp_path, {"a": 1}).unit("one", dict)
     (tmp_path / "settings.json").unlink()
     with pytest.raises(ValueError) as caught:
         Store(tmp_path, {"a": 2})

@@ -1,6 +1,7 @@
 """Results of a run that may be killed: one JSON file per finished unit of work,
 written whole or not at all."""
 
+import hashlib
 import io
 import json
 import os
@@ -90,8 +91,8 @@ class Store:
             refuse("store", "folder", requirement, f"another {', '.join(other)}")
         return True
 
-    def unit(self, name: str, compute):
-        """The unit's result: read if it is finished, else `compute()`d and stored.
+    def unit(self, name: str, compute) -> dict:
+        """The unit's result, a dict: read if it is finished, else `compute()`d and stored.
 
         The first result claims the folder: a run that failed before it stands in no other's way,
         and of two that were started in one folder the slower is refused.
@@ -99,8 +100,16 @@ class Store:
         if not self.has(name):
             result = compute()
             self.claim()
-            write_json(self._path(name), result)
-        return read_json(self._path(name), "delete it to compute it again")
+            write_json(self._path(name), {**result, "sha256": _digest(result)})
+        return self._read(self._path(name))
+
+    def _read(self, path: Path):
+        advice = "delete it to compute it again"
+        found = read_json(path, advice)
+        if not isinstance(found, dict) or found.pop("sha256", "") != _digest(found):
+            got = "other content than its SHA-256 states"
+            refuse("store", str(path), f"hold what was computed ({advice})", got)
+        return found
 
     def has(self, name: str) -> bool:
         """Whether the unit is finished."""
@@ -108,3 +117,8 @@ class Store:
 
     def _path(self, name: str) -> Path:
         return self.folder / "units" / f"{name}.json"
+
+
+def _digest(result: dict) -> str:
+    """SHA-256 of a result, which is the same once it has been to JSON and back."""
+    return hashlib.sha256(json.dumps(result).encode()).hexdigest()

@@ -13,10 +13,14 @@ SLACK = 1e-2
 
 
 def take_logits(op: str, name: str, logits: Tensor, form: str) -> Tensor:
-    """Logits or probabilities with at least the dimensions that `form` names."""
+    """Logits or probabilities with at least the dimensions that `form` names, the last of which are
+    the K classes."""
     check_floating(op, name, logits)
-    if logits.dim() < form.count(",") + 1:
+    place = form.count(",")
+    if logits.dim() <= place:
         refuse(op, name, f"have shape {form}", list(logits.shape))
+    if logits.shape[place] == 0:
+        refuse(op, name, f"have shape {form} with K > 0", list(logits.shape))
     return logits.double()
 
 

@@ -70,6 +70,8 @@ def _take_sizes(op: str, batch_sizes) -> list:
     sizes = take_values(op, "batch_sizes", batch_sizes)
     if not (sizes > 0).all():
         refuse(op, "batch_sizes", "be positive", sizes.min())
+    if (np.diff(sizes) < 0).any():
+        refuse(op, "batch_sizes", "ascend", sizes.tolist())
     return take_array(batch_sizes).tolist()
 
 

@@ -42,7 +42,7 @@ def uncertainty_error(
         y: (N,) targets.
         constant_std: the standard deviation of the constant baseline; its 95 % interval is drawn
             dashed.
-        window: points in the running mean; by default N / 10.
+        window: points in the running mean; by default N / 10, at least 5 of them.
         ylabel: what the error is of, and its unit.
         color: of the bands.
         ax: where to draw.
@@ -53,7 +53,9 @@ def uncertainty_error(
     op, ax = "uncertainty_error", take_axes(ax)
     mean = take_values(op, "mean", mean)
     std, y = _take_std(op, std, mean), _take_like(op, "y", y, mean)
-    window = max(len(y) // 10, 1) if window is None else check_integer(op, "window", window, 1)
+    if window is None:
+        window = min(max(len(y) // 10, 5), len(y))
+    window = check_integer(op, "window", window, 1)
     if window > len(y):
         refuse(op, "window", f"lie in [1, {len(y)}]", window)
     order = np.argsort(std, kind="stable")
@@ -69,7 +71,8 @@ def uncertainty_error(
     style = {"color": "#404040", "marker": "o" if len(running) == 1 else "", "markersize": 3}
     ax.plot(np.arange(len(running)) + (window + 1) / 2, running, label=label, **style)
     # A few widest bands may leave the figure: they would press the errors into its foot.
-    heights = [*error, HALF_WIDTHS["95 %"] * np.quantile(std, 0.99)]
+    widest = np.quantile(std[np.isfinite(std)], 0.99) if np.isfinite(std).any() else 0
+    heights = [*error, HALF_WIDTHS["95 %"] * widest]
     if constant_std is not None:
         label = "95 %, constant uncertainty"
         heights.append(HALF_WIDTHS["95 %"] * take_one_std(op, "constant_std", constant_std))

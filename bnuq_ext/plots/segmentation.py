@@ -6,7 +6,7 @@ import textwrap
 import numpy as np
 
 from ..ops.checks import check_shape, refuse
-from .canvas import CLASS_COLORS, GREY, take_array, take_axes
+from .canvas import CLASS_COLORS, GREY, take_array, take_axes, take_probs
 
 GAP = 0.05  # between two maps, in widths of one
 
@@ -65,9 +65,10 @@ def segmentation_maps(
         Axes, with the images side by side: "image", "truth" (where given), "prediction" and
         "uncertainty", each with its name above it and as its label.
     """
-    probs, image = take_array(probs), take_array(image)
-    if probs.ndim != 3:
-        refuse("segmentation_maps", "probs", "have shape (K, H, W)", list(probs.shape))
+    probs, image = take_probs("segmentation_maps", "probs", probs), take_array(image)
+    if probs.ndim != 3 or probs.size == 0:
+        requirement = "have shape (K, H, W), each at least 1"
+        refuse("segmentation_maps", "probs", requirement, list(probs.shape))
     count, shape = len(probs), probs.shape[1:]
     names, colors = _take_names(count, class_names, colors)
     _take_map("image", image[..., 0] if image.ndim == 3 else image, shape)

@@ -161,6 +161,8 @@ def _draw_histogram(ax, snr: np.ndarray, num_bins: int) -> tuple[float, float]:
     """Of sorted values, into bins of equal logarithms; their first and last edge."""
     # The least thousandth may reach down to 0, which has no logarithm.
     low, high = max(np.quantile(snr, 1e-3), snr[-1] * 1e-6), snr[-1]
+    if high <= low:  # equal ones have no range of their own
+        low, high = low / 2, 2 * high
     edges = np.geomspace(low, high * (1 + 1e-6), num_bins + 1)
     counts = np.histogram(np.maximum(snr, low), edges)[0]
     ax.stairs(100 * counts / len(snr), edges, fill=True, color=BLUE)
