@@ -99,8 +99,10 @@ def headline(record: dict) -> str:
     short = (commit.get("id") or "no commit")[:10] + (
         " with changes" if commit.get("dirty") else ""
     )
-    parts = [machine.get("gpu"), cpu, machine.get("vectors")]
-    parts += [
+    parts = [
+        machine.get("gpu"),
+        cpu,
+        machine.get("vectors"),
         f"{machine.get('threads', '?')} threads",
         f"torch {machine.get('torch', '?')}",
         f"commit {short}",

@@ -58,8 +58,8 @@ def _run(folding: ChainFolding, draw: Draw, sizes: list[int] | None = None) -> T
     """The outputs (T*N, ...) of a draw's replicas; of one, it notes `sizes` for `Plan.largest`."""
     layers = layers_of(folding.modules)
     x = folding.inputs.clone() if writes_in_place(layers) else folding.inputs
-    known = folding.forward.layers
-    stream = {id(known[name]): n for name, n in streams_of(known, draw.tables).items()}
+    by_name = folding.forward.layers
+    stream = {id(by_name[name]): n for name, n in streams_of(by_name, draw.tables).items()}
     shared, drawn, rectified, own = draw.num_samples > 1, False, False, False
     for layer, following in pairwise([*layers, None]):
         kind = type(layer)

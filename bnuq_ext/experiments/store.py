@@ -103,7 +103,7 @@ class Store:
             write_json(self._path(name), {**result, "sha256": _digest(result)})
         return self._read(self._path(name))
 
-    def _read(self, path: Path):
+    def _read(self, path: Path) -> dict:
         advice = "delete it to compute it again"
         found = read_json(path, advice)
         if not isinstance(found, dict) or found.pop("sha256", "") != _digest(found):

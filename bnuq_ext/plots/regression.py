@@ -71,8 +71,8 @@ def uncertainty_error(
     style = {"color": "#404040", "marker": "o" if len(running) == 1 else "", "markersize": 3}
     ax.plot(np.arange(len(running)) + (window + 1) / 2, running, label=label, **style)
     # A few widest bands may leave the figure: they would press the errors into its foot.
-    widest = np.quantile(std[np.isfinite(std)], 0.99) if np.isfinite(std).any() else 0
-    heights = [*error, HALF_WIDTHS["95 %"] * widest]
+    finite = std[np.isfinite(std)]
+    heights = [*error, HALF_WIDTHS["95 %"] * (np.quantile(finite, 0.99) if len(finite) else 0)]
     if constant_std is not None:
         label = "95 %, constant uncertainty"
         heights.append(HALF_WIDTHS["95 %"] * take_one_std(op, "constant_std", constant_std))

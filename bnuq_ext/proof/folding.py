@@ -193,8 +193,8 @@ class Folding:
                 before = random_states()
                 output, record, reads = self._record()
                 largest = max(record.largest, reads.largest // OTHERS)
-                sizes = largest, reads.before // OTHERS
-                plan = Plan("", record.rows, *sizes, tuple(output.shape), {}, set())
+                shape = tuple(output.shape)
+                plan = Plan("", record.rows, largest, reads.before // OTHERS, shape, {}, set())
                 if not self.may_draw and drawn_since(before):
                     # Or another thread has, meanwhile: the next time it may not.
                     plan = plan._replace(way="loop", reason=DRAWS, lasting=reads.draws)
