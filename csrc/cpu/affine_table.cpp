@@ -1,10 +1,17 @@
 #include "affine_table.h"
 
+#include "half.h"
 #include "noise.h"
 #include "simd.h"
 
 namespace bnuq {
 namespace {
+
+// NaN of any bits as NAN, which rounded_words asks for.
+template <typename acc_t>
+acc_t one_nan(acc_t v) {
+  return v == v ? v : acc_t(NAN);
+}
 
 // A row of C entries from C means and variances.
 template <typename acc_t>
@@ -15,8 +22,8 @@ BNUQ_CLONES void affine_row(
   for (int64_t c = 0; c < C; ++c) {
     const acc_t* no_bias = nullptr;
     const Affine<acc_t> a = affine(Moments<acc_t>{means[c], vars[c]}, weight, no_bias, c, eps);
-    mean[c] = a.mean;
-    scale[c] = a.scale;
+    mean[c] = one_nan(a.mean);
+    scale[c] = one_nan(a.scale);
   }
 }
 
@@ -73,31 +80,39 @@ void repeat(acc_t* row, int64_t C, int64_t width) {
   for (int64_t c = C; c < width; c += C) std::copy(row, row + C, row + c);
 }
 
+template <typename acc_t>
+void finish(acc_t* row, int64_t C, int64_t width, bool ordered) {
+  repeat(row, C, width);
+  if (ordered) put_in_order(row, width);
+}
+
 }  // namespace
 
 template <typename acc_t, typename Statistics>
 AffineTable<acc_t> affine_table(
     const Statistics& statistics, int64_t T, int64_t C, int64_t width,
-    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps) {
+    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
+    bool ordered) {
   AffineTable<acc_t> table = {
       width, std::unique_ptr<acc_t[]>(new acc_t[T * width]),
-      std::unique_ptr<acc_t[]>(new acc_t[T * width]), std::vector<acc_t>(width)};
-  const acc_t* weights = pointer<acc_t>(weight);  // throws, as nothing may in the threads
+      std::unique_ptr<acc_t[]>(new acc_t[T * width]), std::vector<acc_t>(width), ordered};
+  // These throw, as nothing may in the threads.
+  const acc_t *weights = pointer<acc_t>(weight), *biases = pointer<acc_t>(bias);
   for_each_row<acc_t>(statistics, T, C, [&](int64_t t, const acc_t* means, const acc_t* vars) {
     acc_t *mean = &table.mean[t * width], *scale = &table.scale[t * width];
     affine_row<acc_t>(mean, scale, means, vars, weights, acc_t(eps), C);
-    repeat(mean, C, width);
-    repeat(scale, C, width);
+    finish(mean, C, width, ordered);
+    finish(scale, C, width, ordered);
   });
-  if (bias) std::copy_n(pointer<acc_t>(bias), C, table.bias.data());
-  repeat(table.bias.data(), C, width);
+  if (bias) std::transform(biases, biases + C, table.bias.data(), one_nan<acc_t>);
+  finish(table.bias.data(), C, width, ordered);
   return table;
 }
 
 #define BNUQ_TABLE(acc_t, Statistics)                                             \
   template AffineTable<acc_t> affine_table<acc_t, Statistics>(                    \
       const Statistics&, int64_t, int64_t, int64_t, const std::optional<Tensor>&, \
-      const std::optional<Tensor>&, double);
+      const std::optional<Tensor>&, double, bool);
 BNUQ_TABLE(float, Bank)
 BNUQ_TABLE(float, Fitted)
 BNUQ_TABLE(double, Bank)

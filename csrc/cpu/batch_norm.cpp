@@ -38,7 +38,8 @@ void forward(
           begin,
           std::min(numel, begin + kBlock),
           slope,
-          stream};
+          stream,
+          table.ordered};
       forward_range<scalar_t, acc_t>(
           y + t * numel + begin, x + source, residual ? residual + source : nullptr, range);
     }
@@ -57,11 +58,13 @@ void forward_into(
   dispatch<Half, BFloat16>(in.x.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;
+    const int64_t width = table_width(d);
+    const bool ordered = d.S == 1 && wants_order<scalar_t>(d.numel(), width);
+    const AffineTable<acc_t> table =
+        affine_table<acc_t>(statistics, T, d.C, width, weight, bias, eps, ordered);
     forward<scalar_t, acc_t>(
         static_cast<scalar_t*>(y.mutable_data_ptr()), pointer<scalar_t>(in.x),
-        pointer<scalar_t>(in.residual),
-        affine_table<acc_t>(statistics, T, d.C, table_width(d), weight, bias, eps), d, T,
-        acc_t(slope), shared);
+        pointer<scalar_t>(in.residual), table, d, T, acc_t(slope), shared);
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include "affine_table.h"
 #include "half.h"
+#include "runs.h"
 #include "simd.h"
 
 namespace bnuq {
@@ -40,29 +41,29 @@ struct Share {
   const acc_t* scale;             // (C,)
   int64_t C, S, begin, end;
   acc_t slope;
+
+  Runs runs() const { return Runs(begin, end, C, S); }
 };
 
 // kFresh: the sums hold nothing yet.
 template <typename scalar_t, typename acc_t, bool kFresh>
 BNUQ_CLONES void add_planes(Share<acc_t> share, Inputs<scalar_t> in) {
-  for (int64_t i = share.begin; i < share.end;) {
-    const int64_t plane = i / share.S, stop = std::min(share.end, (plane + 1) * share.S);
-    const acc_t scale = share.scale[plane % share.C];
+  for (Runs run = share.runs(); run.left > 0; run.next()) {
+    const int64_t first = share.end - share.begin - run.left, stop = first + run.count;
+    const acc_t scale = share.scale[run.c];
 #pragma omp simd
-    for (int64_t j = i - share.begin; j < stop - share.begin; ++j) {
+    for (int64_t j = first; j < stop; ++j) {
       const acc_t g = grad_at(in, j, share.slope);
       share.grad_x[j] = (kFresh ? acc_t(0) : share.grad_x[j]) + g * scale;
       share.grad_residual[j] = (kFresh ? acc_t(0) : share.grad_residual[j]) + g;
     }
-    i = stop;
   }
 }
 
 template <typename scalar_t, typename acc_t, bool kFresh>
 BNUQ_CLONES void add_rows(Share<acc_t> share, Inputs<scalar_t> in) {
-  for (int64_t i = share.begin; i < share.end;) {
-    const int64_t c = i % share.C, count = std::min(share.end - i, share.C - c);
-    const int64_t first = i - share.begin;
+  for (Runs run = share.runs(); run.left > 0; run.next()) {
+    const int64_t c = run.c, count = run.count, first = share.end - share.begin - run.left;
 #pragma omp simd
     for (int64_t j = 0; j < count; ++j) {
       const acc_t g = grad_at(in, first + j, share.slope);
@@ -70,7 +71,6 @@ BNUQ_CLONES void add_rows(Share<acc_t> share, Inputs<scalar_t> in) {
       grad_x = (kFresh ? acc_t(0) : grad_x) + g * share.scale[c + j];
       grad_residual = (kFresh ? acc_t(0) : grad_residual) + g;
     }
-    i += count;
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "../batch_norm.h"
 #include "half.h"
+#include "runs.h"
 #include "simd.h"
 
 namespace bnuq {
@@ -20,25 +21,26 @@ struct Range {
   const acc_t* bias;
   int64_t width, S, begin, end;
   acc_t slope;
-  bool stream;  // whether the result goes past the caches
+  bool stream;   // whether the result goes past the caches
+  bool ordered;  // as the table that it is of
+
+  Runs runs() const { return Runs(begin, end, width, S); }
 };
 
 // y, x and residual point to element `begin`; y may be x or residual.
 template <typename scalar_t, typename acc_t, bool kResidual>
 BNUQ_CLONES void forward_planes(
     scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
-  int64_t begin = range.begin;
-  for (int64_t plane = begin / range.S; begin < range.end; ++plane) {
-    const int64_t c = plane % range.width;
-    const int64_t count = std::min(range.end, (plane + 1) * range.S) - begin;
-    const Affine<acc_t> a = {range.mean[c], range.scale[c], range.bias[c]};
+  for (Runs run = range.runs(); run.left > 0; run.next()) {
+    const int64_t count = run.count;
+    const Affine<acc_t> a = {range.mean[run.c], range.scale[run.c], range.bias[run.c]};
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       acc_t z = normalise(load(x[i]), a);
       if (kResidual) z += load(residual[i]);
       y[i] = store<scalar_t>(activate(z, range.slope));
     }
-    begin += count, y += count, x += count;
+    y += count, x += count;
     if (kResidual) residual += count;
   }
 }
@@ -47,9 +49,8 @@ BNUQ_CLONES void forward_planes(
 template <typename scalar_t, typename acc_t, bool kResidual>
 BNUQ_CLONES void forward_rows(
     scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<acc_t> range) {
-  int64_t begin = range.begin;
-  while (begin < range.end) {
-    const int64_t c = begin % range.width, count = std::min(range.end - begin, range.width - c);
+  for (Runs run = range.runs(); run.left > 0; run.next()) {
+    const int64_t c = run.c, count = run.count;
     const acc_t *mean = range.mean + c, *scale = range.scale + c, *bias = range.bias + c;
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
@@ -57,7 +58,7 @@ BNUQ_CLONES void forward_rows(
       if (kResidual) z += load(residual[i]);
       y[i] = store<scalar_t>(activate(z, range.slope));
     }
-    begin += count, y += count, x += count;
+    y += count, x += count;
     if (kResidual) residual += count;
   }
 }
@@ -114,11 +115,6 @@ void forward_plain(
     forward_pieces(y, x, residual, range);
 }
 
-// Elements of a row or plane, which lie one after the other.
-inline int64_t length_of_run(const Range<float>& range) {
-  return range.S == 1 ? range.width : range.S;
-}
-
 #if defined(BNUQ_FMA)
 BNUQ_FMA inline __m256 activate_eight(__m256 z, float slope) {
   const __m256 zero = _mm256_setzero_ps();
@@ -140,19 +136,18 @@ BNUQ_FMA inline EightsTable same_entry(const Range<float>& range, int64_t c) {
   return {same_eights(range.mean[c]), same_eights(range.scale[c]), same_eights(range.bias[c])};
 }
 
-template <typename half_t>
+template <typename half_t, bool kOrdered>
 BNUQ_FMA inline EightsTable entries(const Range<float>& range, int64_t c) {
-  return {
-      in_order_of(half_t(), range.mean + c), in_order_of(half_t(), range.scale + c),
-      in_order_of(half_t(), range.bias + c)};
+  const auto in = in_order<half_t, kOrdered>;
+  return {in(range.mean + c), in(range.scale + c), in(range.bias + c)};
 }
 
 // Elements i .. i + 15 of a row or plane that begins at entry c.
-template <typename half_t, bool kRows, bool kResidual>
+template <typename half_t, bool kRows, bool kOrdered, bool kResidual>
 BNUQ_FMA inline Eights forward_eights(
     const half_t* x, const half_t* residual, const Range<float>& range, int64_t c, int64_t i,
     const EightsTable& same) {
-  const EightsTable a = kRows ? entries<half_t>(range, c + i) : same;
+  const EightsTable a = kRows ? entries<half_t, kOrdered>(range, c + i) : same;
   Eights z = load_eights(x + i);
   z.first = _mm256_fmadd_ps(_mm256_sub_ps(z.first, a.mean.first), a.scale.first, a.bias.first);
   z.second = _mm256_fmadd_ps(_mm256_sub_ps(z.second, a.mean.second), a.scale.second, a.bias.second);
@@ -163,17 +158,14 @@ BNUQ_FMA inline Eights forward_eights(
   return {activate_eight(z.first, range.slope), activate_eight(z.second, range.slope)};
 }
 
-template <typename half_t, bool kRows, bool kResidual, bool kStream>
-BNUQ_FMA void forward_fma(
-    half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
-  const auto eights = forward_eights<half_t, kRows, kResidual>;
-  const int64_t length = length_of_run(range);
-  for (int64_t begin = range.begin; begin < range.end;) {
-    const int64_t c = begin / range.S % range.width;
-    const int64_t count = std::min(range.end, (begin / length + 1) * length) - begin;
+template <typename half_t, bool kRows, bool kOrdered, bool kResidual, bool kStream>
+BNUQ_FMA void forward_fma(half_t* y, const half_t* x, const half_t* residual, Range<float> range) {
+  const auto eights = forward_eights<half_t, kRows, kOrdered, kResidual>;
+  for (Runs run = range.runs(); run.left > 0; run.next()) {
+    const int64_t c = run.c, count = run.count;
     if (count < 16) {
       Range<float> piece = range;
-      piece.begin = begin, piece.end = begin + count;
+      piece.begin = range.end - run.left, piece.end = piece.begin + count;
       forward_plain(y, x, residual, piece);
     } else {
       const EightsTable same = same_entry(range, c);
@@ -186,7 +178,7 @@ BNUQ_FMA void forward_fma(
         store_eights<false>(y + count - 16, eights(x, residual, range, c, count - 16, same));
       store_eights<kStream>(y + i, last);
     }
-    begin += count, y += count, x += count;
+    y += count, x += count;
     if (kResidual) residual += count;
   }
   if (kStream) _mm_sfence();  // before another thread is told
@@ -196,11 +188,11 @@ template <typename half_t>
 void forward_fma(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
   // Beside a store past the caches, an end that is not aligned costs more than that store saves.
   const bool aligned = reinterpret_cast<uintptr_t>(y) % 32 == 0 && range.begin % 16 == 0 &&
-                       length_of_run(range) % 16 == 0;
-  const auto loop = [&](auto rows, auto adds, auto stream) {
-    forward_fma<half_t, rows, adds, stream>(y, x, residual, range);
+                       range.runs().length % 16 == 0;
+  const auto loop = [&](auto rows, auto ordered, auto adds, auto stream) {
+    forward_fma<half_t, rows, ordered, adds, stream>(y, x, residual, range);
   };
-  with_known(loop, range.S == 1, residual != nullptr, range.stream && aligned);
+  with_known(loop, range.S == 1, range.ordered, residual != nullptr, range.stream && aligned);
 }
 #endif
 
@@ -250,17 +242,15 @@ int64_t unaligned(const scalar_t* y) {
 template <typename scalar_t, bool kRows, bool kResidual, bool kStream>
 BNUQ_AVX512 void forward_avx512(
     scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<float> range) {
-  for (int64_t begin = range.begin; begin < range.end;) {
-    const int64_t plane = begin / range.S, c = plane % range.width;
-    const int64_t stop = kRows ? begin - c + range.width : (plane + 1) * range.S;
-    const int64_t count = std::min(range.end, stop) - begin;
+  for (Runs run = range.runs(); run.left > 0; run.next()) {
+    const int64_t c = run.c, count = run.count;
     const Sixteen same = sixteen_same(range, c);
     const auto sixteen = forward_sixteen<scalar_t, kRows, kResidual, kStream>;
     int64_t i = kStream ? std::min(count, unaligned(y)) : 0;
     if (i > 0) sixteen(y, x, residual, range, c, 0, same, first_lanes(i));
     for (; i + 16 <= count; i += 16) sixteen(y, x, residual, range, c, i, same, kAllLanes);
     if (i < count) sixteen(y, x, residual, range, c, i, same, first_lanes(count - i));
-    begin += count, y += count, x += count;
+    y += count, x += count;
     if (kResidual) residual += count;
   }
   if (kStream) _mm_sfence();  // before another thread is told
@@ -277,6 +267,16 @@ void forward_avx512(
   with_known(loop, range.S == 1, residual != nullptr, range.stream && aligned);
 }
 #endif
+
+// Whether forward_range takes an ordered table best; then all ranges must be of whole sixteens.
+template <typename scalar_t>
+bool wants_order([[maybe_unused]] int64_t numel, [[maybe_unused]] int64_t width) {
+#if defined(BNUQ_FMA)
+  if constexpr (std::is_same_v<scalar_t, BFloat16>)
+    return numel % 16 == 0 && width % 16 == 0 && has_fma() && !has_avx512();
+#endif
+  return false;
+}
 
 template <typename scalar_t, typename acc_t>
 void forward_range(

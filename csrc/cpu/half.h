@@ -1,6 +1,9 @@
 // 16-bit types to float32 and back, a block, eight or sixteen at once; float16 by the processor's
 // instructions if it has them.
 #pragma once
+#include <algorithm>
+#include <type_traits>
+
 #include "convert.h"
 #include "simd.h"
 
@@ -67,6 +70,12 @@ BNUQ_CLONES [[gnu::unused]] static void store_all(BFloat16* out, const float* in
   for (int64_t i = 0; i < count; ++i) out[i] = store<BFloat16>(in[i]);
 }
 
+// Sixteens of a row into the order of load_eights of bfloat16.
+template <typename acc_t>
+void put_in_order(acc_t* row, int64_t width) {
+  for (int64_t i = 0; i < width; i += 16) std::swap_ranges(row + i + 4, row + i + 8, row + i + 8);
+}
+
 #if defined(BNUQ_FMA)
 // Sixteen elements as two times eight: of bfloat16 the first are 0 to 3 and 8 to 11, for AVX2 puts
 // words between words, and words together, within halves of a register.
@@ -87,13 +96,11 @@ BNUQ_FMA inline Eights load_eights(const BFloat16* in) {
       _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, words))};
 }
 
-// Numbers in the order of load_eights.
-BNUQ_FMA inline Eights in_order_of(Half, const float* in) {
-  return {_mm256_loadu_ps(in), _mm256_loadu_ps(in + 8)};
-}
-
-BNUQ_FMA inline Eights in_order_of(BFloat16, const float* in) {
+// Sixteen numbers that are in the order of load_eights, or are brought into it.
+template <typename half_t, bool kOrdered>
+BNUQ_FMA inline Eights in_order(const float* in) {
   const __m256 low = _mm256_loadu_ps(in), high = _mm256_loadu_ps(in + 8);
+  if (kOrdered || std::is_same_v<half_t, Half>) return {low, high};
   return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
 }
 
@@ -102,13 +109,12 @@ BNUQ_FMA inline __m256i words_of(Half, Eights v) {
   return _mm256_set_m128i(_mm256_cvtps_ph(v.second, _MM_FROUND_TO_NEAREST_INT), first);
 }
 
-// As Store<BFloat16>, but for the bits of a NaN.
+// As Store<BFloat16>, but for the bits of a NaN, and for NaN whose lower half has its highest bit
+// set, which may become a zero: none comes of numbers that are finite, infinite, of 16 bits or NAN.
 BNUQ_FMA inline __m256i rounded_words(__m256 v) {
   const __m256i bits = _mm256_castps_si256(v), half = _mm256_set1_epi32(0x7fff);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, half), odd);
-  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-  return _mm256_srli_epi32(_mm256_or_si256(rounded, nan), 16);
+  return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, half), odd), 16);
 }
 
 BNUQ_FMA inline __m256i words_of(BFloat16, Eights v) {

@@ -58,21 +58,28 @@ constexpr int64_t kGuard = 64;
 // Where the compiler chooses, each element may be fused or not.
 enum class Fused { kYes, kEither };
 
+// orders: whether the loop takes ordered tables too.
 template <typename scalar_t>
-int64_t check(Loop<scalar_t> loop, Fused fused) {
+int64_t check(Loop<scalar_t> loop, Fused fused, bool orders) {
   const int64_t grid = random_below(2) ? 16 : 1;  // sixteens keep stores past the caches aligned
   const int64_t S = random_below(3) ? grid * (1 + random_below(random_below(2) ? 40 : 400)) : 1;
   const int64_t width = S == 1 ? grid * (1 + random_below(100)) : 1 + random_below(9);
   const int64_t numel = width * S * (1 + random_below(3));
   std::vector<float> table(3 * width);
   for (float& v : table) v = load(random_value<BFloat16>());
+  const bool ordered = orders && S == 1 && grid == 16 && random_below(2);
   const int64_t begin = random_below(numel) / grid * grid,
-                end = begin + 1 + random_below(numel - begin);
+                end = ordered ? numel : begin + 1 + random_below(numel - begin);
   const float slope = random_below(2) ? 0.0f : (random_below(2) ? 1.0f : 0.25f);
   const int output = random_below(3);  // fresh, x, residual
   const bool adds = output == 2 || random_below(2), stream = output == 0 && random_below(2);
-  const Range<float> range = {table.data(), &table[width], &table[2 * width], width, S, begin, end,
-                              slope,        stream};
+  const Range<float> natural = {
+      table.data(), &table[width], &table[2 * width], width, S, begin, end, slope, stream, false};
+  std::vector<float> given = table;
+  if (ordered) put_in_order(given.data(), 3 * width);
+  Range<float> range = natural;
+  range.mean = given.data(), range.scale = &given[width], range.bias = &given[2 * width];
+  range.ordered = ordered;
   const int64_t count = end - begin, size = count + 2 * kGuard;
   const int64_t offset = kGuard + random_below(2) * random_below(16);
   std::vector<scalar_t> memory[3];  // y, x, residual
@@ -86,25 +93,26 @@ int64_t check(Loop<scalar_t> loop, Fused fused) {
     const bool inside = i >= offset && i < offset + count;
     const auto want = [&](bool multiply_add) {
       if (!inside) return before[i];
-      return expected(range, begin + i - offset, x[i], adds ? &residual[i] : nullptr, multiply_add);
+      return expected(
+          natural, begin + i - offset, x[i], adds ? &residual[i] : nullptr, multiply_add);
     };
     const scalar_t actual = memory[output][i];
     if (same(actual, want(true)) || (fused == Fused::kEither && same(actual, want(false))))
       continue;
     std::printf(
         "element %ld of %ld of an output %d: S %ld width %ld begin %ld slope %g residual %d stream "
-        "%d: %a, not %a\n",
+        "%d ordered %d: %a, not %a\n",
         long(i - offset), long(count), output, long(S), long(width), long(begin), slope, adds,
-        stream, load(actual), load(want(true)));
+        stream, ordered, load(actual), load(want(true)));
     std::exit(1);
   }
   return count;
 }
 
 template <typename scalar_t>
-int64_t check_all(Loop<scalar_t> loop, Fused fused) {
+int64_t check_all(Loop<scalar_t> loop, Fused fused, bool orders = false) {
   int64_t compared = 0;
-  for (int i = 0; i < 3000; ++i) compared += check(loop, fused);
+  for (int i = 0; i < 3000; ++i) compared += check(loop, fused, orders);
   return compared;
 }
 
@@ -137,8 +145,8 @@ int main(int, char** arguments) {
                check_all<float>(forward_plain, Fused::kEither);
 #if defined(BNUQ_FMA)
   if (form == "fma" && has_fma())
-    compared =
-        check_all<Half>(forward_fma, Fused::kYes) + check_all<BFloat16>(forward_fma, Fused::kYes);
+    compared = check_all<Half>(forward_fma, Fused::kYes) +
+               check_all<BFloat16>(forward_fma, Fused::kYes, true);
 #endif
 #if defined(BNUQ_AVX512)
   if (form == "avx512" && has_avx512())
