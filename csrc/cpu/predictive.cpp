@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "../arithmetic.h"
 #include "../real.h"
@@ -197,10 +198,14 @@ void accumulate(
   });
 }
 
+// The terms of the mean's entropy; m2 becomes the variance.
 template <typename acc_t>
-BNUQ_CLONES void mean_entropy(acc_t* terms, const acc_t* mean, int64_t count) {
+BNUQ_CLONES void finish_row(acc_t* terms, acc_t* m2, const acc_t* mean, int64_t count, acc_t T) {
 #pragma omp simd
-  for (int64_t i = 0; i < count; ++i) terms[i] = entropy_term(mean[i], log_positive(mean[i]));
+  for (int64_t i = 0; i < count; ++i) {
+    terms[i] = entropy_term(mean[i], log_positive(mean[i]));
+    m2[i] /= T;
+  }
 }
 
 template <typename acc_t>
@@ -210,12 +215,14 @@ void finish(acc_t* variance, acc_t* entropy, const acc_t* mean, Classes d) {
     std::vector<double> sum(d.S);
     for (int64_t n = begin; n < end; ++n) {
       const int64_t first = n * d.K * d.S;
-      mean_entropy<acc_t>(terms.data(), mean + first, d.K * d.S);
-      std::fill(sum.begin(), sum.end(), 0.0);
-      for (int64_t i = 0; i < d.K * d.S; ++i) {
-        sum[i % d.S] += terms[i];
-        variance[first + i] /= acc_t(d.T);
+      finish_row<acc_t>(terms.data(), variance + first, mean + first, d.K * d.S, acc_t(d.T));
+      if (d.S == 1) {
+        entropy[n] = acc_t(std::accumulate(terms.begin(), terms.end(), 0.0));
+        continue;
       }
+      std::fill(sum.begin(), sum.end(), 0.0);
+      for (const acc_t* term = terms.data(); term < terms.data() + terms.size(); term += d.S)
+        for (int64_t s = 0; s < d.S; ++s) sum[s] += term[s];
       std::copy(sum.begin(), sum.end(), entropy + n * d.S);
     }
   });
