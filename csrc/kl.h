@@ -14,13 +14,12 @@
 namespace bnuq {
 
 constexpr float kTinyRho = -40.0f;
-constexpr float kPrunedRho = -3.4e38f;
 
 // Of a rho of -inf, which stands for a pruned weight: its term is 0, and what its gradients are
 // multiplied by.
 template <typename acc_t>
 BNUQ_HD acc_t unless_pruned(acc_t rho, acc_t value) {
-  return rho < acc_t(kPrunedRho) ? acc_t(0) : value;
+  return rho == -acc_t(INFINITY) ? acc_t(0) : value;
 }
 
 template <typename acc_t>

@@ -262,6 +262,24 @@ def test_derivatives_by_torch_func_are_refused(op):
     torch.func.vmap(call)(value.expand(2, 4, 4))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own: it has no rule for vmap
+def test_kl_divergence_under_torch_func():
+    model = nn.Sequential(bnuq.BayesLinear(4, 3), bnuq.BayesLinear(3, 2))
+    parameters = {name: torch.randn(5, *p.shape) for name, p in model.named_parameters()}
+
+    def divergence(parameters):
+        with nn.utils.stateless._reparametrize_module(model, parameters):
+            return bnuq.kl_divergence(model)
+
+    one = [{name: p[i] for name, p in parameters.items()} for i in range(5)]
+    expected = torch.stack([divergence(p) for p in one])
+    torch.testing.assert_close(torch.func.vmap(divergence)(parameters), expected.detach())
+    with pytest.raises(NotImplementedError, match="^gaussian_kl: derivatives by torch.func"):
+        torch.func.grad(divergence)(one[0])
+    with pytest.raises(NotImplementedError, match="^gaussian_kl: forward-mode derivatives"):
+        torch.func.jvp(divergence, (one[0],), (one[0],))
+
+
 def in_vmap(loss):
     return lambda values: torch.func.vmap(loss)(values).sum()
 

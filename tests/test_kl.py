@@ -104,6 +104,22 @@ def test_pruned_weights_count_nothing(highest, dtype):
             torch.testing.assert_close(a[kept].double(), e, rtol=10 * rtol, atol=10 * rtol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_least_finite_rho_is_not_pruned(dtype):
+    rho = torch.full((3, 9), torch.finfo(dtype).min, dtype=dtype)
+    rho[:, 1:], rho[1:] = -1.0, -math.inf
+    rho.requires_grad_()
+    mu = torch.ones_like(rho).requires_grad_()
+    for kl in (
+        ops.gaussian_kl(mu, rho),
+        kl_ops.gaussian_kl_sum([(mu, rho, 1.0)]),
+        ops.mixture_kl(mu, rho, ops.new_seed(1), STREAM),
+    ):
+        assert kl == torch.finfo(dtype).max
+        by_mu, by_rho = torch.autograd.grad(kl, (mu, rho))
+        assert by_mu[0, 0] == 1 and by_rho[0, 0] == -1
+
+
 @pytest.mark.parametrize("highest", [-1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pruned_weights_have_no_gradient(highest, dtype):

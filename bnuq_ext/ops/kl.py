@@ -54,6 +54,8 @@ def gaussian_kl_sum(
 
     With the value, which is then known, for parameters of one dtype on one device.
     """
+    if torch._C._are_functorch_transforms_active():
+        return total(gaussian_kl(*one) for one in parameters)
     for std, dtype in {(std, mu.dtype) for mu, _, std in parameters}:
         _check_std("gaussian_kl", "prior_std", std, dtype)
     groups = {}
