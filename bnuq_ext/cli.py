@@ -170,7 +170,12 @@ def add_reproduce(commands) -> None:
     size = command.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="the reduced form (this is the default)")
     size.add_argument("--full", action="store_true", help="the paper's own protocol")
-    add("--jobs", type=int, default=os.cpu_count(), help="processes of one thread each")
+    add(
+        "--jobs",
+        type=int,
+        default=os.cpu_count(),
+        help="processes of one thread each (%(default)s)",
+    )
     add(
         "--output",
         help="folder (reproduce-output/NAME-quick, or -full); a killed run goes on there",

@@ -9,6 +9,7 @@ from matplotlib.colors import to_rgb
 from test_plots import texts
 
 from bnuq_ext import plots
+from bnuq_ext.plots.canvas import new_figure
 
 
 def test_error_over_epochs():
@@ -30,6 +31,15 @@ def test_error_over_epochs():
         assert shown <= {*ticks} and (ticks % 1 == 0).all()
     ax = plots.error_over_epochs({"a": [2.0], "b": [1.0]}, best={"b": 1}, colors={"b": "red"})
     assert [line.get_color() for line in ax.lines] == [plots.BLUE, "red", "red"]
+
+
+def test_axes_that_are_shared_hold_all_curves():
+    figure = new_figure(6, 3)
+    lower, higher = figure.subplots(1, 2, sharex=True, sharey=True)
+    plots.error_over_epochs({"a": [9.0] * 50}, ax=higher)
+    plots.error_over_epochs({"a": [2.0, 1.0]}, ax=lower)
+    assert higher.get_ylim() == lower.get_ylim() == (0, pytest.approx(9.45))
+    assert higher.get_xlim() == lower.get_xlim() == (1, pytest.approx(1 + 1.05 * 49))
 
 
 def test_weight_histograms():

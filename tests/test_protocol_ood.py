@@ -335,6 +335,7 @@ def test_differences_are_paired(tmp_path):
         error = gaps.std(ddof=1) / math.sqrt(len(gaps))
         mark = "=" if abs(gaps.mean()) <= 2 * error else "+" if gaps.mean() < 0 else "-"
         assert row[5] == f"{mark} {gaps.mean():.4f} ± {error:.4f}"
+        assert (row[5].mean, row[5].error) == pytest.approx((gaps.mean(), error))
         assert row[4].startswith(
             "="
         )  # sharper probabilities have the same classes (but in ensembles)

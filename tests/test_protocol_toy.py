@@ -147,9 +147,13 @@ def test_remarks_by_hand():
     _, bn, do, low = toy.remarks(found, settings)
     assert bn.startswith("MCBN: the drawn spread is 3.0 times as wide outside the data as inside")
     assert "is better than a constant one" in bn and "is worse than a constant one" in do
-    assert "below a tenth" in low and "In 2 of 3 runs of MCBN and 1 of 3 runs of MCDO" in low
+    assert "In 2 of 3 runs of MCBN and 1 of 3 runs of MCDO" in low
+    assert low.endswith("is below a tenth of that: the replicas alone spread too wide already.")
     found["MCBN"] = runs((1.9, 1.9 + 3**0.5, 1.9 - 3**0.5), (0.2, 0.5, 0.1))
     assert "is no different from a constant one" in toy.remarks(found, settings)[1]
+    assert "In 0 of 3 runs of MCBN and 1" in toy.remarks(found, settings)[3]
+    quiet = {"MCBN": found["MCBN"]}
+    assert toy.remarks(quiet, settings)[2].endswith("is below a tenth of that.")
     found["MCBN"] = found["MCBN"][:1]
     assert toy.remarks(found, replace(settings, num_runs=1))[1].endswith(
         "is better than a constant one by CRPS, at one run, which has no standard error."

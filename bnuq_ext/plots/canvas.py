@@ -77,6 +77,14 @@ def share_axes(ax, labels: list[str], place: int, *, rows=False, ratios=None, **
     ]
 
 
+def begin_at(ax, axis: str, start: float) -> None:
+    """An axis, "x" or "y", from `start` to behind the data of all axes that share it."""
+    shared = getattr(ax, f"get_shared_{axis}_axes")().get_siblings(ax)
+    ends = [getattr(one.dataLim, f"{axis}1") for one in shared]
+    length = max((end - start for end in ends if np.isfinite(end)), default=0)
+    getattr(ax, f"set_{axis}lim")(start, start + (1.05 * length or 1))
+
+
 def legend_outside(panels, place: str, **options) -> None:
     """The first panel's legend for all of them, `place` (upper, lower) of these;
     their own are taken away."""

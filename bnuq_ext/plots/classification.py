@@ -15,6 +15,7 @@ from .canvas import (
     GREY,
     LIGHT_GREY,
     ORANGE,
+    begin_at,
     check_entries,
     curve_styles,
     share_axes,
@@ -56,7 +57,8 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
         place = (np.log(num_classes), 0.6)
         ax.annotate(f" log {num_classes}", place, color=GREY, rotation=90, ha="right")
     ax.set(xlabel="predictive entropy [nats]", ylabel="fraction of inputs at or below")
-    ax.set(xlim=(0, None), ylim=(0, 1.02))
+    ax.set_ylim(0, 1.02)
+    begin_at(ax, "x", 0)
     above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
     ax.legend(frameon=False, fontsize="small", **above)
     return ax

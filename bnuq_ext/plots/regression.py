@@ -65,7 +65,8 @@ def uncertainty_error(
         ax.fill_between(rank, 0, width * std, label=f"{level} of the errors, as estimated", **style)
     # Smaller and paler where there are thousands, so that they do not bury the bands.
     size, alpha = np.clip([3 * (500 / len(y)) ** 0.5, (2000 / len(y)) ** 0.5], [1.1, 0.4], [3, 1])
-    ax.plot(rank, error, "o", color=GREY, ms=size, mew=0, alpha=alpha, label="absolute errors")
+    style = {"color": GREY, "ms": size, "mew": 0, "alpha": alpha, "clip_on": len(y) > 100}
+    ax.plot(rank, error, "o", label="absolute errors", **style)
     running = np.convolve(error, np.full(window, 1 / window), "valid")
     label = f"their running mean over {window}"
     style = {"color": "#404040", "marker": "o" if len(running) == 1 else "", "markersize": 3}

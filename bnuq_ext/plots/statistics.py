@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..ops.checks import check_integer, refuse
-from .canvas import BLUE, COLORS, check_mapping, take_axes, take_finite, take_numbers
+from .canvas import BLUE, COLORS, begin_at, check_mapping, take_axes, take_finite, take_numbers
 
 
 def _take_density(entry) -> tuple:
@@ -61,6 +61,7 @@ def statistic_marginals(
     for i, (label, entry) in enumerate(densities.items()):
         color, line = COLORS[(2, 5, 3, 7)[i % 4]], ("-", "--", "-.", ":")[i % 4]
         ax.plot(points, _density(*_take_density(entry), points), line, color=color, label=label)
-    ax.set(xlabel=xlabel, ylabel="density", xlim=(points[0], points[-1]), ylim=(0, None))
+    ax.set(xlabel=xlabel, ylabel="density", xlim=(points[0], points[-1]))
+    begin_at(ax, "y", 0)
     ax.legend(frameon=False, fontsize="small")
     return ax

@@ -9,6 +9,7 @@ from .canvas import (
     BLUE,
     COLORS,
     GREY,
+    begin_at,
     check_entries,
     check_labels,
     curve_styles,
@@ -59,7 +60,9 @@ def error_over_epochs(
             ax.plot(epoch, values[epoch - 1], marker="o", color=color, mec="white", zorder=3)
     for (label, level), dash in zip(levels.items(), cycle(("--", ":", "-.")), strict=False):
         ax.axhline(level, color=GREY, linestyle=dash, linewidth=1, label=label)
-    ax.set(xlabel="epoch", ylabel=ylabel, xlim=(1, None), ylim=(0, None))
+    ax.set(xlabel="epoch", ylabel=ylabel)
+    begin_at(ax, "x", 1)
+    begin_at(ax, "y", 0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     ax.legend(edgecolor="none", framealpha=0.9)
     return ax

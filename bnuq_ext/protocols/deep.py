@@ -179,7 +179,7 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
         for norm in NORMS
     }
     columns = ["activation", "initialisation", "batch norm", "training loss", "test accuracy"]
-    columns += ["gradient, second to last hidden layer", "learning rate"]
+    columns += ["gradient norm, second layer over last hidden layer", "learning rate"]
     rows = [row(key, runs) for key, runs in found.items()]
     title = f"The last tenth of {settings.steps} steps: mean ± standard error over {settings.num_runs} runs"
     save_figure(folder / "deep.png", draw(found, settings))
@@ -191,7 +191,7 @@ def row(key: tuple[str, str, str], runs: list[dict]) -> list:
     rates = ", ".join(f"{rate:g}" for rate in sorted({r["learning_rate"] for r in runs}))
     loss = Estimate.of(r["final_loss"] for r in runs)
     accuracy = Estimate.of(r["accuracy"] for r in runs)
-    return [activation, INITS[init], NORMS[norm], loss, accuracy, f"{mean_ratio(runs):.0e}", rates]
+    return [activation, INITS[init], NORMS[norm], loss, accuracy, mean_ratio(runs), rates]
 
 
 def draw(found: dict, settings: Settings):

@@ -173,12 +173,12 @@ def differences_table(cases: dict) -> Table:
     )
 
 
-def _difference(drawn: list[float], running: list[float], score: str) -> str:
+def _difference(drawn: list[float], running: list[float], score: str) -> Estimate:
     mean, error = mean_and_error([a - b for a, b in zip(drawn, running, strict=True)])
     _, digits, better = SCORES[score]
     found = compare(drawn, running, better > 0)
     mark = "" if found is None else f"{SIGNS[found]} "
-    return f"{mark}{Estimate(mean, error, digits + 1)}"
+    return Estimate(mean, error, digits + 1, mark)
 
 
 def corrupted_table(cases: dict) -> Table:

@@ -101,17 +101,17 @@ def _cell(value) -> str:
 class Estimate(str):
     """A cell "mean ± standard error", or the mean alone where the error is not known (NaN).
 
-    Of `digits` decimals, or as many as it takes to tell the error from 0.
+    Of `digits` decimals, or as many as it takes to tell the error from 0; behind a mark.
     """
 
     mean: float
     error: float
 
-    def __new__(cls, mean: float, error: float, digits: int = 2) -> Estimate:
+    def __new__(cls, mean: float, error: float, digits: int = 2, mark: str = "") -> Estimate:
         # Equal values have an error of rounding.
         while 1e-12 * abs(mean) < error < math.inf and round(error, digits) == 0:
             digits += 1
-        text = f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
+        text = f"{mark}{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
         cell = super().__new__(cls, text)
         cell.mean, cell.error = mean, error
         return cell

@@ -211,8 +211,9 @@ def remarks(found: dict[str, list[dict]], settings: Settings) -> list[str]:
         for method, runs in found.items()
     }
     counts = " and ".join(f"{n} of {settings.num_runs} runs of {m}" for m, n in low.items())
+    cause = ": the replicas alone spread too wide already" if any(low.values()) else ""
     text.append(
         f"The noise has standard deviation {settings.noise_std}. In {counts} the fitted one is below a tenth of "
-        "that: the replicas alone spread too wide already."
+        f"that{cause}."
     )
     return text
