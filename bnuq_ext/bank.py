@@ -45,7 +45,7 @@ class Bank:
         metadata: text kept with the bank.
 
     Raises:
-        ValueError, TypeError: for anything else.
+        ValueError, TypeError: an argument is not as above.
     """
 
     def __init__(

@@ -150,7 +150,13 @@ def _check_dtype(name: str, layer: BayesLinear) -> None:
 
 
 class Elbo(NamedTuple):
-    """The terms of `elbo_loss`, each () and differentiable."""
+    """The terms of `elbo_loss`, in nats, each () and differentiable.
+
+    Attributes:
+        loss: nll + batch_weight * kl; with reduction "mean" divided by the rows.
+        nll: -log p of the rows, added up or their mean, and the mean over the samples.
+        kl: the whole divergence.
+    """
 
     loss: Tensor
     nll: Tensor

@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Three disjoint parts of a data set."""
+    """Three disjoint parts of a data set: to fit by, to choose by, to report."""
 
     train: Part
     validation: Part

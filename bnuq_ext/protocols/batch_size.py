@@ -1,4 +1,4 @@
-"""The batch size that makes the uncertainty vanish: S. Mukhoti et al.'s figure and table,
+"""The batch size that makes the uncertainty vanish: J. Mukhoti et al.'s figure and table,
 and the choice by the ELBO."""
 
 from __future__ import annotations

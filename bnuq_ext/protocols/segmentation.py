@@ -43,7 +43,7 @@ class Settings:
     batches of 10 frames of 360x480 and 20 inferences.
 
     The network here is a small SegNet (pooling indices go to the decoder), trained from scratch by
-    Adam on what frames the folder holds, each turned left to right with probability 1/2. `shrink`
+    AdamW on what frames the folder holds, each turned left to right with probability 1/2. `shrink`
     takes the mean of that many pixels a side of the half-resolution frames, and every so-manyth
     label. Quick shrinks to 90x120 and has fewer epochs and channels.
     """
@@ -146,7 +146,7 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def train(network: nn.Module, part: data.Part, settings: Settings, device) -> list[float]:
-    """Adam with a rate that falls to 0 by a cosine; the mean loss of each epoch."""
+    """AdamW with a rate that falls to 0 by a cosine; the mean loss of each epoch."""
     network.train()
     rate, decay = settings.learning_rate, settings.weight_decay
     optimizer = torch.optim.AdamW(network.parameters(), rate, weight_decay=decay, fused=True)
