@@ -1,6 +1,7 @@
 // Batch norm, residual and activation over a range of elements of one replica: loops that the
-// compiler vectorises; for 16-bit types with AVX2, and for all but float64 with AVX-512, loops
-// written by hand. On one processor all give the same bits, but for what a NaN carries.
+// compiler vectorises; loops written by hand with AVX2 for 16-bit types and for float32 past the
+// caches, with AVX-512 for all but float64. On one processor all give the same bits, but for what a
+// NaN carries.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -136,18 +137,18 @@ BNUQ_FMA inline EightsTable same_entry(const Range<float>& range, int64_t c) {
   return {same_eights(range.mean[c]), same_eights(range.scale[c]), same_eights(range.bias[c])};
 }
 
-template <typename half_t, bool kOrdered>
+template <typename scalar_t, bool kOrdered>
 BNUQ_FMA inline EightsTable entries(const Range<float>& range, int64_t c) {
-  const auto in = in_order<half_t, kOrdered>;
+  const auto in = in_order<scalar_t, kOrdered>;
   return {in(range.mean + c), in(range.scale + c), in(range.bias + c)};
 }
 
 // Elements i .. i + 15 of a row or plane that begins at entry c.
-template <typename half_t, bool kRows, bool kOrdered, bool kResidual>
+template <typename scalar_t, bool kRows, bool kOrdered, bool kResidual>
 BNUQ_FMA inline Eights forward_eights(
-    const half_t* x, const half_t* residual, const Range<float>& range, int64_t c, int64_t i,
+    const scalar_t* x, const scalar_t* residual, const Range<float>& range, int64_t c, int64_t i,
     const EightsTable& same) {
-  const EightsTable a = kRows ? entries<half_t, kOrdered>(range, c + i) : same;
+  const EightsTable a = kRows ? entries<scalar_t, kOrdered>(range, c + i) : same;
   Eights z = load_eights(x + i);
   z.first = _mm256_fmadd_ps(_mm256_sub_ps(z.first, a.mean.first), a.scale.first, a.bias.first);
   z.second = _mm256_fmadd_ps(_mm256_sub_ps(z.second, a.mean.second), a.scale.second, a.bias.second);
@@ -158,9 +159,10 @@ BNUQ_FMA inline Eights forward_eights(
   return {activate_eight(z.first, range.slope), activate_eight(z.second, range.slope)};
 }
 
-template <typename half_t, bool kRows, bool kOrdered, bool kResidual, bool kStream>
-BNUQ_FMA void forward_fma(half_t* y, const half_t* x, const half_t* residual, Range<float> range) {
-  const auto eights = forward_eights<half_t, kRows, kOrdered, kResidual>;
+template <typename scalar_t, bool kRows, bool kOrdered, bool kResidual, bool kStream>
+BNUQ_FMA void forward_fma(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, Range<float> range) {
+  const auto eights = forward_eights<scalar_t, kRows, kOrdered, kResidual>;
   for (Runs run = range.runs(); run.left > 0; run.next()) {
     const int64_t c = run.c, count = run.count;
     if (count < 16) {
@@ -184,13 +186,14 @@ BNUQ_FMA void forward_fma(half_t* y, const half_t* x, const half_t* residual, Ra
   if (kStream) _mm_sfence();  // before another thread is told
 }
 
-template <typename half_t>
-void forward_fma(half_t* y, const half_t* x, const half_t* residual, const Range<float>& range) {
+template <typename scalar_t>
+void forward_fma(
+    scalar_t* y, const scalar_t* x, const scalar_t* residual, const Range<float>& range) {
   // Beside a store past the caches, an end that is not aligned costs more than that store saves.
   const bool aligned = reinterpret_cast<uintptr_t>(y) % 32 == 0 && range.begin % 16 == 0 &&
                        range.runs().length % 16 == 0;
   const auto loop = [&](auto rows, auto ordered, auto adds, auto stream) {
-    forward_fma<half_t, rows, ordered, adds, stream>(y, x, residual, range);
+    forward_fma<scalar_t, rows, ordered, adds, stream>(y, x, residual, range);
   };
   with_known(loop, range.S == 1, range.ordered, residual != nullptr, range.stream && aligned);
 }
@@ -288,8 +291,10 @@ void forward_range(
     if (has_avx512() && long_runs) return forward_avx512(y, x, residual, range);
 #endif
 #if defined(BNUQ_FMA)
-  if constexpr (!std::is_same_v<scalar_t, acc_t>)
-    if (has_fma() && long_runs) return forward_fma(y, x, residual, range);
+  // The compiler's loops over float32 are as fast, but store within the caches.
+  if constexpr (std::is_same_v<acc_t, float>)
+    if (has_fma() && long_runs && (range.stream || !std::is_same_v<scalar_t, float>))
+      return forward_fma(y, x, residual, range);
 #endif
   forward_plain(y, x, residual, range);
 }

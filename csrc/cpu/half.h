@@ -83,6 +83,10 @@ struct Eights {
   __m256 first, second;
 };
 
+BNUQ_FMA inline Eights load_eights(const float* in) {
+  return {_mm256_loadu_ps(in), _mm256_loadu_ps(in + 8)};
+}
+
 BNUQ_FMA inline Eights load_eights(const Half* in) {
   const __m128i* words = reinterpret_cast<const __m128i*>(in);
   return {_mm256_cvtph_ps(_mm_loadu_si128(words)), _mm256_cvtph_ps(_mm_loadu_si128(words + 1))};
@@ -97,11 +101,13 @@ BNUQ_FMA inline Eights load_eights(const BFloat16* in) {
 }
 
 // Sixteen numbers that are in the order of load_eights, or are brought into it.
-template <typename half_t, bool kOrdered>
+template <typename scalar_t, bool kOrdered>
 BNUQ_FMA inline Eights in_order(const float* in) {
-  const __m256 low = _mm256_loadu_ps(in), high = _mm256_loadu_ps(in + 8);
-  if (kOrdered || std::is_same_v<half_t, Half>) return {low, high};
-  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+  const Eights v = load_eights(in);
+  if (kOrdered || !std::is_same_v<scalar_t, BFloat16>) return v;
+  return {
+      _mm256_permute2f128_ps(v.first, v.second, 0x20),
+      _mm256_permute2f128_ps(v.first, v.second, 0x31)};
 }
 
 BNUQ_FMA inline __m256i words_of(Half, Eights v) {
@@ -121,14 +127,24 @@ BNUQ_FMA inline __m256i words_of(BFloat16, Eights v) {
   return _mm256_packus_epi32(rounded_words(v.first), rounded_words(v.second));
 }
 
-// With kStream past the caches, which takes an `out` that is aligned to its 32 bytes.
+// With kStream past the caches, which takes an `out` that is aligned to 32 bytes.
+template <bool kStream>
+BNUQ_FMA inline void store_256(void* out, __m256i bits) {
+  if (kStream)
+    _mm256_stream_si256(static_cast<__m256i*>(out), bits);
+  else
+    _mm256_storeu_si256(static_cast<__m256i*>(out), bits);
+}
+
 template <bool kStream, typename half_t>
 BNUQ_FMA inline void store_eights(half_t* out, Eights v) {
-  const __m256i words = words_of(half_t(), v);
-  if (kStream)
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(out), words);
-  else
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), words);
+  store_256<kStream>(out, words_of(half_t(), v));
+}
+
+template <bool kStream>
+BNUQ_FMA inline void store_eights(float* out, Eights v) {
+  store_256<kStream>(out, _mm256_castps_si256(v.first));
+  store_256<kStream>(out + 8, _mm256_castps_si256(v.second));
 }
 #endif
 

@@ -146,7 +146,8 @@ int main(int, char** arguments) {
 #if defined(BNUQ_FMA)
   if (form == "fma" && has_fma())
     compared = check_all<Half>(forward_fma, Fused::kYes) +
-               check_all<BFloat16>(forward_fma, Fused::kYes, true);
+               check_all<BFloat16>(forward_fma, Fused::kYes, true) +
+               check_all<float>(forward_fma, Fused::kYes);
 #endif
 #if defined(BNUQ_AVX512)
   if (form == "avx512" && has_avx512())
