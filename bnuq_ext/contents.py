@@ -76,7 +76,7 @@ class Contents:
         """Of a value that is none of `SCALARS`, which stand for themselves."""
         seen = self.seen
         if isinstance(value, Tensor):
-            seen += identity(value)
+            seen += id(value), ref(memory_of(value)), layout_of(value)
             if id(value) not in self._registered:
                 seen.append(version_of(value))
         elif type(value) is tuple:
@@ -203,6 +203,23 @@ def _code_of(modules: list[nn.Module]) -> tuple[set[str], list[type]]:
 
 def _package(cls: type) -> str:
     return str(cls.__module__).partition(".")[0]
+
+
+def memory_of(tensor: Tensor) -> object:
+    """What a weak reference may go to: torch.utils.swap_tensors refuses a tensor that has one. Of
+    a tensor without memory of its own (sparse, or without a shape yet) the tensor."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, ValueError, NotImplementedError):
+        return tensor
+
+
+def layout_of(tensor: Tensor) -> tuple | None:
+    """What tells a tensor, with its memory, from a later one at the same address."""
+    try:
+        return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+    except (RuntimeError, ValueError, NotImplementedError):
+        return None
 
 
 def version_of(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .contents import SCALARS, Contents, identity, version_of
+from .contents import SCALARS, Contents, identity, layout_of, memory_of, version_of
 from .optimizer_steps import STEPS, steps_of, watch_optimizers
 from .state import OF_EVERY_MODULE
 
@@ -86,13 +86,9 @@ def _append_tensors(seen: list, versions: list, module: nn.Module) -> None:
     for tensor in (*module._parameters.values(), *module._buffers.values()):  # traced: no dicts
         seen.append(id(tensor))
         if tensor is not None:
-            seen.append(ref(tensor))  # tells it from a later one at the same address
-            versions.append(version_of(tensor))
-            try:
-                # All that `tensor.data = other` changes; the next may lie at the same address.
-                versions.append(ref(tensor.untyped_storage()))
-            except (RuntimeError, ValueError):  # sparse, or without a shape yet
-                versions.append(None)
+            seen.append(layout_of(tensor))
+            # `tensor.data = other` changes the memory alone; the next may lie at the same address.
+            versions += version_of(tensor), ref(memory_of(tensor))
     if STEPS:
         versions += [n for p in module._parameters.values() if (n := steps_of(p))]
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from .contents import memory_of
 from .untraced import untraced
 
-STEPS: dict[int, tuple[ref, int]] = {}  # of the parameters with these ids
+STEPS: dict[int, tuple[ref, int]] = {}  # of the parameters with these ids: memory and number
 
 
 @cache
@@ -45,8 +46,9 @@ def _count(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             key = id(parameter)
             held, steps = STEPS.get(key, (None, 0))
-            if held is None or held() is not parameter:
-                held = ref(parameter, partial(_forget, key))
+            memory = memory_of(parameter)
+            if held is None or held() is not memory:
+                held = ref(memory, partial(_forget, key))
             STEPS[key] = held, steps + 1
 
 
