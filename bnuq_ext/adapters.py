@@ -33,7 +33,8 @@ def register_adapter(
             module.__class__ = StochasticNorm
             return module
 
-    Its `affine_parameters` may be overridden where `weight`, `bias` and `eps` have other names, its
+    Its forward takes x alone: a layer that takes more (a condition) should hold a plain batch norm,
+    which is converted by itself. Its `affine_parameters` may be overridden where `weight`, `bias` and `eps` have other names, its
     `check_input` to refuse an x as Norm does.
 
     Args:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .adapters import qualified_name
 from .batch_norm_like import describe
@@ -102,6 +103,9 @@ def _check_linear(op: str, place: str, layer: nn.Linear) -> None:
         refuse(op, place, "have a shape (run one forward first)", "a LazyLinear")
     if layer.weight.dtype not in DTYPES:
         refuse(op, place, "have its weight in float32 or float64", layer.weight.dtype, TypeError)
+    if is_traceable_wrapper_subclass(layer.weight):
+        requirement = "have its weight as an ordinary tensor (not quantised or sharded)"
+        refuse(op, place, requirement, qualified_name(type(layer.weight)), TypeError)
     if 0 in (layer.in_features, layer.out_features):
         got = f"{layer.in_features} and {layer.out_features}"
         refuse(op, place, "have at least one input and one output", got)

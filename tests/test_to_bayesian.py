@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
+from torch.testing._internal.two_tensor import TwoTensor
 
 import bnuq_ext as bnuq
 
@@ -155,6 +156,19 @@ def test_layers_of_16_bits_and_lazy_ones_are_refused():
     assert type(bnuq.to_bayesian(model, lambda name, layer: name == "0")[0]) is bnuq.BayesLinear
     model(x())
     assert type(bnuq.to_bayesian(model)[1]) is bnuq.BayesLinear
+
+
+def test_weights_that_wrap_others_are_refused():
+    """As quantised ones do, which look like float32."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    halves = torch.randn(3, 4), torch.randn(3, 4)
+    model[1].weight = nn.Parameter(TwoTensor(*halves))
+    message = (
+        r"to_bayesian: layer '1' must have its weight as an ordinary tensor \(not quantised or "
+        r"sharded\), got torch.testing._internal.two_tensor.TwoTensor"
+    )
+    with pytest.raises(TypeError, match=message):
+        bnuq.to_bayesian(model)
 
 
 def test_what_else_a_layer_holds_stays():
