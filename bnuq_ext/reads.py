@@ -37,6 +37,9 @@ _UNWRITTEN = {
     *(_aten.new_empty, _aten.new_empty_strided),
 }
 
+# Given infinities these end the process: the library behind them does.
+_FINITE = {_aten.linalg_eig, _aten.linalg_eigvals, _aten._linalg_eigvals}
+
 READS = "its forward reads values of its rows, to branch or to compute apart"
 COUNTS = "its forward asks how many rows values have chosen, as by len or shape of h[mask]"
 
@@ -63,6 +66,7 @@ class Reads:
         casts: whether floating-point values of rows became integers, which may be indices.
         counts: whether truth values of rows did, as where a mask gives positions.
         draws: whether random numbers were drawn by operations of torch.
+        finite: whether operations must not be given infinities.
         largest: bytes of the largest activation since a stochastic layer was called.
         before: bytes of the largest before, the input's rows included.
         apart: whether one was called, so that replicas are no longer the same.
@@ -76,7 +80,7 @@ class Reads:
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
         self.found = ""
-        self.casts = self.counts = self.draws = False
+        self.casts = self.counts = self.draws = self.finite = False
         self.selections = 0  # how often values of rows have chosen rows
         self.largest, self.apart = 0, False
         self.before = sum([_held_bytes(t) for t in given])
@@ -100,6 +104,7 @@ class Reads:
             truths = [t for t in tensors((args, kwargs)) if t.dtype == torch.bool]
             self.counts = not self.constant(truths)
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.finite |= func.overloadpacket in _FINITE
         if torch.Tag.dynamic_output_shape in func.tags:
             given = (args, kwargs)
             if func is _aten.index.Tensor:  # integers that index have as many rows as before

@@ -70,17 +70,17 @@ def _check_channels(difference: Tensor, values: Tensor, dim: int, tolerance: flo
 
 
 def check_apart(
-    run: Callable[[Draw], Tensor], draw: Draw, folded: Tensor, tolerance: float
+    run: Callable[[Draw], Tensor], draw: Draw, folded: Tensor, tolerance: float, finite: bool
 ) -> None:
     """Raises DoesNotFold if one of two replicas reaches the rows of the other.
 
     Infinities that its stochastic calls give do, through a gate at zero, a clip or a threshold too,
-    which the trial's own values may leave shut; a forward that takes none is given large values.
-    `folded` is what `run` gives without them.
+    which the trial's own values may leave shut; a forward that takes none, or must not be given
+    any (`finite`), is given large values. `folded` is what `run` gives without them.
     """
     expected = folded.chunk(2)
     for replica, sign in product((0, 1), (1, -1)):
-        for size in (math.inf, _LARGE):
+        for size in (_LARGE,) if finite else (math.inf, _LARGE):
             try:
                 outputs = run(draw._replace(spoil=partial(_fill, replica, sign * size))).chunk(2)
             except Exception:

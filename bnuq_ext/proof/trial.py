@@ -30,6 +30,7 @@ from .agreement import (
     tolerance_of,
 )
 from .carried import CARRIES, Carried
+from .gates import Gates
 from .mixed import Mixed
 from .moved import Moved
 from .probe import CROWD, ROWS, copies_of_last, probe_draws, probe_inputs, varied_probes
@@ -100,19 +101,26 @@ class Trial(NamedTuple):
             raise DoesNotFold("a backward hook of a module would see all replicas at once")
         reads = Reads(self.modules, probe, ROWS)
         carried = Carried(self.modules, reads.constant)
-        rows, shared, folded = self._compare(probe, reads, carried, Mixed(reads.constant, 2))
+        gates, mixed = Gates(reads.constant), Mixed(reads.constant, 2)
+        rows, shared, folded = self._compare(probe, reads, carried, mixed, gates)
         with held_ranges(reads.casts) as ranges:
-            self._compare_harder(probe, rows, folded, ranges)
+            self._compare_harder(probe, rows, folded, ranges, reads.finite)
         self._compare_varied(varied_probes(probe, reads.casts or reads.counts))
+        self._compare_turned(probe, gates)
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
-        self, probe, mode, carried: Carried | None = None, mixed: Mixed | None = None
+        self,
+        probe,
+        mode,
+        carried: Carried | None = None,
+        mixed: Mixed | None = None,
+        gates: Gates | None = None,
     ) -> tuple[dict[str, int], dict[str, bool], Tensor]:
         *alone, both = self._draws()
         runs = []
         for draw in alone:
-            with carried or nullcontext():
+            with carried or nullcontext(), gates or nullcontext():
                 runs.append(self._watched(mode, mixed, probe, draw))
         if carried is not None and carried.found():
             raise DoesNotFold(CARRIES)
@@ -120,7 +128,8 @@ class Trial(NamedTuple):
         tolerance = tolerance_of(loop, probe, self.modules)
         if self.tells:
             check_informative(torch.stack([output for output, _ in runs]), tolerance)
-        folded, seen = self._watched(mode, mixed, self._arguments(probe), both, rows)
+        with gates or nullcontext():
+            folded, seen = self._watched(mode, mixed, self._arguments(probe), both, rows)
         check_equal(folded, loop, tolerance)
         if mixed is not None:
             mixed.check(folded)
@@ -131,15 +140,17 @@ class Trial(NamedTuple):
         with mode, mixed or nullcontext():
             return self.forward.run(arguments, mixed.watched(draw) if mixed else draw, rows)
 
-    def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor, ranges) -> None:
-        """The same with infinities, and with rows far out and nearly alike, none of which become
+    def _compare_harder(
+        self, probe, rows: dict[str, int], folded: Tensor, ranges, finite: bool
+    ) -> None:
+        """The same with infinities, unless all must be finite, and with rows far out and nearly alike, none of which become
         indices that they would not be; and with gradients if they will be taken."""
         *alone, both = self._draws()
         run = self._runner(self._arguments(probe), rows, ranges)
         if isinstance(ranges, Ranges):
             run(both)
         tolerance = tolerance_of(folded, probe, self.modules)
-        check_apart(run, both, folded, tolerance)
+        check_apart(run, both, folded, tolerance, finite)
         one = self._runner(probe, None, ranges)
         check_scaled(one, run, [*alone, both], folded, tolerance)
         self._compare_crowds(probe, rows, ranges, tolerance)
@@ -155,13 +166,25 @@ class Trial(NamedTuple):
     def _compare_varied(self, probes: Iterator) -> None:
         """The same where flags are set otherwise: all at once, or one after another."""
         for place, varied in enumerate(probes):
-            if self._takes(varied) and place == 0:
+            if self._takes(varied, nullcontext()) and place == 0:
                 return
 
-    def _takes(self, probe) -> bool:
+    def _compare_turned(self, probe, gates: Gates) -> None:
+        """The same where comparisons that came out alike give the opposite, all that were false and
+        all that were true; outputs need not tell replicas apart then."""
+        trial = self._replace(tells=False)
+        for value in (False, True):
+            for place, turned in enumerate(gates.choices(value)):
+                reads = Reads(self.modules, probe, ROWS)
+                with gates.turning(turned, reads.constant):
+                    mixed = Mixed(reads.constant, 2)
+                    if trial._takes(probe, reads, None, mixed, gates) and place == 0:
+                        break
+
+    def _takes(self, probe, *modes) -> bool:
         """Compares, unless the model does not take such numbers."""
         try:
-            self._compare(probe, nullcontext())
+            self._compare(probe, *modes)
             return True
         except Exception as error:
             if refutes(error):

@@ -1,0 +1,85 @@
+"""Comparisons that come out alike for all rows of a trial, and hide what they would set off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..inputs import tensors
+from ..passes import Undecided
+from ..reads import DispatchMode
+
+_aten = torch.ops.aten
+_COMPARISONS = {
+    *(_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.signbit),
+    *(_aten.isnan, _aten.isinf, _aten.isposinf, _aten.isneginf, _aten.logical_not),
+}
+_MOST = 8  # comparisons that are turned by themselves
+
+
+class Gates(DispatchMode):
+    """Around forwards, outside of other modes: comparisons of values of rows.
+
+    The first forward says which come out alike for all: a missing value that none of the rows has,
+    a threshold that all of them pass. In those after it some can be turned. A model that treats
+    rows one by one does so then too, and what it does with the rows that it chooses shows.
+
+    Args:
+        constant: whether tensors are the same whatever the rows are.
+
+    Attributes:
+        found: of each comparison of the first forward its value, or None where values differ.
+        turned: numbers of comparisons that give the opposite.
+    """
+
+    def __init__(self, constant: Callable[[object], bool]):
+        super().__init__()
+        self.constant = constant
+        self.found: list[bool | None] = []
+        self.turned: set[int] = set()
+        self.recorded = False
+
+    def __enter__(self):
+        self.place = 0
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.recorded = True
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        compares = func.overloadpacket in _COMPARISONS and type(result) is Tensor
+        if not compares or any(result is t for t in tensors(args)) or self.constant(args):
+            return result
+        if not self.recorded:
+            self.found.append(_common(result))
+        elif self.turned and self.place >= len(self.found):  # a loop over rows
+            raise Undecided("replicas together make other comparisons than one")
+        place, self.place = self.place, self.place + 1
+        return result.logical_not() if place in self.turned else result
+
+    def choices(self, value: bool) -> list[set[int]]:
+        """What to turn of those that gave `value`: all, or where that cannot be, each of the
+        first."""
+        places = [i for i, found in enumerate(self.found) if found is value]
+        return [{*places}, *({i} for i in places[:_MOST] if len(places) > 1)] if places else []
+
+    @contextmanager
+    def turning(self, places: set[int], constant: Callable[[object], bool]):
+        """Turns some for the forwards in the body, of which `constant` knows."""
+        self.turned, self.constant = places, constant
+        try:
+            yield self
+        finally:
+            self.turned = set()
+
+
+def _common(truths: Tensor) -> bool | None:
+    if not truths.numel():
+        return None
+    any_true = bool(truths.any())
+    return any_true if any_true == bool(truths.all()) else None

@@ -1,0 +1,176 @@
+"""What a model does only where a comparison comes out as it does for no row of the trial."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from coupled import ROWS, D, Norms
+from test_folding import samples, way
+from torch import nn
+
+import bnuq_ext as bnuq
+from bnuq_ext.passes import Undecided
+from bnuq_ext.proof.gates import Gates
+
+
+class Rare(Norms):
+    """What `edit` makes of the rows behind a stochastic layer."""
+
+    def __init__(self, edit):
+        super().__init__()
+        self.edit, self.lstm = edit, nn.LSTM(D, D)
+        self.missing = nn.Parameter(torch.linspace(-1, 1, D))
+
+    def forward(self, x):
+        return self.head(self.second(self.edit(self, x, self.first(x.nan_to_num()))))
+
+
+def filled(rows):
+    """Rows, by number, are replaced by what is learned for missing ones."""
+
+    def edit(model, x, h):
+        h = h.clone()
+        h[rows(x)] = model.missing
+        return h
+
+    return edit
+
+
+# The input picks rows by their numbers, which are those of the first replica.
+PICKS = {
+    "nonzero": lambda x: x.isnan().any(1).nonzero()[:, 0],
+    "where": lambda x: torch.where(x.isnan().any(1))[0],
+    "argwhere": lambda x: torch.argwhere(x.isnan().any(1))[:, 0],
+    "arange": lambda x: torch.arange(len(x))[x.isnan().any(1)],
+    "masked_select": lambda x: torch.arange(len(x)).masked_select(x.isnan().any(1)),
+    "threshold": lambda x: (x.nan_to_num(9.0)[:, 0] > 8).nonzero()[:, 0],
+    "band": lambda x: ((x.nan_to_num(9.0)[:, 0] > 8) & (x.nan_to_num(9.0)[:, 0] < 10)).nonzero()[:, 0],
+}  # fmt: skip
+
+
+def with_missing(rows):
+    rows = rows.clone()
+    rows[3, 0] = torch.nan
+    return rows
+
+
+def far(rows):
+    rows = rows.clone()
+    rows[::2, 0] = 50.0
+    return rows
+
+
+def tried(edit):
+    model = bnuq.convert(Rare(edit).eval())
+    bnuq.collect(model, [ROWS * (1 + 0.1 * i) for i in range(6)], progress=False)
+    return model
+
+
+def assert_as_the_loop(model, *inputs):
+    for x in inputs:
+        expected = samples(copy.deepcopy(model), x, strategy="loop")
+        torch.testing.assert_close(samples(model, x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_rows_that_the_input_picks_by_number(pick):
+    model = tried(filled(pick))
+    assert_as_the_loop(model, ROWS[:12], with_missing(ROWS[:12]))
+    assert way(model) == "expanded"
+
+
+def among(operation):
+    """Rows far out are treated together."""
+
+    def edit(model, x, h):
+        chosen, h = x[:, 0] > 20, h.clone()
+        h[chosen] = operation(h[chosen])
+        return h
+
+    return edit
+
+
+def behind(operation):
+    """All rows are, and it shows in those far out."""
+    return lambda model, x, h: torch.where(x[:, :1] > 20, operation(model, h), h)
+
+
+COUPLED = {
+    "mean": among(lambda z: z - z.mean(0)),
+    "softmax": among(lambda z: z.softmax(0)),
+    "attention": among(lambda z: (z @ z.T).softmax(1) @ z),
+    "sort": among(lambda z: z.sort(0)[0]),
+    "norm of all": behind(lambda model, h: F.layer_norm(h, h.shape)),
+    "recurrence": behind(lambda model, h: model.lstm(h)[0]),
+    "shift": behind(lambda model, h: F.pad(h, (0, 0, 1, 0))[:-1]),
+    "top": behind(lambda model, h: h.topk(len(h), 0)[0]),
+    "others": lambda model, x, h: torch.where(x[:, :1] <= 20, h, h - h.mean(0)),
+    "sparse": lambda model, x, h: h + torch.sparse.mm(
+        ((x[:, :1] > 20).float() @ h[:, :1].T).to_sparse(), h),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("by_values_alone")
+@pytest.mark.parametrize("edit", COUPLED.values(), ids=COUPLED)
+def test_rows_that_meet_if_they_lie_far_out(edit):
+    model = tried(edit)
+    assert_as_the_loop(model, ROWS[:12], far(ROWS[:12]))
+    assert way(model) == "loop"
+
+
+@pytest.mark.parametrize("operation", [torch.tanh, lambda z: z.softmax(1)], ids=["tanh", "softmax"])
+def test_rows_that_are_chosen_by_their_own_values_fold(operation):
+    def edit(model, x, h):
+        chosen, h = h[:, 0] > 20, h.clone()
+        h[chosen] = operation(h[chosen])
+        return h
+
+    model = tried(edit)
+    assert_as_the_loop(model, ROWS[:12], far(ROWS[:12]))
+    assert way(model) == "folded"
+
+
+@pytest.mark.usefixtures("by_values_alone")
+@pytest.mark.parametrize("meet", [False, True])
+def test_what_cannot_be_turned_together_is_turned_by_itself(meet):
+    """A number that no row may have is an index out of range."""
+
+    def edit(model, x, h):
+        h = h + F.embedding((h.amax(1) > 1e9).long(), model.missing.view(1, D))
+        return torch.where(x[:, :1] > 20, h - h.mean(0) if meet else -h, h)
+
+    model = tried(edit)
+    assert_as_the_loop(model, ROWS[:12], far(ROWS[:12]))
+    assert way(model) == ("loop" if meet else "expanded")
+
+
+def test_what_is_found_and_turned():
+    x, weight = torch.tensor([1.0, 2.0, 3.0]), torch.ones(3)
+    gates = Gates(lambda args: args[0] is weight)
+
+    def run():
+        with gates:
+            return [x > 5, x > 2, x < 9, weight > 5, x.isnan(), x[:0] > 5]
+
+    plain = [truths.tolist() for truths in run()]
+    assert gates.found == [False, None, True, False, None]
+    assert gates.choices(False) == [{0, 3}, {0}, {3}] and gates.choices(True) == [{2}]
+    with gates.turning({0, 3}, gates.constant):
+        turned = [truths.tolist() for truths in run()]
+    for place, (a, b) in enumerate(zip(turned, plain, strict=True)):
+        assert a == ([not truth for truth in b] if place in (0, 4) else b)
+    assert [truths.tolist() for truths in run()] == plain
+    with gates.turning({0}, gates.constant), gates, pytest.raises(Undecided, match="other compar"):
+        _ = [x > 5 for _ in range(6)]
+
+
+def test_infinities_are_kept_from_what_they_end_the_process_in():
+    """torch.linalg.eigvals of infinities in float32, by MKL."""
+
+    def edit(model, x, h):
+        return h + torch.linalg.eigvals(h.view(-1, 2, 4)[:, :, :2]).abs().sum(1, keepdim=True)
+
+    model = tried(edit)
+    assert_as_the_loop(model, ROWS[:12])
+    assert way(model) == "folded"
