@@ -52,8 +52,9 @@ class Gates(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        compares = func.overloadpacket in _COMPARISONS and type(result) is Tensor
-        if not compares or any(result is t for t in tensors(args)) or self.constant(args):
+        if func.overloadpacket not in _COMPARISONS or not _is_new(result, args):
+            return result
+        if self.constant(args):
             return result
         if not self.recorded:
             self.found.append(_common(result))
@@ -76,6 +77,12 @@ class Gates(DispatchMode):
             yield self
         finally:
             self.turned = set()
+
+
+def _is_new(result, args: tuple) -> bool:
+    """Whether a result is a plain tensor, and none of those given."""
+    plain = type(result) is Tensor and result.layout is torch.strided and not result.is_nested
+    return plain and not any(result is t for t in tensors(args))
 
 
 def _common(truths: Tensor) -> bool | None:
