@@ -34,8 +34,8 @@ def register_adapter(
             return module
 
     Its forward takes x alone: a layer that takes more (a condition) should hold a plain batch norm,
-    which is converted by itself. Its `affine_parameters` may be overridden where `weight`, `bias` and `eps` have other names, its
-    `check_input` to refuse an x as Norm does.
+    which is converted by itself. Its `affine_parameters` may be overridden where `weight`, `bias`
+    and `eps` have other names, its `check_input` to refuse an x as Norm does.
 
     Args:
         cls_or_qualified_name: the class, or "module.QualName" of one that need not be importable;

@@ -1,17 +1,17 @@
 """What a model does only where a comparison comes out as it does for no row of the trial."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from coupled import ROWS, D, Norms
-from test_folding import samples, way
+from test_folding import way
+from test_unset_flags import assert_goes_as_the_loop, collected
 from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext.passes import Undecided
 from bnuq_ext.proof.gates import Gates
+from bnuq_ext.reads import Reads
 
 
 class Rare(Norms):
@@ -62,21 +62,13 @@ def far(rows):
 
 
 def tried(edit):
-    model = bnuq.convert(Rare(edit).eval())
-    bnuq.collect(model, [ROWS * (1 + 0.1 * i) for i in range(6)], progress=False)
-    return model
-
-
-def assert_as_the_loop(model, *inputs):
-    for x in inputs:
-        expected = samples(copy.deepcopy(model), x, strategy="loop")
-        torch.testing.assert_close(samples(model, x), expected, rtol=1e-5, atol=1e-5)
+    return collected(bnuq.convert(Rare(edit).eval()), ROWS)
 
 
 @pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
 def test_rows_that_the_input_picks_by_number(pick):
     model = tried(filled(pick))
-    assert_as_the_loop(model, ROWS[:12], with_missing(ROWS[:12]))
+    assert_goes_as_the_loop(model, ROWS[:12], with_missing(ROWS[:12]))
     assert way(model) == "expanded"
 
 
@@ -115,7 +107,7 @@ COUPLED = {
 @pytest.mark.parametrize("edit", COUPLED.values(), ids=COUPLED)
 def test_rows_that_meet_if_they_lie_far_out(edit):
     model = tried(edit)
-    assert_as_the_loop(model, ROWS[:12], far(ROWS[:12]))
+    assert_goes_as_the_loop(model, ROWS[:12], far(ROWS[:12]))
     assert way(model) == "loop"
 
 
@@ -127,7 +119,7 @@ def test_rows_that_are_chosen_by_their_own_values_fold(operation):
         return h
 
     model = tried(edit)
-    assert_as_the_loop(model, ROWS[:12], far(ROWS[:12]))
+    assert_goes_as_the_loop(model, ROWS[:12], far(ROWS[:12]))
     assert way(model) == "folded"
 
 
@@ -141,27 +133,27 @@ def test_what_cannot_be_turned_together_is_turned_by_itself(meet):
         return torch.where(x[:, :1] > 20, h - h.mean(0) if meet else -h, h)
 
     model = tried(edit)
-    assert_as_the_loop(model, ROWS[:12], far(ROWS[:12]))
+    assert_goes_as_the_loop(model, ROWS[:12], far(ROWS[:12]))
     assert way(model) == ("loop" if meet else "expanded")
 
 
 def test_what_is_found_and_turned():
-    x, weight = torch.tensor([1.0, 2.0, 3.0]), torch.ones(3)
-    gates = Gates(lambda args: args[0] is weight)
+    x, model = torch.tensor([1.0, 2.0, 3.0]), nn.ParameterList([torch.ones(3)])
+    weight, reads = model[0], Reads([model], x, 3)
+    gates = Gates(reads)
 
-    def run():
+    def run(gates=gates):
         with gates:
             return [x > 5, x > 2, x < 9, weight > 5, x.isnan(), x[:0] > 5]
 
     plain = [truths.tolist() for truths in run()]
     assert gates.found == [False, None, True, False, None]
     assert gates.choices(False) == [{0, 3}, {0}, {3}] and gates.choices(True) == [{2}]
-    with gates.turning({0, 3}, gates.constant):
-        turned = [truths.tolist() for truths in run()]
+    turned = [truths.tolist() for truths in run(Gates(reads, gates.found, {0, 3}))]
     for place, (a, b) in enumerate(zip(turned, plain, strict=True)):
         assert a == ([not truth for truth in b] if place in (0, 4) else b)
     assert [truths.tolist() for truths in run()] == plain
-    with gates.turning({0}, gates.constant), gates, pytest.raises(Undecided, match="other compar"):
+    with Gates(reads, gates.found, {0}), pytest.raises(Undecided, match="other compar"):
         _ = [x > 5 for _ in range(6)]
 
 
@@ -172,5 +164,5 @@ def test_infinities_are_kept_from_what_they_end_the_process_in():
         return h + torch.linalg.eigvals(h.view(-1, 2, 4)[:, :, :2]).abs().sum(1, keepdim=True)
 
     model = tried(edit)
-    assert_as_the_loop(model, ROWS[:12])
+    assert_goes_as_the_loop(model, ROWS[:12])
     assert way(model) == "folded"

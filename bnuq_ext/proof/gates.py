@@ -2,59 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Set
 
 import torch
 from torch import Tensor
 
 from ..inputs import tensors
 from ..passes import Undecided
-from ..reads import DispatchMode
+from ..reads import DispatchMode, Reads
+from .probe import together_and_alone
 
 _aten = torch.ops.aten
 _COMPARISONS = {
     *(_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.signbit),
     *(_aten.isnan, _aten.isinf, _aten.isposinf, _aten.isneginf, _aten.logical_not),
 }
-_MOST = 8  # comparisons that are turned by themselves
 
 
 class Gates(DispatchMode):
-    """Around forwards, outside of other modes: comparisons of values of rows.
+    """Around `reads`, and so outside of other modes: comparisons of values of rows.
 
     The first forward says which come out alike for all: a missing value that none of the rows has,
-    a threshold that all of them pass. In those after it some can be turned. A model that treats
-    rows one by one does so then too, and what it does with the rows that it chooses shows.
+    a threshold that all of them pass. Of what it has found some can be turned in others. A model
+    that treats rows one by one does so then too, and what it does with the rows that it chooses
+    shows.
 
     Args:
-        constant: whether tensors are the same whatever the rows are.
-
-    Attributes:
-        found: of each comparison of the first forward its value, or None where values differ.
+        reads: knows which tensors are the same whatever the rows are.
+        found: of each comparison of the first forward its value, or None where values differ; by
+            default that of the first forward inside.
         turned: numbers of comparisons that give the opposite.
     """
 
-    def __init__(self, constant: Callable[[object], bool]):
+    def __init__(
+        self, reads: Reads, found: list[bool | None] | None = None, turned: Set[int] = frozenset()
+    ):
         super().__init__()
-        self.constant = constant
-        self.found: list[bool | None] = []
-        self.turned: set[int] = set()
-        self.recorded = False
+        self.reads, self.turned = reads, turned
+        self.found = [] if found is None else found
+        self.recorded = found is not None
 
     def __enter__(self):
         self.place = 0
-        return super().__enter__()
+        super().__enter__()
+        self.reads.__enter__()
+        return self
 
     def __exit__(self, *error):
         self.recorded = True
-        return super().__exit__(*error)
+        try:
+            self.reads.__exit__(*error)
+        finally:
+            super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket not in _COMPARISONS or not _is_new(result, args):
             return result
-        if self.constant(args):
+        if self.reads.constant(args):
             return result
         if not self.recorded:
             self.found.append(_common(result))
@@ -67,16 +72,7 @@ class Gates(DispatchMode):
         """What to turn of those that gave `value`: all, or where that cannot be, each of the
         first."""
         places = [i for i, found in enumerate(self.found) if found is value]
-        return [{*places}, *({i} for i in places[:_MOST] if len(places) > 1)] if places else []
-
-    @contextmanager
-    def turning(self, places: set[int], constant: Callable[[object], bool]):
-        """Turns some for the forwards in the body, of which `constant` knows."""
-        self.turned, self.constant = places, constant
-        try:
-            yield self
-        finally:
-            self.turned = set()
+        return [{*chosen} for chosen in together_and_alone(places)]
 
 
 def _is_new(result, args: tuple) -> bool:

@@ -15,7 +15,7 @@ from ..samplers import Draw, Fitted, Statistics
 ROWS = 3
 CROWD = 9  # replicas of three rows, among which one may lie 5.1 standard deviations from the mean of all
 _LOOKED_AT = 16  # rows of the input
-_BY_THEMSELVES = 8  # tensors of it that are varied so
+_ALONE = 8  # of what is varied
 # Of the same bits, for torch.where, which knew no others up to torch 2.11.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -72,11 +72,15 @@ def varied_probes(probe, counts: bool) -> Iterator:
     """
     cut = [t for t in leading(probe, ROWS) if _may_vary(t, counts)]
     made = {id(t): varied for t in cut if (varied := _varied(t)) is not None}
-    chosen = [list(made)] if made else []
-    if len(made) > 1:
-        chosen += [[key] for key in list(made)[:_BY_THEMSELVES]]
-    for keys in chosen:
+    for keys in together_and_alone(list(made)):
         yield map_tensors(probe, lambda t, keys=keys: made[id(t)] if id(t) in keys else t)
+
+
+def together_and_alone(keys: list) -> list[list]:
+    """What to vary: all at once, and each of the first by itself, for a model may not take one
+    beside another."""
+    alone = [[key] for key in keys[:_ALONE]] if len(keys) > 1 else []
+    return [keys, *alone] if keys else []
 
 
 def _may_vary(t: Tensor, counts: bool) -> bool:

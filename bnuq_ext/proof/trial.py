@@ -101,8 +101,8 @@ class Trial(NamedTuple):
             raise DoesNotFold("a backward hook of a module would see all replicas at once")
         reads = Reads(self.modules, probe, ROWS)
         carried = Carried(self.modules, reads.constant)
-        gates, mixed = Gates(reads.constant), Mixed(reads.constant, 2)
-        rows, shared, folded = self._compare(probe, reads, carried, mixed, gates)
+        gates, mixed = Gates(reads), Mixed(reads.constant, 2)
+        rows, shared, folded = self._compare(probe, gates, mixed, carried)
         with held_ranges(reads.casts) as ranges:
             self._compare_harder(probe, rows, folded, ranges, reads.finite)
         self._compare_varied(varied_probes(probe, reads.casts or reads.counts))
@@ -110,17 +110,12 @@ class Trial(NamedTuple):
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
-        self,
-        probe,
-        mode,
-        carried: Carried | None = None,
-        mixed: Mixed | None = None,
-        gates: Gates | None = None,
+        self, probe, mode, mixed: Mixed | None = None, carried: Carried | None = None
     ) -> tuple[dict[str, int], dict[str, bool], Tensor]:
         *alone, both = self._draws()
         runs = []
         for draw in alone:
-            with carried or nullcontext(), gates or nullcontext():
+            with carried or nullcontext():
                 runs.append(self._watched(mode, mixed, probe, draw))
         if carried is not None and carried.found():
             raise DoesNotFold(CARRIES)
@@ -128,8 +123,7 @@ class Trial(NamedTuple):
         tolerance = tolerance_of(loop, probe, self.modules)
         if self.tells:
             check_informative(torch.stack([output for output, _ in runs]), tolerance)
-        with gates or nullcontext():
-            folded, seen = self._watched(mode, mixed, self._arguments(probe), both, rows)
+        folded, seen = self._watched(mode, mixed, self._arguments(probe), both, rows)
         check_equal(folded, loop, tolerance)
         if mixed is not None:
             mixed.check(folded)
@@ -143,8 +137,9 @@ class Trial(NamedTuple):
     def _compare_harder(
         self, probe, rows: dict[str, int], folded: Tensor, ranges, finite: bool
     ) -> None:
-        """The same with infinities, unless all must be finite, and with rows far out and nearly alike, none of which become
-        indices that they would not be; and with gradients if they will be taken."""
+        """The same with infinities, unless all must be finite, and with rows far out and nearly
+        alike, none of which become indices that they would not be; and with gradients if they will
+        be taken."""
         *alone, both = self._draws()
         run = self._runner(self._arguments(probe), rows, ranges)
         if isinstance(ranges, Ranges):
@@ -165,26 +160,31 @@ class Trial(NamedTuple):
 
     def _compare_varied(self, probes: Iterator) -> None:
         """The same where flags are set otherwise: all at once, or one after another."""
-        for place, varied in enumerate(probes):
-            if self._takes(varied, nullcontext()) and place == 0:
-                return
+        self._take_first_or_all((varied, nullcontext()) for varied in probes)
 
     def _compare_turned(self, probe, gates: Gates) -> None:
         """The same where comparisons that came out alike give the opposite, all that were false and
         all that were true; outputs need not tell replicas apart then."""
         trial = self._replace(tells=False)
-        for value in (False, True):
-            for place, turned in enumerate(gates.choices(value)):
-                reads = Reads(self.modules, probe, ROWS)
-                with gates.turning(turned, reads.constant):
-                    mixed = Mixed(reads.constant, 2)
-                    if trial._takes(probe, reads, None, mixed, gates) and place == 0:
-                        break
 
-    def _takes(self, probe, *modes) -> bool:
+        def turned(places: set[int]):
+            reads = Reads(self.modules, probe, ROWS)
+            return probe, Gates(reads, gates.found, places), Mixed(reads.constant, 2)
+
+        for value in (False, True):
+            trial._take_first_or_all(map(turned, gates.choices(value)))
+
+    def _take_first_or_all(self, variations: Iterator[tuple]) -> None:
+        """Compares with what is varied all at once, or with each by itself, for the model may not take
+        all."""
+        for place, arguments in enumerate(variations):
+            if self._takes(*arguments) and place == 0:
+                return
+
+    def _takes(self, probe, mode, mixed: Mixed | None = None) -> bool:
         """Compares, unless the model does not take such numbers."""
         try:
-            self._compare(probe, *modes)
+            self._compare(probe, mode, mixed)
             return True
         except Exception as error:
             if refutes(error):

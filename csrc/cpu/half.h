@@ -1,5 +1,5 @@
-// 16-bit types to float32 and back, a block, eight or sixteen at once; float16 by the processor's
-// instructions if it has them.
+// 16-bit types to float32 and back, a block, eight or sixteen at once, and float32 in the same way;
+// float16 by the processor's instructions if it has them.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -76,6 +76,17 @@ void put_in_order(acc_t* row, int64_t width) {
   for (int64_t i = 0; i < width; i += 16) std::swap_ranges(row + i + 4, row + i + 8, row + i + 8);
 }
 
+#if defined(BNUQ_AVX2)
+// With kStream past the caches, which takes an `out` that is aligned to 32 bytes.
+template <bool kStream>
+BNUQ_AVX2 inline void store_256(void* out, __m256i bits) {
+  if (kStream)
+    _mm256_stream_si256(static_cast<__m256i*>(out), bits);
+  else
+    _mm256_storeu_si256(static_cast<__m256i*>(out), bits);
+}
+#endif
+
 #if defined(BNUQ_FMA)
 // Sixteen elements as two times eight: of bfloat16 the first are 0 to 3 and 8 to 11, for AVX2 puts
 // words between words, and words together, within halves of a register.
@@ -127,15 +138,6 @@ BNUQ_FMA inline __m256i words_of(BFloat16, Eights v) {
   return _mm256_packus_epi32(rounded_words(v.first), rounded_words(v.second));
 }
 
-// With kStream past the caches, which takes an `out` that is aligned to 32 bytes.
-template <bool kStream>
-BNUQ_FMA inline void store_256(void* out, __m256i bits) {
-  if (kStream)
-    _mm256_stream_si256(static_cast<__m256i*>(out), bits);
-  else
-    _mm256_storeu_si256(static_cast<__m256i*>(out), bits);
-}
-
 template <bool kStream, typename half_t>
 BNUQ_FMA inline void store_eights(half_t* out, Eights v) {
   store_256<kStream>(out, words_of(half_t(), v));
@@ -162,15 +164,12 @@ BNUQ_AVX512 inline __m256i load_words(const void* in, __mmask16 some) {
                            : _mm256_maskz_loadu_epi16(some, in);
 }
 
-// With kStream past the caches, which takes an `out` that is aligned to its 32 bytes.
 template <bool kStream>
 BNUQ_AVX512 inline void store_words(void* out, __m256i words, __mmask16 some) {
   if (some != kAllLanes)
     _mm256_mask_storeu_epi16(out, some, words);
-  else if (kStream)
-    _mm256_stream_si256(static_cast<__m256i*>(out), words);
   else
-    _mm256_storeu_si256(static_cast<__m256i*>(out), words);
+    store_256<kStream>(out, words);
 }
 
 BNUQ_AVX512 inline __m512 load_sixteen(const float* in, __mmask16 some) {
@@ -186,7 +185,7 @@ BNUQ_AVX512 inline __m512 load_sixteen(const BFloat16* in, __mmask16 some) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
 }
 
-// The same, to 64 bytes.
+// With kStream past the caches, which takes an `out` that is aligned to its 64 bytes.
 template <bool kStream = false>
 BNUQ_AVX512 inline void store_sixteen(float* out, __m512 v, __mmask16 some) {
   if (some != kAllLanes)
