@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .contents import memory_of
 from .inputs import has_rows, tensors
 from .passes import DoesNotFold, begun_pass
 from .untraced import uncompiled
@@ -37,6 +38,8 @@ _UNWRITTEN = {
     *(_aten.new_empty, _aten.new_empty_strided),
 }
 
+# On CUDA these end the process if truth values do not suit.
+_TRUTHFUL = {_aten.masked_scatter, _aten.masked_scatter_, _aten._assert_async}
 # Given infinities these end the process: the library behind them does.
 _FINITE = {_aten.linalg_eig, _aten.linalg_eigvals, _aten._linalg_eigvals}
 
@@ -64,7 +67,8 @@ class Reads:
     Attributes:
         found: what of values is read, in words; empty where nothing is.
         casts: whether floating-point values of rows became integers, which may be indices.
-        counts: whether truth values of rows did, as where a mask gives positions.
+        counts: whether truth values of rows did, as where a mask gives positions, or decide what
+            ends the process on CUDA; not where numbers of rows that they choose are used as such.
         draws: whether random numbers were drawn by operations of torch.
         finite: whether operations must not be given infinities.
         largest: bytes of the largest activation since a stochastic layer was called.
@@ -78,6 +82,7 @@ class Reads:
         given = [t for t in tensors(inputs) if has_rows(t, num_rows)]
         self.constants = (own | shared) - {storage_of(t) for t in given} - {None}
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
+        self.numbers: set = set()  # memory of the numbers of rows that truth values choose
         self.num_rows = num_rows
         self.found = ""
         self.casts = self.counts = self.draws = self.finite = False
@@ -100,9 +105,7 @@ class Reads:
         """Notes what an operation on rows makes of their values."""
         if _makes_integers(func, args, kwargs):
             self.casts |= not self.constant(args)
-        if not self.counts and any(_is_integer(t.dtype) for t in tensors(result)):
-            truths = [t for t in tensors((args, kwargs)) if t.dtype == torch.bool]
-            self.counts = not self.constant(truths)
+        self.counts = self.counts or self._counts(func, (args, kwargs), result)
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.finite |= func.overloadpacket in _FINITE
         if torch.Tag.dynamic_output_shape in func.tags:
@@ -110,6 +113,17 @@ class Reads:
             if func is _aten.index.Tensor:  # integers that index have as many rows as before
                 given = [t for t in tensors((args[1:], kwargs)) if t.dtype in _MASKS]
             self.selections += not self.constant(given)
+
+    def _counts(self, func, given: tuple, result) -> bool:
+        """Whether it makes integers of truth values, or of the numbers of rows that these choose."""
+        made = [t for t in tensors(result) if _is_integer(t.dtype)]
+        picked = any(memory_of(t) in self.numbers for t in tensors(given))
+        if func is _aten.nonzero.default or (picked and func.is_view):
+            self.numbers |= {memory_of(t) for t in made}
+            return False
+        if not made and func.overloadpacket not in _TRUTHFUL:
+            return False
+        return picked or not self.constant([t for t in tensors(given) if t.dtype == torch.bool])
 
     def follow(self, func, args: tuple, kwargs: dict, result) -> None:
         """What an operation makes of constants, or of no tensor, is one; what it writes another

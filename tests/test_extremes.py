@@ -268,6 +268,7 @@ def test_what_becomes_integers_is_noted():
     with reads:
         torch.ones(3).long(), x.bool(), x.to(torch.cfloat), x.half(), torch.ones(3).bool().sum()
         torch.where(x > 0, x, 0.0), (x > 0) | (x < -1), (x > 0).float(), x.argmax(1)
+        x[(x > 9).nonzero()[:, 0]], torch.where(x > 0)[1].unsqueeze(1), torch.arange(3) + 1
         assert not reads.casts and not reads.counts and not reads.draws
         (x > 0).cumsum(1)
         assert not reads.casts and reads.counts
@@ -275,3 +276,22 @@ def test_what_becomes_integers_is_noted():
         assert reads.casts and not reads.draws
         nn.functional.dropout(x)
     assert reads.draws
+
+
+MAKES_OTHERS_OF_NUMBERS = {
+    "next": lambda x: (x > 9).nonzero()[:, 0] + 1,
+    "in place": lambda x: (x > 0).nonzero()[:, 0].add_(1),
+    "picked": lambda x: torch.arange(3)[torch.where(x[:, 0] > 0)[0]],
+    "choice": lambda x: torch.where(x > 0, 1, 2),
+    "scattered": lambda x: x.masked_scatter(x > 0, x),
+    "asserted": lambda x: torch._assert_async((x < 9).all()),
+}
+
+
+@pytest.mark.parametrize("make", MAKES_OTHERS_OF_NUMBERS.values(), ids=MAKES_OTHERS_OF_NUMBERS)
+def test_numbers_of_rows_that_become_others_are_noted(make):
+    x = torch.randn(3, 4)
+    reads = Reads([], x, 3)
+    with reads:
+        make(x)
+    assert reads.counts and not reads.casts

@@ -62,6 +62,12 @@ def copies_of_last(probe):
     )
 
 
+def may_turn(probe, counts: bool) -> bool:
+    """Whether truth values can be turned, which may make indices of others if the model makes
+    integers of values."""
+    return not counts or all(_checks_indices(t) for t in leading(probe, ROWS))
+
+
 def varied_probes(probe, counts: bool) -> Iterator:
     """Probes of three rows with flags set otherwise: columns that have but one or two values in all
     of them have others. The first has them in all tensors, the others in one each of the first

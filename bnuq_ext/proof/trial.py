@@ -33,7 +33,7 @@ from .carried import CARRIES, Carried
 from .gates import Gates
 from .mixed import Mixed
 from .moved import Moved
-from .probe import CROWD, ROWS, copies_of_last, probe_draws, probe_inputs, varied_probes
+from .probe import CROWD, ROWS, copies_of_last, may_turn, probe_draws, probe_inputs, varied_probes
 
 
 class Proof(NamedTuple):
@@ -105,8 +105,10 @@ class Trial(NamedTuple):
         rows, shared, folded = self._compare(probe, gates, mixed, carried)
         with held_ranges(reads.casts) as ranges:
             self._compare_harder(probe, rows, folded, ranges, reads.finite)
-        self._compare_varied(varied_probes(probe, reads.casts or reads.counts))
-        self._compare_turned(probe, gates)
+        counts = reads.casts or reads.counts
+        self._compare_varied(varied_probes(probe, counts))
+        if may_turn(probe, counts):
+            self._compare_turned(probe, gates)
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
