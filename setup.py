@@ -90,8 +90,15 @@ def gencode():
     archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX").replace(" ", ";")
     for arch in filter(None, archs.split(";")):
         number, ptx = arch.removesuffix("+PTX").replace(".", ""), arch.endswith("+PTX")
+        if number.isdigit() and int(number) < 80:
+            print(f"bnuq_ext: not built for {arch}: the kernels need 8.0", file=sys.stderr)
+            continue
         code = f"[sm_{number},compute_{number}]" if ptx else f"sm_{number}"
         flags += ["-gencode", f"arch=compute_{number},code={code}"]
+    if not flags:
+        sys.exit(
+            f"bnuq_ext: TORCH_CUDA_ARCH_LIST must name 8.0 or newer, got {archs}; or BNUQ_CUDA=0"
+        )
     return flags
 
 
@@ -111,9 +118,11 @@ class Build(BuildExtension):
     """Compiles the .cu files itself: torch's CUDAExtension refuses beside a CPU-only torch."""
 
     def build_extension(self, ext):
+        cuda_sources = getattr(ext, "cuda_sources", ())
+        self.gencode = gencode() if cuda_sources else []
         jobs = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
         with ThreadPoolExecutor(jobs) as pool:
-            ext.extra_objects += pool.map(self.compile_cuda, getattr(ext, "cuda_sources", ()))
+            ext.extra_objects += pool.map(self.compile_cuda, cuda_sources)
         super().build_extension(ext)
 
     def compile_cuda(self, source):
@@ -126,7 +135,7 @@ class Build(BuildExtension):
             CUDA_HOME / "bin" / "nvcc",
             "-std=c++17",
             "-O3",
-            *gencode(),
+            *self.gencode,
             TARGET,
             "-DUSE_CUDA",
         ]

@@ -66,7 +66,7 @@ FIRST_TESTS = """
 test_gpu test_gpu_bayes test_gpu_ways test_autocast test_philox test_batch_norm test_batch_norm_grad
 test_batch_norm_layout test_predictive test_linear test_kl test_nan_payloads test_collect
 test_collect_data test_collect_state test_bank test_batch_size test_normality test_statistics_kl
-test_drop_in
+test_drop_in test_batch_norm_errors test_batch_norm_library
 """.split()
 LONGEST = {"test_hostrun_ops.py": 440}  # seconds that a file may take, 300 for the others
 EXIT_UNFINISHED = 3
@@ -268,6 +268,13 @@ def run_steps(steps, done, clock, save, jobs):
         list(pool.map(one, [step for step in left if not step.alone]))
 
 
+def write_json(path, value):
+    """The file as a whole or as it was."""
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
+
+
 def read(path, sources):
     """A result file of these very sources, or an empty one."""
     known = json.loads(path.read_text()) if path.exists() else {}
@@ -290,7 +297,10 @@ def run_stage(stage, make_steps, folder, env, builder, seconds=STAGE_SECONDS, on
     result["steps"] |= known.get("steps", {})
 
     def save():
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        """What is cut off later loses nothing of this, the timings of a benchmark neither."""
+        write_json(path, result)
+        if stage == "bench":
+            gpu_report.merge_benchmarks(timings(env), folder / gpu_report.RECORDS)
 
     result["build"] = builder(clock, env)
     print(f"{stage}: build: {gpu_report.ending(result['build'])}", flush=True)
@@ -347,7 +357,7 @@ def main(argv=None):
     folder = result_folder(args.out, env)
     for place in (folder, SCRATCH):
         place.mkdir(parents=True, exist_ok=True)
-    (folder / "environment.json").write_text(json.dumps(env, indent=1) + "\n")
+    write_json(folder / "environment.json", env)
     results = []
     for stage in STAGES if args.stage == "all" else [args.stage]:
         steps = partial(steps_of, stage, env)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from benchmarks.gpu_process import ROOT, STAGES, run
 
+RECORDS = "bench-records.json"
+SHOWN = 25  # lines of an output, of which the stage's file has more
+
 
 def load(path):
     return json.loads(path.read_text()) if path.exists() else None
@@ -55,7 +58,8 @@ def stage_lines(result):
     for name, step in (result["steps"] | {"build": result["build"]}).items():
         if "output" in step:
             whole = f", all of which is in {step['log']}" if "log" in step else ""
-            lines += ["", f"Output of {name}{whole}:", "", "```", step["output"], "```"]
+            shown = step["output"].splitlines()[-SHOWN:]
+            lines += ["", f"Output of {name}{whole}:", "", "```", *shown, "```"]
     return lines
 
 
@@ -68,7 +72,7 @@ def bench_lines(raw):
 
 def write(folder: Path, raw_folder: Path):
     """Writes report.md, and bench-records.json where there are timings, into the result folder."""
-    env, raw = load(folder / "environment.json"), folder / "bench-records.json"
+    env, raw = load(folder / "environment.json"), folder / RECORDS
     lines = [f"# {env['gpu'] or 'No GPU: a rehearsal'}, {env['date']}", "", *environment_lines(env)]
     for stage in STAGES:
         result = load(folder / f"{stage}.json")

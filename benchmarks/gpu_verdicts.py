@@ -14,10 +14,11 @@ FATAL = re.compile(
     "illegal memory access|misaligned address|illegal instruction|device-side assert|"
     "unspecified launch failure|invalid program counter|hardware stack error|launch timed out"
 )
+KEPT = 1000  # lines of an output that did not pass
 
 
 def tail(outcome):
-    return "\n".join(outcome.output.strip().splitlines()[-25:])
+    return "\n".join(outcome.output.strip().splitlines()[-KEPT:])
 
 
 def judge_exit(outcome: Outcome):

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from .bayes import DTYPES, BayesLinear
 from .fingerprint import has_hooks
@@ -35,17 +38,22 @@ _OF_DIMENSIONS = {
     }.items()
     for kind in kinds
 }
+_KINDS = (*_BY_ROW, *_OF_DIMENSIONS, nn.LayerNorm, nn.Flatten, nn.Sequential)
+_FORWARDS = {kind: kind.forward for kind in _KINDS}  # which some replace, in a class too
+_PLAIN = {Tensor, nn.Parameter, FakeTensor, type(None)}  # others may do what they like
 
 
 def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool:
     """Whether a model of these modules, its own first, calls layers that treat the rows of x one by
     one, one after another, each once, and does nothing else than torch's classes; `others` are more
     classes of such layers."""
-    if not (isinstance(x, Tensor) and x.dim() >= 2):
+    if type(x) not in _PLAIN or x is None or x.dim() < 2 or _is_overridden():
         return False
     links, dim = 1, x.dim()
     for module in modules:
         kind = type(module)
+        if _FORWARDS.get(kind, kind.forward) is not kind.forward or not _is_plain(module):
+            return False
         if "forward" in module.__dict__ or (module._modules and not _is_sequence(kind)):
             return False
         if module._modules:
@@ -57,6 +65,20 @@ def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool
         elif not _is_by_row(module, dim):
             return False
     return links == len(modules) and not has_hooks(modules)
+
+
+def _is_overridden() -> bool:
+    """Whether torch's functions are others, as inside a TorchFunctionMode; a default device is one
+    too."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether its tensors are torch's own: quantised weights may scale all rows alike."""
+    held = *module._parameters.values(), *module._buffers.values()
+    return all([type(t) in _PLAIN for t in held])
 
 
 def _is_sequence(kind: type) -> bool:

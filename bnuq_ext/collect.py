@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import NoReturn
 
@@ -14,7 +14,18 @@ from ._version import __version__
 from .attach import attach
 from .bank import Bank
 from .batches import Source, find_source
-from .inputs import call, copied, device_of, model_input, move, num_rows, tensors
+from .inputs import (
+    are_images,
+    call,
+    copied,
+    device_of,
+    first_list,
+    model_input,
+    move,
+    num_rows,
+    other_sizes,
+    tensors,
+)
 from .interrupts import leaving_nothing_behind
 from .nn import require_stochastic_layers
 from .ops.checks import (
@@ -204,6 +215,7 @@ class _Record:
         self.seen = self.small = self.nonfinite = 0
         self.listed = False  # whether the model takes a list of rows
         self.missed: list[str] = []
+        self.likelier = 0  # another size than that of rows, of which layers saw multiples
 
     def add(self, model: nn.Module, batch, number_of_pass: int) -> None:
         """Put a batch through the model and keep its statistics, unless it is of no use."""
@@ -231,10 +243,10 @@ class _Record:
         self._keep(statistics)
         self.called.update(active.calls)
         self.missed = active.remarks() or self.missed
-        listed = _first_list(inputs)
+        listed = first_list(inputs)
         self.listed |= bool(listed)
-        self.rows.append(len(listed) if _are_images(listed) else rows)
-        self.others.append(_other_sizes(inputs))
+        self.rows.append(len(listed) if are_images(listed) else rows)
+        self.others.append(other_sizes(inputs))
         self.passes[number_of_pass] += 1
 
     def _leave_out(self, where: str) -> None:
@@ -267,6 +279,9 @@ class _Record:
         rows = self._rows(items)
         batch_size = self._batch_size(items, rows)
         names = list(self.mean)
+        if source.batch_size is None and not self._divide_counts(rows):
+            others = [sizes for sizes in zip(*self.others, strict=False) if min(sizes) > 1]
+            self.likelier = next((_commonest(s) for s in others if self._divide_counts(s)), 0)
         return Bank.adopt(
             {key: torch.stack(self.mean.pop(key)) for key in names},
             {key: torch.stack(self.var.pop(key)) for key in names},
@@ -279,7 +294,7 @@ class _Record:
         )
 
     def _rows(self, items: int) -> list[int]:
-        """Those of each batch: the first size of the first tensor, or one of `_other_sizes`, the first
+        """Those of each batch: the first size of the first tensor, or one of `other_sizes`, the first
         of these that is not less than the items of most batches and of which layers see multiples."""
         if items < 2:  # not known, or of items that are batches
             return self.rows
@@ -332,6 +347,12 @@ class _Record:
             )
         if self.nonfinite:
             yield f"{self.op}: {self.nonfinite} of {self.seen} batches were left out: NaN or infinity"
+        if self.likelier:
+            yield (
+                f"{self.op}: M is taken as {bank.batch_size}, the first size of the input, but layers see "
+                f"multiples of {self.likelier}; if those are the rows, give a DataLoader of that "
+                "batch_size before a sampler rescales to another"
+            )
         if source.dataset_size is not None and 10 * bank.batch_size > bank.dataset_size:
             yield (
                 f"{self.op}: the batches have {bank.batch_size} rows, more than a tenth of the data's "
@@ -342,30 +363,6 @@ class _Record:
 
 def _commonest(sizes: Sequence[int]) -> int:
     return Counter(sizes).most_common(1)[0][0]
-
-
-def _other_sizes(inputs) -> list[int]:
-    """What may be the rows too: the second size of the first tensor, or 0, and the first size of
-    each; of those that have sizes, which nested ones have not."""
-    shapes = [t.shape for t in tensors(inputs) if t.dim() > 0 and not t.is_nested]
-    second = shapes[0][1] if shapes and len(shapes[0]) > 1 else 0
-    return [second, *(shape[0] for shape in shapes)]
-
-
-def _first_list(inputs) -> list:
-    """The first argument of a model where that is a list, else an empty one."""
-    if isinstance(inputs, Mapping):
-        inputs = tuple(inputs.values())
-    listed = isinstance(inputs, tuple) and isinstance(inputs[0], list)
-    return inputs[0] if listed else []
-
-
-def _are_images(entries: list) -> bool:
-    """Whether they are images (C, H, W), as detectors take them, of at most four channels: not
-    the parts of an input, of which each has all rows."""
-    shapes = [t.shape if isinstance(t, Tensor) else () for t in entries]
-    same = len({shape[:1] for shape in shapes}) == 1
-    return same and all(len(shape) == 3 and shape[0] <= 4 for shape in shapes)
 
 
 _IN_ORDER = (

@@ -114,6 +114,30 @@ def num_rows(op: str, inputs) -> int:
     return first.shape[0]
 
 
+def other_sizes(inputs) -> list[int]:
+    """What may be the rows too: the second size of the first tensor, or 0, and the first size of
+    each; of those that have sizes, which nested ones have not."""
+    shapes = [t.shape for t in tensors(inputs) if t.dim() > 0 and not t.is_nested]
+    second = shapes[0][1] if shapes and len(shapes[0]) > 1 else 0
+    return [second, *(shape[0] for shape in shapes)]
+
+
+def first_list(inputs) -> list:
+    """The first argument of a model where that is a list, else an empty one."""
+    if isinstance(inputs, Mapping):
+        inputs = tuple(inputs.values())
+    listed = isinstance(inputs, tuple) and isinstance(inputs[0], list)
+    return inputs[0] if listed else []
+
+
+def are_images(entries: list) -> bool:
+    """Whether they are images (C, H, W), as detectors take them, of at most four channels: not
+    the parts of an input, of which each has all rows."""
+    shapes = [t.shape if isinstance(t, Tensor) else () for t in entries]
+    same = len({shape[:1] for shape in shapes}) == 1
+    return same and all(len(shape) == 3 and shape[0] <= 4 for shape in shapes)
+
+
 def map_tensors(inputs, fn: Callable[[Tensor], Tensor]):
     """The input with fn of each of its tensors, in the order of `tensors`;
     one in several places stays one."""
@@ -178,9 +202,8 @@ def copied(inputs):
 
 
 def move(inputs, device: torch.device):
-    """The input with its tensors on `device`."""
-    waits = device.type == "cpu"  # or its values would be read before they are there
-    return map_tensors(inputs, lambda t: t.to(device, non_blocking=not waits))
+    """The input with its tensors on `device`, copied: a loader may fill its own again."""
+    return map_tensors(inputs, lambda t: t.to(device))
 
 
 def call(model: nn.Module, inputs):

@@ -11,13 +11,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .contents import memory_of
 from .inputs import has_rows, tensors
 from .passes import DoesNotFold, begun_pass
 from .untraced import uncompiled
 
 _aten = torch.ops.aten
-_MASKS = {torch.bool, torch.uint8}
+MASKS = {torch.bool, torch.uint8}
 # These reach no dispatcher.
 _ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 # What asks how many rows there are, which is a value where values have chosen them.
@@ -38,8 +37,6 @@ _UNWRITTEN = {
     *(_aten.new_empty, _aten.new_empty_strided),
 }
 
-# On CUDA these end the process if truth values do not suit.
-_TRUTHFUL = {_aten.masked_scatter, _aten.masked_scatter_, _aten._assert_async}
 # Given infinities these end the process: the library behind them does.
 _FINITE = {_aten.linalg_eig, _aten.linalg_eigvals, _aten._linalg_eigvals}
 
@@ -67,8 +64,6 @@ class Reads:
     Attributes:
         found: what of values is read, in words; empty where nothing is.
         casts: whether floating-point values of rows became integers, which may be indices.
-        counts: whether truth values of rows did, as where a mask gives positions, or decide what
-            ends the process on CUDA; not where numbers of rows that they choose are used as such.
         draws: whether random numbers were drawn by operations of torch.
         finite: whether operations must not be given infinities.
         largest: bytes of the largest activation since a stochastic layer was called.
@@ -82,16 +77,15 @@ class Reads:
         given = [t for t in tensors(inputs) if has_rows(t, num_rows)]
         self.constants = (own | shared) - {storage_of(t) for t in given} - {None}
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
-        self.numbers: set = set()  # memory of the numbers of rows that truth values choose
         self.num_rows = num_rows
         self.found = ""
-        self.casts = self.counts = self.draws = self.finite = False
+        self.casts = self.draws = self.finite = False
         self.selections = 0  # how often values of rows have chosen rows
         self.largest, self.apart = 0, False
         self.before = sum([_held_bytes(t) for t in given])
 
     def __enter__(self) -> None:
-        self._watching = _watched(_Arrays(self), _Scalars(self))
+        self._watching = watched(_Arrays(self), _Scalars(self))
         self._watching.__enter__()
 
     def __exit__(self, *error) -> None:
@@ -103,27 +97,16 @@ class Reads:
 
     def look_at_operation(self, func, args: tuple, kwargs: dict, result) -> None:
         """Notes what an operation on rows makes of their values."""
-        if _makes_integers(func, args, kwargs):
-            self.casts |= not self.constant(args)
-        self.counts = self.counts or self._counts(func, (args, kwargs), result)
+        place = _cast(func, args, kwargs)
+        if place is not None:
+            self.casts |= not self.constant(args[place])
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.finite |= func.overloadpacket in _FINITE
         if torch.Tag.dynamic_output_shape in func.tags:
             given = (args, kwargs)
             if func is _aten.index.Tensor:  # integers that index have as many rows as before
-                given = [t for t in tensors((args[1:], kwargs)) if t.dtype in _MASKS]
+                given = [t for t in tensors((args[1:], kwargs)) if t.dtype in MASKS]
             self.selections += not self.constant(given)
-
-    def _counts(self, func, given: tuple, result) -> bool:
-        """Whether it makes integers of truth values, or of the numbers of rows that these choose."""
-        made = [t for t in tensors(result) if _is_integer(t.dtype)]
-        picked = any(memory_of(t) in self.numbers for t in tensors(given))
-        if func is _aten.nonzero.default or (picked and func.is_view):
-            self.numbers |= {memory_of(t) for t in made}
-            return False
-        if not made and func.overloadpacket not in _TRUTHFUL:
-            return False
-        return picked or not self.constant([t for t in tensors(given) if t.dtype == torch.bool])
 
     def follow(self, func, args: tuple, kwargs: dict, result) -> None:
         """What an operation makes of constants, or of no tensor, is one; what it writes another
@@ -180,7 +163,7 @@ class Ranges:
 
     def __enter__(self) -> None:
         self.place = 0
-        self._watching = _watched(nullcontext(), _Integers(self))
+        self._watching = watched(nullcontext(), _Integers(self))
         self._watching.__enter__()
 
     def __exit__(self, *error) -> None:
@@ -208,7 +191,8 @@ def held_ranges(casts: bool):
 
 
 @contextmanager
-def _watched(functions, operations):
+def watched(functions, operations):
+    """Both modes, with operations as they are under gradients."""
     gradients = torch.is_grad_enabled()
     with (
         uncompiled(),
@@ -220,14 +204,19 @@ def _watched(functions, operations):
         yield
 
 
-def _makes_integers(func, args: tuple, kwargs: dict) -> bool:
-    if func is not _aten._to_copy.default or not isinstance(args[0], Tensor):  # a number, in vmap
-        return False
-    dtype = kwargs.get("dtype")
-    return dtype is not None and args[0].is_floating_point() and _is_integer(dtype)
+def _cast(func, args: tuple, kwargs: dict) -> int | None:
+    """Which argument has floating-point values that become integers."""
+    if func is _aten._to_copy.default:
+        place, dtype = 0, kwargs.get("dtype")
+    elif func is _aten.copy_.default:
+        place, dtype = 1, args[0].dtype
+    else:
+        return None
+    floats = isinstance(args[place], Tensor) and args[place].is_floating_point()  # in vmap a number
+    return place if floats and dtype is not None and is_integer(dtype) else None
 
 
-def _is_integer(dtype: torch.dtype) -> bool:
+def is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
@@ -285,8 +274,9 @@ class _Integers(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self.ranges.over and _makes_integers(func, args, kwargs) and args[0].numel():
-            args = (self.ranges.within(args[0]), *args[1:])
+        place = None if self.ranges.over else _cast(func, args, kwargs)
+        if place is not None and args[place].numel():
+            args = (*args[:place], self.ranges.within(args[place]), *args[place + 1 :])
         return func(*args, **kwargs)
 
 

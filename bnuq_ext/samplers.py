@@ -18,6 +18,7 @@ from .moments import Rescaling, fit
 from .ops import new_seed, philox_normal, snapshot_indices
 from .ops.batch_norm import fitted_statistics
 from .ops.checks import check_integer, check_key_range, check_one_of, refuse
+from .ops.modes import is_captured
 from .ops.philox import new_key
 from .restore import without_gradients
 from .warn import warn
@@ -79,6 +80,24 @@ class Sampler(Protocol):
     def draw(self, key: int, first_replica: int, num_samples: int) -> Draw: ...
 
 
+class _Latest:
+    """What a sampler has made last, for calls that take gradients too; in a CUDA graph nothing: its
+    memory is the graph's own, and a graph needs what it reads for as long as it is replayed."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.made = device, (None, None)
+
+    def get(self, make: Callable, *asked: int):
+        if is_captured(self.device):
+            return make(*asked)
+        known, value = self.made
+        if known != asked:
+            with without_gradients():
+                value = make(*asked)
+            self.made = asked, value
+        return value
+
+
 class BankSampler:
     """`bank`: stored snapshots (MCBN, Teye et al. 2018, with stored statistics).
 
@@ -89,18 +108,15 @@ class BankSampler:
     def __init__(self, bank: Bank, device: torch.device):
         self.num_snapshots, self.device = len(bank), device
         self.tables = bank.on(device)
-        self._last = (None, None)
+        self._latest = _Latest(device)
 
     def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
-        asked = (key, first_replica, num_samples)
-        known, draw = self._last
-        if known != asked:
-            with without_gradients():  # it is kept for calls that take them
-                seed = new_seed(key, first_replica, self.device)
-                snapshot = snapshot_indices(seed, self.num_snapshots, num_samples)
-            draw = Draw(num_samples, seed, snapshot, self.tables)
-            self._last = (asked, draw)
-        return draw
+        return self._latest.get(self._draw, key, first_replica, num_samples)
+
+    def _draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
+        seed = new_seed(key, first_replica, self.device)
+        snapshot = snapshot_indices(seed, self.num_snapshots, num_samples)
+        return Draw(num_samples, seed, snapshot, self.tables)
 
 
 class WeightSampler:
@@ -150,25 +166,19 @@ class JointSampler:
                 fitted.spread > 0,
                 mean.dtype,
             )
-        self._last = (None, None)
+        self._latest = _Latest(device)  # the loop asks for the same block sixteen times
 
     def draw(self, key: int, first_replica: int, num_samples: int) -> Draw:
         first, last = first_replica // _BLOCK, (first_replica + num_samples - 1) // _BLOCK
-        blocks = [self._block(key, block) for block in range(first, last + 1)]
+        blocks = [self._latest.get(self._block, key, block) for block in range(first, last + 1)]
         tables = blocks[0] if len(blocks) == 1 else {n: _joined(blocks, n) for n in self.parts}
         snapshot = torch.arange(num_samples, device=self.device) + (first_replica - first * _BLOCK)
         return Draw(num_samples, new_seed(key, first_replica, self.device), snapshot, tables)
 
     def _block(self, key: int, block: int) -> dict[str, Statistics]:
-        # The loop asks for the same block sixteen times.
-        known, tables = self._last
-        if known != (key, block):
-            with without_gradients():
-                seed = new_seed(key, block * _BLOCK, self.device)
-                z = philox_normal(seed, 0, (_BLOCK, self.num_snapshots), tag="joint").double()
-                tables = {name: _joint_statistics(z, *part) for name, part in self.parts.items()}
-            self._last = ((key, block), tables)
-        return tables
+        seed = new_seed(key, block * _BLOCK, self.device)
+        z = philox_normal(seed, 0, (_BLOCK, self.num_snapshots), tag="joint").double()
+        return {name: _joint_statistics(z, *part) for name, part in self.parts.items()}
 
 
 def _joined(blocks: list[dict[str, Statistics]], name: str) -> Statistics:

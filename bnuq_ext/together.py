@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .forward import Forward
 from .known import Known
+from .ops.modes import is_captured
 from .passes import DoesNotFold, Undecided
 from .proof.folding import AT_ONCE, CHANGES, LOOP, Plan
 from .proof.standing import DrawsNumbers, StandingFolding
@@ -29,6 +30,8 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     that is done with nothing dropped and a wider posterior; a model that draws other random numbers
     takes them one after another.
     """
+    if is_captured(draw.seed.device):  # nothing can be compared
+        return None
     folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
     if _skips_proof(forward.known, folding):
         return None

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from zoo import Wrapped
 
 import bnuq_ext as bnuq
@@ -229,6 +230,60 @@ def test_indices_are_no_rows(indices):
     x = torch.randn(N, 3, 4)
     assert is_stochastic_chain(modules_of(model), x) != indices
     assert not is_stochastic_chain(modules_of(model), x[..., 0])
+
+
+class Scaled(torch.Tensor):
+    """Weights whose product rounds all rows by one scale, as quantised ones may."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            x, scale = args[0], args[0].abs().max() / 7
+            return func((x / scale).round() * scale, args[1].as_subclass(torch.Tensor), *args[2:])
+
+
+class ScaledProducts(TorchFunctionMode):
+    """The same of all products inside."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            x, scale = args[0], args[0].abs().max() / 7
+            args = (x / scale).round() * scale, *args[1:]
+        return func(*args, **(kwargs or {}))
+
+
+def assert_goes_as_the_loop(model, x):
+    pred, loop = predicted(model, x), predicted(model, x, strategy="loop")
+    torch.testing.assert_close(pred.samples, loop.samples, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="for a model that does not fold"):
+        predicted(model, x, strategy="folded")
+
+
+def test_weights_that_are_tensors_of_their_own_kind():
+    model, x = prepared("MLP")
+    for layer in (model[0], model[3]):
+        weight = layer.weight.detach().as_subclass(Scaled)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    assert_goes_as_the_loop(model, x)
+    assert is_stochastic_chain(modules_of(prepared("MLP")[0]), x)
+    assert not is_stochastic_chain(modules_of(prepared("MLP")[0]), x.as_subclass(Scaled))
+
+
+def test_functions_that_are_others_meanwhile():
+    model, x = prepared("MLP")
+    with ScaledProducts():
+        assert_goes_as_the_loop(model, x)
+    with torch.device("cpu"):
+        assert is_stochastic_chain(modules_of(model), x)
+
+
+def test_a_forward_that_a_class_is_given(monkeypatch):
+    model, x = prepared("MLP")
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x - x.mean(0)))
+    assert_goes_as_the_loop(model, x)
 
 
 def test_hooks_of_all_modules_and_odd_inputs():

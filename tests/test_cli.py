@@ -147,6 +147,8 @@ def test_bbb_and_reproduce_hand_on_their_arguments(monkeypatch):
             ["reproduce", "toy", "--data-root", "/none"],
             "bnuq: reproduce: --data-root must be a folder of data sets, got /none\n",
         ),
+        (["reproduce", "toy", "--data-root", ""], "bnuq: reproduce: --data-root must not be empty"),
+        (["bbb", "--data-root", ""], "bnuq: bbb: --data-root must not be empty, got ''\n"),
         (["reproduce", "cifar"], "bnuq: cifar: --data-root must hold the folder cifar10 "),
         (["reproduce", "none"], "bnuq: reproduce: name must be one of batch-size, "),
     ],

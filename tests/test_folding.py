@@ -79,6 +79,7 @@ def test_coupled_rows(cls, rows):
             assert used == FOLDS[cls]
 
 
+@pytest.mark.filterwarnings("ignore:collect. M is taken as 6, the first size")
 @pytest.mark.parametrize("cls", VIDEO)
 @pytest.mark.parametrize("clips", [1, 4, 5])
 def test_frames_as_rows_with_as_many_frames_as_replicas(cls, clips):

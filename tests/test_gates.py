@@ -10,7 +10,6 @@ from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext.passes import Undecided
-from bnuq_ext.proof import probe
 from bnuq_ext.proof.gates import Gates
 from bnuq_ext.reads import Reads
 
@@ -136,32 +135,6 @@ def test_what_cannot_be_turned_together_is_turned_by_itself(meet):
     model = tried(edit)
     assert_goes_as_the_loop(model, ROWS[:12], far(ROWS[:12]))
     assert way(model) == ("loop" if meet else "expanded")
-
-
-@pytest.mark.parametrize("checks", [True, False])
-def test_what_may_become_indices_is_turned_on_the_cpu_alone(monkeypatch, checks):
-    """On CUDA one out of range ends the process."""
-
-    class Chosen(Norms):
-        def forward(self, x):
-            h = self.first(x)
-            columns.append((x[:, :1] > 20).long())
-            return self.head(self.second(h + h.gather(1, columns[-1])))
-
-    columns: list = []
-    model = collected(bnuq.convert(Chosen().eval()), ROWS)
-    monkeypatch.setattr(probe, "_checks_indices", lambda t: checks)
-    assert_goes_as_the_loop(model, ROWS[:12])
-    assert way(model) == "expanded"
-    assert any(column.any() for column in columns) is checks
-
-
-@pytest.mark.usefixtures("by_values_alone")
-def test_numbers_of_chosen_rows_are_there_on_any_device(monkeypatch):
-    monkeypatch.setattr(probe, "_checks_indices", lambda t: False)
-    model = tried(filled(PICKS["nonzero"]))
-    assert_goes_as_the_loop(model, ROWS[:12], with_missing(ROWS[:12]))
-    assert way(model) == "expanded"
 
 
 def test_what_is_found_and_turned():

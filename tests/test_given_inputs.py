@@ -264,6 +264,7 @@ def test_pairs_of_a_data_set_become_a_list_in_its_loader():
             bnuq.predict(model, [[[images, images], y]], **options)
 
 
+@pytest.mark.filterwarnings("ignore:collect. M is taken as 56, the first size")
 def test_a_packed_sequence_is_one_argument():
     class Recurrent(nn.Module):
         def __init__(self):

@@ -103,16 +103,24 @@ def test_a_graph_draws_afresh_at_every_replay(N):
         torch.testing.assert_close(y, expected)
 
 
+class Scaled(nn.Sequential):
+    """No chain, so that several samples go together only after a trial."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's own: gradients are first made on another stream
 @pytest.mark.parametrize("prior", [None, ScaleMixturePrior(0.5, 1.0, 0.1)], ids=["normal", "mix"])
-def test_a_graph_of_a_training_step_draws_afresh_at_every_replay(prior):
+@pytest.mark.parametrize("kind, num_samples", [(nn.Sequential, 1), (nn.Sequential, 3), (Scaled, 3)])
+def test_a_graph_of_a_training_step_draws_afresh_at_every_replay(prior, kind, num_samples):
     options = {"rho_init": -1.0, "device": "cuda"} | ({"prior": prior} if prior else {})
-    model = nn.Sequential(BayesLinear(64, 48, **options), nn.ReLU(), BayesLinear(48, 10, **options))
+    model = kind(BayesLinear(64, 48, **options), nn.ReLU(), BayesLinear(48, 10, **options))
     x, y = made(32, 64), torch.zeros(32, dtype=torch.long, device="cuda")
 
     def step():
         model.zero_grad()
-        loss = elbo_loss(model, x, y, batch_weight=0.1).loss
+        loss = elbo_loss(model, x, y, num_samples=num_samples, batch_weight=0.1).loss
         loss.backward()
         return loss
 

@@ -96,9 +96,9 @@ def test_all_that_a_step_prints_is_kept(tmp_path, scratch):
     assert all((scratch / "logs" / name).read_text() == whole for name in names)
     bad, good = result["steps"].values()
     assert (gpu.ROOT / bad["log"]).samefile(scratch / "logs" / names[0]) and "log" not in good
-    assert f"Output of a/b[c-(1], all of which is in {bad['log']}:" in gpu_report.stage_lines(
-        result
-    )
+    shown = gpu_report.stage_lines(result)
+    assert f"Output of a/b[c-(1], all of which is in {bad['log']}:" in shown
+    assert bad["output"] == whole.strip() and "39" in shown and "14" not in shown
 
 
 def test_steps_by_name_and_the_others_later(tmp_path):
@@ -196,6 +196,22 @@ def test_bench_steps_are_files_or_cases(tmp_path, monkeypatch):
     names += ["bench_linear.py::test_grid", "bench_models.py::test_it[cpu]"]
     assert [s.name for s in steps] == names
     assert steps[0].env == {"BNUQ_BENCH": "short"}
+
+
+def test_what_has_been_timed_is_there_while_a_stage_runs(tmp_path, monkeypatch):
+    raw, records = tmp_path / "raw", tmp_path / gpu_report.RECORDS
+    raw.mkdir()
+    monkeypatch.setattr(gpu, "timings", lambda env: raw)
+    timed = {"benchmarks": [{"fullname": "first", "extra_info": {"case": "a", "ours_ms": 2.0}}]}
+    writes = f"open({str(raw / 'a.json')!r}, 'w').write({json.dumps(timed)!r})"
+    looks = f"assert 'first' in open({str(records)!r}).read()"
+    steps = [step("first", writes), step("second", looks)]
+    result = gpu.run_stage("bench", lambda: steps, tmp_path, ENV, passing_build)
+    assert {name: its["status"] for name, its in result["steps"].items()} == {
+        "first": "passed",
+        "second": "passed",
+    }
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_bench_step_tells_why_all_its_cases_fail(tmp_path, monkeypatch):

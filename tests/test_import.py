@@ -103,6 +103,25 @@ def test_build_refuses_an_unknown_choice():
 
 
 @from_source
+def test_gpus_that_the_kernels_do_not_run_on_are_left_out():
+    """Of a list that names others too; of one that names no others the build is refused."""
+    code = (
+        "import os, runpy, sys\n"
+        "sys.argv = ['setup.py', '--version']\n"
+        "gencode = runpy.run_path('setup.py')['gencode']\n"
+        "for archs in ('7.5;8.6 9.0+PTX', '7.0;7.5+PTX'):\n"
+        "    os.environ['TORCH_CUDA_ARCH_LIST'] = archs\n"
+        "    print(gencode())\n"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and "not built for 7.5: the kernels need 8.0" in result.stderr
+    codes = ["arch=compute_86,code=sm_86", "arch=compute_90,code=[sm_90,compute_90]"]
+    assert eval(result.stdout.splitlines()[-1])[1::2] == codes
+    assert "TORCH_CUDA_ARCH_LIST must name 8.0 or newer, got 7.0;7.5+PTX" in result.stderr
+
+
+@from_source
 @pytest.mark.parametrize("place", ["of the user", "of the base", "none"])
 def test_the_build_finds_torch_where_the_interpreter_would(place, tmp_path):
     """In pip's isolated build, which hides site-packages."""

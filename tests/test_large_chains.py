@@ -27,20 +27,6 @@ def test_ordinary_linear(size, bias):
         linear(torch.randn(2, I + 1), weight, bias)
 
 
-class Tagged(torch.Tensor):
-    """A weight of another class, whose products are its own."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        y = super().__torch_function__(func, types, args, kwargs or {})
-        return y.as_subclass(torch.Tensor) + 1.0 if func is nn.functional.linear else y
-
-
-def tagged(layer):
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Tagged))
-    return layer
-
-
 def transposed(layer):
     layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
     return layer
@@ -51,7 +37,6 @@ LAYERS = {
     "wide": lambda: mlp(nn.Linear(99, 65), nn.BatchNorm1d(65), nn.Linear(65, 99), width=99),
     "no bias": lambda: mlp(nn.Linear(9, 9, bias=False), nn.BatchNorm1d(9)),
     "a transpose": lambda: mlp(transposed(nn.Linear(9, 9)), nn.BatchNorm1d(9)),
-    "another tensor": lambda: mlp(tagged(nn.Linear(9, 9)), nn.BatchNorm1d(9)),
 }
 
 

@@ -118,6 +118,11 @@ def test_rejects():
             "evaluate: pred must be a Prediction, got Tensor",
         ),
         (
+            lambda: metrics.evaluate(categorical, torch.tensor([0, 4, 1])),
+            ValueError,
+            "evaluate: y must lie in [0, 4), got [0, 4]",
+        ),
+        (
             lambda: metrics.evaluate(gaussian, [0.0]),
             TypeError,
             "evaluate: y must be a tensor, got list",
@@ -135,7 +140,7 @@ def test_rejects():
         (
             lambda: metrics.evaluate(categorical, torch.zeros(3)),
             TypeError,
-            "accuracy: y must be a tensor of integer labels, got torch.float32",
+            "evaluate: y must be a tensor of integer labels, got torch.float32",
         ),
     ):
         with pytest.raises(error) as caught:

@@ -81,6 +81,9 @@ def test_signal_to_noise():
         np.testing.assert_allclose([line.get_xdata()[0] for line in lines], [1, 10**0.5], rtol=1e-6)
     assert texts(lower.get_legend()) == ["50% below 1", "75% below 3.16"]
     assert plots.signal_to_noise(snr, cuts=()).get_legend() is None
+    assert texts(plots.signal_to_noise(snr, cuts=[0.125]).get_legend()) == ["12.5% below 0.178"]
+    with pytest.raises(ValueError, match="signal_to_noise: snr must not be negative, got -0.5"):
+        plots.signal_to_noise([2.0, -0.5])
     # Ratios of 0 have no logarithm; they stay in the count.
     zeros = plots.signal_to_noise(np.array([0.0] * 5 + [1.0] * 5)).figure.axes[1].patches[0]
     np.testing.assert_allclose(zeros.get_data().values[[0, -1]], 50)

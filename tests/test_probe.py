@@ -6,9 +6,8 @@ from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext.passes import DoesNotFold
-from bnuq_ext.proof import probe
 from bnuq_ext.proof.agreement import _outlie, check_equal
-from bnuq_ext.proof.probe import _flipped, _stretched, probe_inputs
+from bnuq_ext.proof.probe import _stretched, probe_inputs
 
 D, K = 5, 3
 
@@ -84,47 +83,6 @@ def test_integers_are_made_of_the_rows_own(values):
     assert halves == [expected, [i + values // 2 for i in expected]]
     assert not probe_inputs("test", torch.arange(6).view(3, 2))[1]
     assert not probe_inputs("test", y)[1]
-
-
-def test_no_integers_are_made_up_on_another_device_than_the_cpu():
-    """There an index too large is no exception, but the end of the process."""
-    for x in (torch.tensor([[3, 1, 4]]), torch.tensor([[3.0, 1.0, 4.0]])):
-        assert all(not torch.equal(made, x) for [made] in (*_stretched([x]), *_flipped([x])))
-    x = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    assert all(made is x for [made] in (*_stretched([x]), *_flipped([x])))
-
-
-class Neighbours(nn.Module):
-    """A graph convolution over edges (2, E)."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Linear(D, D), nn.BatchNorm1d(D)
-        self.head = nn.Linear(D, K)
-
-    def forward(self, x, edges):
-        h = self.norm(self.first(x))
-        return self.head(h.index_add(0, edges[1], h[edges[0]]))
-
-
-def test_rows_are_not_cut_from_under_a_graph_on_a_gpu(monkeypatch):
-    """An index beyond the rows ends the process there."""
-    monkeypatch.setattr(probe, "_checks_indices", lambda t: False)
-    torch.manual_seed(0)
-    model = bnuq.convert(Neighbours())
-    graphs = [(torch.randn(n, D), torch.randint(n, (2, 3 * n))) for n in (9, 20, 20, 20)]
-    bnuq.collect(model, graphs[1:], 3, input_fn=lambda graph: graph, progress=False)
-    seen = []
-    model.register_forward_pre_hook(lambda module, args: seen.append(args))
-    expected = samples(model, graphs[0], "loop")
-    torch.testing.assert_close(samples(model, graphs[0], "auto"), expected)
-    assert all(edges.max() < len(x) for x, edges in seen)
-    refusal = "integers in the input may be numbers of rows, of which a trial has three"
-    with pytest.raises(ValueError, match=refusal):
-        samples(model, graphs[0], "folded")
-    small = torch.tensor([[0, 1], [2, 0]]), torch.tensor([[0, 25], [2, 0]])
-    for edges in small:  # none, or none of these rows
-        probe_inputs("test", (graphs[0][0], edges))
 
 
 def test_a_row_far_out_lies_among_small_ones():

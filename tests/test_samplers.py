@@ -39,6 +39,31 @@ def test_what_a_sampler_keeps_stays_on_its_stream(monkeypatch):
     assert first is not second and again == [first, second]
 
 
+@pytest.mark.parametrize("name", ["bank", "joint"])
+def test_a_cuda_graph_is_given_draws_of_its_own(name, monkeypatch):
+    """Of its memory nothing may be kept, nor may it read what is kept and will be freed."""
+
+    def drawn():
+        return made.draw(7, 0, 3)
+
+    made = sampler(name, random_bank())
+    before = drawn()
+    with monkeypatch.context() as capturing:
+        capturing.setattr("bnuq_ext.samplers.is_captured", lambda device: True)
+        of_a_graph, of_another = drawn(), drawn()
+    after = drawn()
+    tables = [
+        next(iter(draw.tables.values())).mean for draw in (before, of_a_graph, of_another, after)
+    ]
+    assert all(torch.equal(table, tables[0]) for table in tables)
+    what = (
+        [draw.snapshot for draw in (before, of_a_graph, of_another, after)]
+        if name == "bank"
+        else tables
+    )
+    assert what[3] is what[0] and len({id(t) for t in what}) == 3
+
+
 def test_batch_draws_one_batch_a_replica():
     assert sampler("batch", random_bank()).draw(7, 5, 3).snapshot.tolist() == [5, 6, 7]
 

@@ -6,7 +6,19 @@ import copy
 import pytest
 import torch
 from torch import nn
-from training import Net, T, assert_right, data, loop, step
+from training import (
+    N,
+    Net,
+    Residual,
+    T,
+    assert_right,
+    counted,
+    data,
+    gradients,
+    loop,
+    step,
+    ways_after,
+)
 
 import bnuq_ext as bnuq
 
@@ -96,3 +108,15 @@ def test_replicas_refuse_rows_that_meet_while_the_model_changes(keep):
             with bnuq.replicas(model, T, seed):
                 model(x)
     assert not model.middle.average.any()
+
+
+def test_a_cuda_graph_has_them_one_after_another(monkeypatch):
+    """While it is made no value can be read; what has been proven before stands afterwards."""
+    model = Net(middle=Residual())
+    assert ways_after(model, 0) == {"folded"}
+    rows = counted(model)
+    with monkeypatch.context() as capturing:
+        capturing.setattr("bnuq_ext.together.is_captured", lambda device: True)
+        gradients(model, 1)
+    assert rows == [N] * T
+    assert ways_after(model, 2) == {"folded"}

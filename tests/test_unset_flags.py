@@ -9,7 +9,7 @@ from test_folding import samples, way
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.proof import probe
+from bnuq_ext.proof.probe import varied_probes
 
 FLAGS = {
     "bool": torch.zeros(12, 1, dtype=torch.bool),
@@ -152,7 +152,7 @@ OTHERS = [torch.bool, torch.uint8, torch.int32, torch.uint16, torch.bfloat16, to
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
 def test_columns_of_two_values_change_them_and_of_one_get_another(dtype):
     rows = torch.tensor([[0, 1, 0, 3, 2], [1, 0, 0, 3, 1], [0, 1, 0, 3, 0]]).to(dtype)
-    (made,) = probe.varied_probes(rows, False)
+    (made,) = varied_probes(rows)
     if dtype == torch.bool:
         assert made.int().tolist() == [[1, 0, 1, 1, 0], [0, 1, 0, 1, 0], [1, 0, 0, 0, 1]]
     else:
@@ -160,7 +160,7 @@ def test_columns_of_two_values_change_them_and_of_one_get_another(dtype):
 
 
 def test_columns_of_three_values_stay_as_they_are():
-    assert list(probe.varied_probes(torch.arange(9).view(3, 3), False)) == []
+    assert list(varied_probes(torch.arange(9).view(3, 3))) == []
 
 
 @pytest.mark.usefixtures("by_values_alone")
@@ -177,34 +177,6 @@ def test_each_of_several_flags_is_set(column):
     model = collected(bnuq.convert(Chosen(unset[0, column].item()).eval()), (x, unset))
     assert_goes_as_the_loop(model, (x, unset), (x, some))
     assert way(model) == "loop"
-
-
-def test_what_may_become_indices_is_left_on_another_device_than_the_cpu(monkeypatch):
-    monkeypatch.setattr(probe, "_checks_indices", lambda t: False)
-    given = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
-    changed = {
-        counts: [
-            {i for i, (a, b) in enumerate(zip(given, made, strict=True)) if not torch.equal(a, b)}
-            for made in probe.varied_probes(given, counts)
-        ]
-        for counts in (False, True)
-    }
-    assert changed == {False: [{0, 2}, {0}, {2}], True: []}
-
-
-def test_a_mask_that_gives_positions_is_left_on_another_device_than_the_cpu(monkeypatch):
-    class Positions(Padded):
-        def forward(self, x, padding):
-            places.append((~padding).cumsum(1) - 1)
-            return super().forward(x, padding)
-
-    places, x, none = [], ROWS[:12], torch.zeros(12, 5, dtype=torch.bool)
-    model = collected(bnuq.convert(Positions().eval()), (x, none))
-    for checks, least in ((True, -1), (False, 0)):
-        monkeypatch.setattr(probe, "_checks_indices", lambda t, checks=checks: checks)
-        places.clear()
-        samples(copy.deepcopy(model), (x, none))
-        assert min(place.min().item() for place in places) == least
 
 
 @pytest.mark.usefixtures("by_values_alone")

@@ -34,7 +34,7 @@ from .. import (
     kl_weight,
     predict,
 )
-from ..data.parts import check_classes
+from ..data.parts import as_path, check_classes
 from ..ops.checks import check_one_of, refuse
 from ..progress import progress_bar
 from ..vi import SCHEMES
@@ -120,7 +120,7 @@ def load_data(root, scaling: str) -> data.Split:
     if root is None:
         split = data.digits(num_train=1200, num_validation=297)
     else:
-        folder = Path(root) / "mnist"
+        folder = as_path("bbb", "data_root", root) / "mnist"
         split = data.mnist(folder if folder.is_dir() else root)
     check_classes("bbb", split, CLASSES)
     scale = SCALINGS[scaling]

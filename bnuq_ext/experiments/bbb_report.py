@@ -56,8 +56,8 @@ def pruned_errors(
 
 
 def summarise(state: State, split: data.Split, settings: Settings) -> dict:
-    """Of one prior: the epoch with the least validation error, its errors, the mean times,
-    the pruned errors."""
+    """Of one prior: the epoch with the least validation error, its errors, the median
+    times, the pruned errors."""
     log, best = state.log, state.log[state.best_epoch - 1]
     return {
         "epochs": len(log),

@@ -162,7 +162,9 @@ def mutual_information(probs: Tensor, *, reduction: str = "mean") -> Tensor:
     """
     probs = take_replicas("mutual_information", probs)
     mean = probs[0] + (probs - probs[0]).mean(0)
-    divergence = (torch.xlogy(probs, probs) - torch.xlogy(probs, mean)).sum(2).mean(0)
+    positive = probs > 0  # the gradient of 0 log 0 would be nan
+    own, shared = (torch.where(positive, p, 1.0) for p in (probs, mean))
+    divergence = (torch.xlogy(probs, own) - torch.xlogy(probs, shared)).sum(2).mean(0)
     return reduce("mutual_information", divergence, reduction)
 
 

@@ -37,6 +37,7 @@ def evaluate(pred: Prediction, y: Tensor) -> dict[str, float]:
 
 
 def _categorical(pred: Prediction, y: Tensor) -> dict[str, float]:
+    y = take_labels("evaluate", y, pred.mean)
     scores = {"accuracy": accuracy(pred.mean, y)}
     kept = pred.samples is not None
     scores["nll"] = _nll_of_logits(pred.samples, y) if kept else nll(pred.mean, y)
@@ -47,7 +48,7 @@ def _categorical(pred: Prediction, y: Tensor) -> dict[str, float]:
 
 
 def _nll_of_logits(samples: Tensor, y: Tensor) -> Tensor:
-    log_p = label_log_probs(samples, take_labels("evaluate", y, samples[0]))
+    log_p = label_log_probs(samples, y)
     return (math.log(len(samples)) - log_p.logsumexp(0)).mean()
 
 

@@ -166,6 +166,8 @@ def check_fraction_value(op: str, name: str, value) -> None:
 def check_path(op: str, name: str, value) -> None:
     if not isinstance(value, (str, os.PathLike)):
         refuse(op, name, "be a str or an os.PathLike", type(value).__name__, TypeError)
+    if not os.fspath(value):  # which would be the current folder
+        refuse(op, name, "not be empty", repr(value))
 
 
 def check_callable(op: str, name: str, value) -> None:

@@ -19,6 +19,14 @@ def has_values(tensor: Tensor) -> bool:
     return is_eager() and not isinstance(tensor, FakeTensor)
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being made of what is computed: it waits for no value, and what it
+    makes is there only once it is replayed."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
 def mark_written(*tensors: Tensor) -> None:
     """Tells autograd that an op has written into tensors: a backward that kept one then says so,
     as torch's do."""

@@ -125,8 +125,8 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     """Histogram of the weights' signal-to-noise ratios over their distribution function.
 
     Args:
-        snr: (W,) |mu| / sigma, finite; the least thousandth may lie below the first bin and is
-            counted in it, as the plot then says.
+        snr: (W,) |mu| / sigma, finite, not negative; the least thousandth may lie below the first
+            bin and is counted in it, as the plot then says.
         cuts: fractions of the weights; the ratio below which each lies is marked in both.
         num_bins: of equal width in the logarithm of the ratio.
         ax: where to draw.
@@ -135,6 +135,8 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
         Axes of the distribution function; above it in the figure are those labelled "histogram".
     """
     snr = np.sort(take_finite("signal_to_noise", "snr", snr))
+    if snr[0] < 0:
+        refuse("signal_to_noise", "snr", "not be negative", snr[0])
     if not snr[-1] > 0:
         refuse("signal_to_noise", "snr", "have a positive value", snr[-1])
     cuts = take_numbers("signal_to_noise", "cuts", cuts).reshape(-1)
@@ -148,7 +150,9 @@ def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None)
     for cut, color in zip(cuts, cycle(COLORS[1:]), strict=False):
         value = snr[min(int(cut * len(snr)), len(snr) - 1)]
         for panel in (upper, ax):
-            panel.axvline(value, color=color, linewidth=1.2, label=f"{cut:.0%} below {value:.3g}")
+            panel.axvline(
+                value, color=color, linewidth=1.2, label=f"{100 * cut:g}% below {value:.3g}"
+            )
     if high < 100 * low:
         _label_within_decades(ax.xaxis)
     upper.tick_params(labelbottom=False, which="both")

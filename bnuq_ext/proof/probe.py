@@ -37,8 +37,6 @@ def probe_inputs(op: str, inputs) -> tuple:
     """
     rows = num_rows(op, inputs)
     cut = leading(inputs, rows)
-    if any(_may_number_rows(t, rows) for t in tensors(inputs) if not any(t is own for own in cut)):
-        raise Undecided("integers in the input may be numbers of rows, of which a trial has three")
     firsts = [[t[i : i + 1] for t in cut] for i in _spread(rows)]
     chosen: list[list[Tensor]] = []
     for candidate in _candidates(firsts):
@@ -62,22 +60,12 @@ def copies_of_last(probe):
     )
 
 
-def may_turn(probe, counts: bool) -> bool:
-    """Whether truth values can be turned, which may make indices of others if the model makes
-    integers of values."""
-    return not counts or all(_checks_indices(t) for t in leading(probe, ROWS))
-
-
-def varied_probes(probe, counts: bool) -> Iterator:
+def varied_probes(probe) -> Iterator:
     """Probes of three rows with flags set otherwise: columns that have but one or two values in all
     of them have others. The first has them in all tensors, the others in one each of the first
     ones, for a model may not take those of another.
-
-    Args:
-        counts: whether the model makes integers, which may be indices, of other values.
     """
-    cut = [t for t in leading(probe, ROWS) if _may_vary(t, counts)]
-    made = {id(t): varied for t in cut if (varied := _varied(t)) is not None}
+    made = {id(t): varied for t in leading(probe, ROWS) if (varied := _varied(t)) is not None}
     for keys in together_and_alone(list(made)):
         yield map_tensors(probe, lambda t, keys=keys: made[id(t)] if id(t) in keys else t)
 
@@ -87,12 +75,6 @@ def together_and_alone(keys: list) -> list[list]:
     beside another."""
     alone = [[key] for key in keys[:_ALONE]] if len(keys) > 1 else []
     return [keys, *alone] if keys else []
-
-
-def _may_vary(t: Tensor, counts: bool) -> bool:
-    if _checks_indices(t):
-        return True
-    return not counts and (t.dtype == torch.bool or t.is_floating_point())
 
 
 def _varied(t: Tensor) -> Tensor | None:
@@ -140,7 +122,7 @@ def _crossed(s: Tensor, t: Tensor) -> Tensor:
 
 def _stretched(row: list[Tensor]):
     for half in (0, 1):
-        yield [_twice(t, half) if _movable(t) else t for t in row]
+        yield [_twice(t, half) for t in row]
 
 
 def _twice(t: Tensor, half: int) -> Tensor:
@@ -153,24 +135,7 @@ def _flipped(row: list[Tensor]):
     most = max(t.dim() for t in row)
     for count in range(1, most):
         for dims in combinations(range(1, most), count):
-            yield [t.flip([d for d in dims if d < t.dim()]) if _movable(t) else t for t in row]
-
-
-def _movable(t: Tensor) -> bool:
-    """Columns may be indices into tables of their own sizes."""
-    return t.is_floating_point() or _checks_indices(t)
-
-
-def _may_number_rows(t: Tensor, rows: int) -> bool:
-    """The edges of a graph do, which is not cut with the rows."""
-    if _checks_indices(t) or t.is_floating_point() or t.dtype == torch.bool or t.numel() == 0:
-        return False
-    return ROWS <= t.max().item() < rows
-
-
-def _checks_indices(t: Tensor) -> bool:
-    """Whether one too large is an error that a trial can catch; on CUDA it ends the process."""
-    return t.device.type == "cpu"
+            yield [t.flip([d for d in dims if d < t.dim()]) for t in row]
 
 
 def _ramped(row: list[Tensor]):

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..contents import SCALARS, Contents, identity, version_of
 from ..inputs import has_rows
+from ..ops.modes import is_captured
 
 _PLAIN = (
     *SCALARS,
@@ -72,8 +73,7 @@ def _values_of(tensor: Tensor) -> tuple:
     if known is not None and known == version >= 0:
         return values  # without waiting for the device, which a capture of a CUDA graph must not
     values = None, None, *identity(tensor), version
-    captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not captured and tensor.numel() * tensor.element_size() <= _LARGEST:
+    if not is_captured(tensor.device) and tensor.numel() * tensor.element_size() <= _LARGEST:
         try:
             values = _content(tensor.detach().cpu().contiguous())
         except (RuntimeError, TypeError):  # of a kind without bytes of its own

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -31,9 +32,10 @@ from .agreement import (
 )
 from .carried import CARRIES, Carried
 from .gates import Gates
+from .indices import checked_indices
 from .mixed import Mixed
 from .moved import Moved
-from .probe import CROWD, ROWS, copies_of_last, may_turn, probe_draws, probe_inputs, varied_probes
+from .probe import CROWD, ROWS, copies_of_last, probe_draws, probe_inputs, varied_probes
 
 
 class Proof(NamedTuple):
@@ -66,8 +68,10 @@ class Trial(NamedTuple):
     def prove(self, inputs) -> Proof:
         """What the trial on three rows of an input shows; raises DoesNotFold or Undecided."""
         probe, made_up = probe_inputs(self.forward.op, inputs)
+        parameters = [m.parameters(False) for m in self.modules]
         try:
-            return self._prove(probe)
+            with checked_indices((probe, *chain(*parameters))):
+                return self._prove(probe)
         except IndexError as error:
             if not made_up:
                 raise
@@ -105,10 +109,8 @@ class Trial(NamedTuple):
         rows, shared, folded = self._compare(probe, gates, mixed, carried)
         with held_ranges(reads.casts) as ranges:
             self._compare_harder(probe, rows, folded, ranges, reads.finite)
-        counts = reads.casts or reads.counts
-        self._compare_varied(varied_probes(probe, counts))
-        if may_turn(probe, counts):
-            self._compare_turned(probe, gates)
+        self._compare_varied(varied_probes(probe))
+        self._compare_turned(probe, gates)
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from .. import __version__
 from ..environment import environment
 from ..experiments.store import Store, write_json, write_whole
-from ..ops.checks import check_integer, refuse
+from ..ops.checks import check_integer, check_path, refuse
 from ..progress import progress_bar
 from ..restore import one_thread
 from . import protocol
@@ -60,6 +60,7 @@ def run(
     """`reproduce` of a module with other settings."""
     jobs = check_integer("reproduce", "jobs", jobs, 1)
     if data_root is not None:
+        check_path("reproduce", "data_root", data_root)
         if not Path(data_root).exists():
             refuse("reproduce", "data_root", "be a folder of data sets", str(data_root))
         data_root = str(Path(data_root).resolve())

@@ -6,6 +6,14 @@
 namespace bnuq {
 namespace {
 
+// A product's numbers lie in memory beside the output, and its rows in one dimension of a grid.
+constexpr int64_t kMostProduct = 1 << 30;
+
+// Replicas, of so many numbers each, that a product has.
+int64_t replicas_at_once(int64_t chunk, int64_t numbers) {
+  return smaller(chunk, larger<int64_t>(1, kMostProduct / larger<int64_t>(1, numbers)));
+}
+
 // sigma * eps of weight's replicas, from `first` on.
 void sample_noise(
     const Tensor& weight, const Tensor& sigma, const Posterior& q, int64_t first,
@@ -20,8 +28,9 @@ void sample_noise(
 }  // namespace
 
 Tensor batched_forward(
-    const Tensor& x, const Posterior& q, int64_t T, ScalarType type, int64_t chunk) {
+    const Tensor& x, const Posterior& q, int64_t T, ScalarType type, int64_t most) {
   const int64_t N = x.size(1), O = q.O(), I = padded(q.I());
+  const int64_t chunk = replicas_at_once(most, N * O);
   const auto [base, bias, noise] = start_forward(x, q, T, type);
   const Tensor y = empty(x, {T, N, O}), room = empty(x, {smaller(chunk, T), O, I}, type);
   const bool one = x.size(0) == 1;
@@ -43,8 +52,9 @@ Tensor batched_forward(
 
 Gradients batched_backward(
     const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, ScalarType type,
-    int64_t chunk) {
+    int64_t most) {
   const int64_t T = grad_y.size(0), N = x.size(1), O = q.O(), I = q.I();
+  const int64_t chunk = replicas_at_once(most, N * padded(I));
   const auto [grads, noise] = start_backward(grad_y, x, q, needs, type);
   const Tensor& grad_x = std::get<0>(grads);
   if (grad_x.numel() == 0 || O == 0) return grads;

@@ -50,12 +50,12 @@ Tensor fused_forward(const Tensor& x, const Posterior& q, int64_t T, ScalarType 
 Gradients fused_backward(
     const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, ScalarType type);
 
-// The noise of `chunk` replicas in memory at a time.
+// The noise of up to `most` replicas in memory at a time.
 Tensor batched_forward(
-    const Tensor& x, const Posterior& q, int64_t T, ScalarType type, int64_t chunk);
+    const Tensor& x, const Posterior& q, int64_t T, ScalarType type, int64_t most);
 Gradients batched_backward(
     const Tensor& grad_y, const Tensor& x, const Posterior& q, Needs needs, ScalarType type,
-    int64_t chunk);
+    int64_t most);
 
 // ---- what the fused and the batched way share, in linear.cu -------------------------------------
 
