@@ -87,7 +87,7 @@ print(
 
 def gencode():
     flags = []
-    archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX").replace(" ", ";")
+    archs = (os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0+PTX").replace(" ", ";")
     for arch in filter(None, archs.split(";")):
         number, ptx = arch.removesuffix("+PTX").replace(".", ""), arch.endswith("+PTX")
         if number.isdigit() and int(number) < 80:

@@ -268,13 +268,6 @@ def run_steps(steps, done, clock, save, jobs):
         list(pool.map(one, [step for step in left if not step.alone]))
 
 
-def write_json(path, value):
-    """The file as a whole or as it was."""
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)
-
-
 def read(path, sources):
     """A result file of these very sources, or an empty one."""
     known = json.loads(path.read_text()) if path.exists() else {}
@@ -297,8 +290,8 @@ def run_stage(stage, make_steps, folder, env, builder, seconds=STAGE_SECONDS, on
     result["steps"] |= known.get("steps", {})
 
     def save():
-        """What is cut off later loses nothing of this, the timings of a benchmark neither."""
-        write_json(path, result)
+        """A stage that is cut off later keeps this, and its timings so far."""
+        gpu_report.write_json(path, result)
         if stage == "bench":
             gpu_report.merge_benchmarks(timings(env), folder / gpu_report.RECORDS)
 
@@ -357,7 +350,7 @@ def main(argv=None):
     folder = result_folder(args.out, env)
     for place in (folder, SCRATCH):
         place.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "environment.json", env)
+    gpu_report.write_json(folder / "environment.json", env)
     results = []
     for stage in STAGES if args.stage == "all" else [args.stage]:
         steps = partial(steps_of, stage, env)

@@ -10,6 +10,13 @@ RECORDS = "bench-records.json"
 SHOWN = 25  # lines of an output, of which the stage's file has more
 
 
+def write_json(path, value):
+    """The file as a whole or as it was."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=1) + "\n")
+    part.replace(path)
+
+
 def load(path):
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -24,7 +31,7 @@ def merge_benchmarks(raw_folder: Path, target: Path):
         record.get("stats", {}).pop("data", None)  # every single timing: megabytes
     if parts:
         merged = parts[-1] | {"benchmarks": list(records.values())}
-        target.write_text(json.dumps(merged, indent=1) + "\n")
+        write_json(target, merged)
 
 
 def environment_lines(env):

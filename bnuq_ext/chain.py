@@ -39,7 +39,10 @@ _OF_DIMENSIONS = {
     for kind in kinds
 }
 _KINDS = (*_BY_ROW, *_OF_DIMENSIONS, nn.LayerNorm, nn.Flatten, nn.Sequential)
-_FORWARDS = {kind: kind.forward for kind in _KINDS}  # which some replace, in a class too
+# As torch has them: a library may replace one in its class.
+_FORWARDS = {kind: kind.forward for kind in _KINDS}
+_CALLS = ("forward", "__iter__", "__call__", "_call_impl", "_wrapped_call_impl")
+_SEQUENCE = {name: getattr(nn.Sequential, name) for name in _CALLS}
 _PLAIN = {Tensor, nn.Parameter, FakeTensor, type(None)}  # others may do what they like
 
 
@@ -68,8 +71,8 @@ def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool
 
 
 def _is_overridden() -> bool:
-    """Whether torch's functions are others, as inside a TorchFunctionMode; a default device is one
-    too."""
+    """Whether torch's functions are others, inside a TorchFunctionMode; a default device is one
+    too, and changes nothing here."""
     if not torch._C._len_torch_function_stack():
         return False
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
@@ -83,10 +86,8 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _is_sequence(kind: type) -> bool:
     """Whether modules of a class call theirs in turn."""
-    own = ("forward", "__iter__", "__call__", "_call_impl", "_wrapped_call_impl")
-    return kind is nn.Sequential or (
-        issubclass(kind, nn.Sequential)
-        and all([getattr(kind, name) is getattr(nn.Sequential, name) for name in own])
+    return issubclass(kind, nn.Sequential) and all(
+        [getattr(kind, name) is own for name, own in _SEQUENCE.items()]
     )
 
 

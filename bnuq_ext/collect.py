@@ -215,7 +215,7 @@ class _Record:
         self.seen = self.small = self.nonfinite = 0
         self.listed = False  # whether the model takes a list of rows
         self.missed: list[str] = []
-        self.likelier = 0  # another size than that of rows, of which layers saw multiples
+        self.likelier = 0  # size of which layers saw multiples where they saw none of the rows
 
     def add(self, model: nn.Module, batch, number_of_pass: int) -> None:
         """Put a batch through the model and keep its statistics, unless it is of no use."""
@@ -280,8 +280,9 @@ class _Record:
         batch_size = self._batch_size(items, rows)
         names = list(self.mean)
         if source.batch_size is None and not self._divide_counts(rows):
-            others = [sizes for sizes in zip(*self.others, strict=False) if min(sizes) > 1]
-            self.likelier = next((_commonest(s) for s in others if self._divide_counts(s)), 0)
+            seconds = [sizes[0] for sizes in self.others]
+            if min(seconds) > 1 and self._divide_counts(seconds):
+                self.likelier = _commonest(seconds)
         return Bank.adopt(
             {key: torch.stack(self.mean.pop(key)) for key in names},
             {key: torch.stack(self.var.pop(key)) for key in names},

@@ -202,7 +202,8 @@ def copied(inputs):
 
 
 def move(inputs, device: torch.device):
-    """The input with its tensors on `device`, copied: a loader may fill its own again."""
+    """The input with its tensors on `device`. Waits for copies: a loader may fill pinned tensors
+    again."""
     return map_tensors(inputs, lambda t: t.to(device))
 
 

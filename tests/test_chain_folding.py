@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from zoo import Wrapped
 
@@ -269,6 +270,11 @@ def test_weights_that_are_tensors_of_their_own_kind():
     assert_goes_as_the_loop(model, x)
     assert is_stochastic_chain(modules_of(prepared("MLP")[0]), x)
     assert not is_stochastic_chain(modules_of(prepared("MLP")[0]), x.as_subclass(Scaled))
+    model, _ = prepared("MLP")
+    model[1].running_mean = model[1].running_mean.as_subclass(Scaled)
+    assert not is_stochastic_chain(modules_of(model), x)
+    with FakeTensorMode():
+        assert is_stochastic_chain(modules_of(bnuq.convert(mlp(), inplace=True)), torch.empty(N, D))
 
 
 def test_functions_that_are_others_meanwhile():
@@ -277,6 +283,13 @@ def test_functions_that_are_others_meanwhile():
         assert_goes_as_the_loop(model, x)
     with torch.device("cpu"):
         assert is_stochastic_chain(modules_of(model), x)
+
+
+def test_a_forward_that_all_sequences_are_given(monkeypatch):
+    forward = nn.Sequential.forward
+    monkeypatch.setattr(nn.Sequential, "forward", lambda self, x: forward(self, x - x.mean(0)))
+    for name in ("MLP", "nested"):
+        assert not is_stochastic_chain(modules_of(prepared(name)[0]), torch.randn(N, D))
 
 
 def test_a_forward_that_a_class_is_given(monkeypatch):

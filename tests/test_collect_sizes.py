@@ -158,6 +158,26 @@ def test_steps_of_sequences_are_no_rows(form, length):
     assert (bank.batch_size, bank.dataset_size) == ((8, 400) if told else (length, 50 * length))
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_batch_size_that_is_told_is_not_doubted(told):
+    """Of 16 rows and 5 others, which are seven channels' multiple."""
+
+    class Among(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.others = nn.BatchNorm1d(7), torch.randn(5, 7)
+
+        def forward(self, x):
+            return self.bn(torch.cat([x, self.others]))
+
+    data = torch_data.DataLoader(torch.randn(320, 7), 16, shuffle=True)
+    model, data = bnuq.convert(Among()), data if told else list(data)
+    doubt = "M is taken as 16, the first size of the input, but layers see multiples of 7;"
+    with nullcontext() if told else pytest.warns(UserWarning, match=doubt):
+        bank = bnuq.collect(model, data, 20)
+    assert (bank.batch_size, bank.dataset_size) == (16, 320)
+
+
 def test_other_arguments_before_the_rows():
     data = torch_data.TensorDataset(torch.randn(404, WIDTH))
     batches = torch_data.DataLoader(data, 8, shuffle=True)

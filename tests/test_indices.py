@@ -59,6 +59,14 @@ TAKEN = {
     "multinomial": (lambda p: torch.multinomial(NUMBER([1.0, p]), 1), (0.0, 2.0), (-1.0, torch.inf)),
     "no weight": (lambda p: torch.multinomial(NUMBER([p, p]), 1), (1.0,), (0.0, torch.nan)),
     "repeat_interleave": (lambda n: T.repeat_interleave(NUMBER([n, 1, 2]), 0), (0, 3), (-1,)),
+    "output_size": (lambda n: T.repeat_interleave(NUMBER([1, 1, 2]), 0, output_size=n), (4,), (3, 5)),
+    "max_norm": (lambda i: F.embedding(NUMBER([i]), T.clone(), max_norm=1.0), (0, 2), (-1, 3)),
+    "offsets": (lambda i: F.embedding_bag(NUMBER([0, 1]), T, NUMBER([0, i])), (0, 2), (3,)),
+    "last offset": (lambda i: F.embedding_bag(NUMBER([0, 1]), T, NUMBER([0, i, 2]), include_last_offset=True),
+                    (0, 2), (3,)),
+    "multi_margin_loss": (lambda i: F.multi_margin_loss(T, NUMBER([i, 0, 1])), (0, 3), (-1, 4)),
+    "multilabel_margin": (lambda i: F.multilabel_margin_loss(T[0], NUMBER([i, 0, -1, 0])), (-1, 3), (-2, 4)),
+    "poisson": (lambda rate: torch.poisson(NUMBER([rate])), (0.0, 2.0), (-1.0, torch.nan)),
     "_assert_async": (lambda n: torch._assert_async(NUMBER(n)), (1, True), (0, False)),
 }  # fmt: skip
 
@@ -168,3 +176,27 @@ def test_operations_that_are_not_torchs_are_given_no_integers_in_a_trial(gpu, mo
     assert way(model) == ("loop" if gpu else "expanded")
     with pytest.raises(DoesNotFold) if gpu else nullcontext(), checked_indices(inputs):
         picked(torch.ones(2, D), inputs[1])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("gpu", [True, False])
+def test_where_a_sparse_tensor_has_numbers_is_checked_anywhere(gpu, monkeypatch):
+    """Those of a matrix that is made compressed again are written beyond its end."""
+    monkeypatch.setattr(indices, "_ends_process", lambda t: gpu)
+
+    class Adjacent(Norms):
+        def forward(self, x, edges):
+            size = len(x), len(x)
+            matrix = torch.sparse_coo_tensor(edges, torch.ones(edges.shape[1]), size)
+            return self.head(self.second(matrix.coalesce().to_sparse_csr() @ self.first(x)))
+
+    model = collected(bnuq.convert(Adjacent().eval()), (ROWS[:12], EDGES))
+    assert_goes_as_the_loop(model, (ROWS[:12], EDGES))
+    assert way(model) == "loop" and not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+
+
+def test_parameters_tell_where_a_model_is(monkeypatch):
+    model = collected(bnuq.convert(Nearest().eval()), GRAPHS["neighbours"][1])
+    monkeypatch.setattr(indices, "_ends_process", lambda t: isinstance(t, nn.Parameter))
+    with pytest.raises(ValueError, match="numbers out of range for aten.index.Tensor"):
+        samples(model, GRAPHS["neighbours"][1], strategy="folded")

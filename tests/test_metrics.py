@@ -135,7 +135,7 @@ def test_entropies_match_scipy():
 
 
 def test_entropy_and_information_of_opposed_certainties_is_log_two():
-    probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    probs = torch.tensor([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]])
     assert metrics.predictive_entropy(probs).item() == pytest.approx(math.log(2))
     assert metrics.mutual_information(probs.requires_grad_()).item() == pytest.approx(math.log(2))
     metrics.mutual_information(probs).backward()

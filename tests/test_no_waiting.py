@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops
+from bnuq_ext.inputs import move
 
 pytestmark = [
     pytest.mark.skipif(
@@ -75,3 +76,23 @@ def test_seed_of_an_op(seed):
     with FakeTensorMode(), Crossings() as crossings:
         made = ops.new_seed(seed, 2**62, "cuda")
     assert made.device.type == "cuda" and made.shape == (2,) and not crossings.found
+
+
+class Copies(TorchDispatchMode):
+    """(type of the new device, whether nothing waits for it) of every copy to another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.found.append((kwargs["device"].type, bool(kwargs.get("non_blocking"))))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_copied_is_there_before_it_may_change():
+    with FakeTensorMode(), Copies() as copies:
+        for source, target in (("cuda", "cpu"), ("cpu", "cuda")):
+            move((torch.empty(3, device=source),), torch.device(target))
+    assert copies.found == [("cpu", False), ("cuda", False)]

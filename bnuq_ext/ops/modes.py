@@ -22,9 +22,8 @@ def has_values(tensor: Tensor) -> bool:
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is being made of what is computed: it waits for no value, and what it
     makes is there only once it is replayed."""
-    if device.type != "cuda" or not torch.cuda.is_initialized():
-        return False
-    return torch.cuda.is_current_stream_capturing()
+    initialised = device.type == "cuda" and torch.cuda.is_initialized()
+    return initialised and torch.cuda.is_current_stream_capturing()
 
 
 def mark_written(*tensors: Tensor) -> None:

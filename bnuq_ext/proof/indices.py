@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,33 +15,40 @@ from ..passes import DoesNotFold
 from ..reads import MASKS, DispatchMode, is_integer, watched
 
 _aten = torch.ops.aten
-_OWN = {"aten", "prims", "profiler", "quantized", "mkldnn", "onednn", "bnuq"}
+_OWN = {"aten", "prims", "bnuq"}
 
 
 @contextmanager
 def checked_indices(inputs):
-    """Around forwards on a GPU: numbers that do not suit an operation, which would end the process,
-    raise an IndexError, as indices out of range do on the CPU. An operation that is not torch's is
-    not known so far: one that is given integers raises DoesNotFold."""
-    if not any(_ends_process(t) for t in tensors(inputs)):
-        yield
-        return
-    with watched(nullcontext(), _Checks()):
-        yield
+    """Around forwards: numbers that would end the process raise an error instead. Anywhere those
+    that a sparse tensor is made of, which torch does not look at by default; on a GPU an
+    IndexError, as far as torch's operations are known here. Nothing is known of another package's:
+    given integers it raises DoesNotFold."""
+    checks = Checks()
+    needed = any(_ends_process(t) for t in tensors(inputs))
+    with torch.sparse.check_sparse_tensor_invariants():
+        with watched(nullcontext(), checks) if needed else nullcontext():
+            yield checks
 
 
 def _ends_process(t: Tensor) -> bool:
     return t.device.type != "cpu"
 
 
-class _Checks(DispatchMode):
+class Checks(DispatchMode):
+    """`met`: whether there was an operation to check."""
+
+    met = False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         suits = _CHECKS.get(func, _CHECKS.get(func.overloadpacket))
-        if suits is not None and not suits(*args):
+        self.met |= suits is not None
+        if suits is not None and not suits(*args, **kwargs):
             raise IndexError(f"numbers out of range for {func}")
         if func.namespace not in _OWN and any(is_integer(t.dtype) for t in tensors((args, kwargs))):
             raise DoesNotFold(f"on a GPU, integers that its forward gives {func} cannot be checked")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _within(numbers: Tensor, low: float, high: float) -> bool:
@@ -51,12 +59,8 @@ def _below(index: Tensor, size: int, signed: bool = False) -> bool:
     return _within(index, -size if signed else 0, size - 1)
 
 
-def _along(t: Tensor, dim: int, index: Tensor, *others, signed: bool = False) -> bool:
+def _along(t: Tensor, dim: int, index: Tensor, *others, signed: bool = False, **options) -> bool:
     return _below(index, t.size(dim) if t.dim() else 1, signed)
-
-
-def _filled(t: Tensor, dim: int, index: Tensor, *others) -> bool:
-    return _along(t, dim, index, signed=True)
 
 
 def _at(t: Tensor, indices: list[Tensor | None], *others) -> bool:
@@ -78,8 +82,21 @@ def _in_table(weight: Tensor, indices: Tensor, *others) -> bool:
     return _below(indices, len(weight))
 
 
-def _classes(t: Tensor, target: Tensor, weight, reduction: int, ignored: int) -> bool:
-    return _below(target[target != ignored], t.size(1 if t.dim() > 1 else 0))
+def _in_bags(weight: Tensor, indices: Tensor, offsets: Tensor, *others) -> bool:
+    ends = torch.cat([offsets.new_zeros(1), offsets, offsets.new_tensor([len(indices)])])
+    return _in_table(weight, indices) and bool((ends.diff() >= 0).all())
+
+
+def _classes(t: Tensor, target: Tensor, *others) -> bool:
+    return _below(target, t.size(1 if t.dim() > 1 else 0))
+
+
+def _classes_or_ignored(t: Tensor, target: Tensor, weight, reduction: int, ignored: int) -> bool:
+    return _classes(t, target[target != ignored])
+
+
+def _labels(t: Tensor, target: Tensor, reduction: int) -> bool:
+    return _within(target, -1, t.size(-1) - 1)
 
 
 def _unpooled(t: Tensor, indices: Tensor, size: list[int], *others) -> bool:
@@ -90,50 +107,55 @@ def _scattered(t: Tensor, mask: Tensor, source: Tensor) -> bool:
     return int(torch.broadcast_tensors(t, mask)[1].sum()) <= source.numel()
 
 
-def _probabilities(t: Tensor, *others) -> bool:
+def _probabilities(t: Tensor, *others, **options) -> bool:
     return _within(t, 0, 1)
 
 
-def _drawn_with(t: Tensor, p: Tensor) -> bool:
+def _drawn_with(t: Tensor, p: Tensor, **options) -> bool:
     return _probabilities(p)
 
 
-def _weights(t: Tensor, *others) -> bool:
+def _weights(t: Tensor, *others, **options) -> bool:
     return _within(t, 0, torch.finfo(t.dtype).max) and bool((t.sum(-1) > 0).all())
 
 
-def _counts(t: Tensor, *others) -> bool:
+def _rates(t: Tensor, *others) -> bool:
     return _within(t, 0, math.inf)
+
+
+def _repeats(t: Tensor, output_size: int | None = None) -> bool:
+    return _within(t, 0, math.inf) and output_size in (None, int(t.sum()))
 
 
 def _true(t: Tensor, *others) -> bool:
     return bool(t)
 
 
-def _packets(*names: str) -> list:
-    return [getattr(_aten, name) for name in names]
+def _packets(names: str) -> list:
+    """Operations, and those in place."""
+    both = [name + end for name in names.split() for end in ("", "_")]
+    return [getattr(_aten, name) for name in both if hasattr(_aten, name)]
 
 
 _SUITS: dict[Callable[..., bool], list] = {
     _along: _packets(
-        *("index_select", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"),
-        *("scatter_reduce", "scatter_reduce_", "index_add", "index_add_", "index_copy"),
-        *("index_copy_", "index_reduce", "index_reduce_"),
+        "index_select gather scatter scatter_add scatter_reduce index_add index_copy index_reduce"
     ),
-    _filled: _packets("index_fill", "index_fill_"),
-    _at: _packets(
-        *("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"),
-        "_unsafe_index_put",
-    ),
-    _anywhere: _packets("take", "put", "put_"),
-    _in_table: _packets("embedding", "_embedding_bag", "_embedding_bag_forward_only"),
-    _classes: _packets("nll_loss_forward", "nll_loss2d_forward"),
-    _unpooled: _packets("max_unpool2d", "max_unpool3d"),
-    _scattered: _packets("masked_scatter", "masked_scatter_"),
+    partial(_along, signed=True): _packets("index_fill"),
+    _at: _packets("index index_put"),
+    _anywhere: _packets("take put"),
+    _in_table: _packets("embedding embedding_renorm"),
+    _in_bags: _packets("_embedding_bag _embedding_bag_forward_only"),
+    _classes: _packets("multi_margin_loss"),
+    _classes_or_ignored: _packets("nll_loss_forward nll_loss2d_forward"),
+    _labels: _packets("multilabel_margin_loss_forward"),
+    _unpooled: _packets("max_unpool2d max_unpool3d"),
+    _scattered: _packets("masked_scatter"),
     _probabilities: [_aten.binary_cross_entropy, _aten.bernoulli.default],
     _drawn_with: [_aten.bernoulli.Tensor, _aten.bernoulli_.Tensor],
     _weights: _packets("multinomial"),
-    _counts: _packets("repeat_interleave"),
+    _rates: _packets("poisson"),
+    _repeats: _packets("repeat_interleave"),
     _true: _packets("_assert_async"),
 }
 _CHECKS = {operation: suits for suits, given in _SUITS.items() for operation in given}

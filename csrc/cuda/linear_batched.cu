@@ -6,7 +6,7 @@
 namespace bnuq {
 namespace {
 
-// A product's numbers lie in memory beside the output, and its rows in one dimension of a grid.
+// 4 GB of a product's numbers lie beside the output, and its rows fit a grid's first dimension.
 constexpr int64_t kMostProduct = 1 << 30;
 
 // Replicas, of so many numbers each, that a product has.
