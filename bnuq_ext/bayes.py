@@ -80,7 +80,9 @@ class BayesLinear(Replicated, nn.Module):
         in_features, out_features: sizes; positive.
         bias: whether there is one.
         prior: over weights and biases; `GaussianPrior`, `ScaleMixturePrior`, or an object with
-            their `divergence`, to which rho = -inf is a pruned weight that counts nothing.
+            their `divergence(mu, rho, seed, stream, num_samples)`, in nats, which is called with
+            those of the weights (O, I) and of the bias (O,); rho = -inf is a pruned weight that
+            counts nothing.
         mu_init: the value, (low, high) of a uniform distribution,
             or None for that of `torch.nn.Linear`.
         rho_init: the value, or (low, high) of a uniform distribution.

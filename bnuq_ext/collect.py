@@ -71,7 +71,8 @@ def collect(
         data: a DataLoader or any iterable of batches (a tensor, a tuple whose first entry is one,
             or a dict with one under "input" or "x"); with `batch_size` a map-style data set, or its
             tensors in a tuple. A loader that shuffles is gone through again when it has too few
-            batches; anything else that ends early gives a smaller bank. A smaller last batch is a
+            batches; anything else that ends early gives a smaller bank. Without `batch_size` the
+            tensors of a tuple are batches, targets too. A smaller last batch is a
             snapshot too (drop_last=True leaves it out, and so do samplers that rescale to a
             `batch_size`). Random draws follow torch's generator: the same state, the same bank. As
             it is left as found, two calls in a row give one bank,

@@ -13,6 +13,7 @@ from .known import Known, KnownChain
 from .ops.checks import refuse
 from .passes import ReplicaPass, running
 from .samplers import Draw, Sampler
+from .untraced import unrecorded
 
 
 class Forward(NamedTuple):
@@ -28,7 +29,8 @@ class Forward(NamedTuple):
     call: Callable = call
 
     def draw(self, first_replica: int, num_samples: int) -> Draw:
-        return self.sampler.draw(self.key, first_replica, num_samples)
+        with unrecorded():
+            return self.sampler.draw(self.key, first_replica, num_samples)
 
     def run(self, inputs, draw: Draw, rows=None, shared=None) -> tuple[Tensor, ReplicaPass]:
         """One forward: its output, and what the stochastic calls saw."""

@@ -18,7 +18,7 @@ from .ops.checks import refuse
 from .passes import Pass, call_key
 from .restore import without_gradients
 from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
-from .untraced import untraced
+from .untraced import unrecorded, untraced
 from .warn import warn
 
 _LOCK = threading.Lock()
@@ -81,6 +81,8 @@ class Known:
         Yields what counts there, or None.
         """
         if self.examined or not any(layer.needs_bank for layer in layers.values()):
+            return nullcontext()
+        if torch.jit.is_tracing():  # which compares what two forwards record
             return nullcontext()
         return self._examining(op, model)
 
@@ -173,7 +175,8 @@ def _stream(device: torch.device) -> int:
 def know(model: nn.Module, modules: list[nn.Module]) -> Known:
     """What is known of a model with these modules: where it has changed since,
     nothing but what may stand."""
-    seen = fingerprint(modules)
+    with unrecorded():
+        seen = fingerprint(modules)
     with _LOCK:
         before = _KNOWN.get(model)
         if before is not None and before.seen == seen:

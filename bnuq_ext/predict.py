@@ -19,6 +19,7 @@ from .interrupts import leaving_nothing_behind
 from .known import Known, KnownChain, know, know_chain
 from .nn import Stochastic, check_model, named_stochastic_layers
 from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
+from .ops.modes import is_recorded
 from .passes import Replicated
 from .prediction import Prediction, check_likelihood
 from .predictor import STRATEGIES, Predictor, Request
@@ -34,7 +35,7 @@ from .samplers import (
     snapshots_of,
 )
 from .state import modules_of
-from .untraced import untraced
+from .untraced import unrecorded, untraced
 from .warn import warn
 
 
@@ -106,9 +107,11 @@ def predict(
             replica. The model's input is one tensor then. Keeps all T batches in memory.
         strategy: "loop" runs one replica after another, which defines the answer; "folded" runs
             many as one batch or refuses; "auto" folds where the model has proved to give the loop's
-            answer, and where it is a plain `nn.Sequential` of layers that treat rows one by one.
+            answer, and where it is a plain `nn.Sequential` of layers that treat rows one by one; in
+            torch.export and torch.jit.trace it is the loop.
         chunk: replicas at a time, or "auto".
-        output_fn: takes the tensor out of the model's output where that is none.
+        output_fn: takes the tensor out of the model's output where that is none; in a trial it is
+            given outputs of made-up rows.
         keep_samples: keep the raw outputs of all replicas.
         progress: show a bar over replicas on stderr; where that is no terminal, a line a minute.
 
@@ -131,6 +134,10 @@ def predict(
     device = device_of(modules)
     check_x("predict", x, device)
 
+    if is_recorded():
+        if strategy == "folded":
+            refuse("predict", "strategy", 'be "auto" or "loop" in an export or a trace', strategy)
+        strategy = "loop"
     alone = num_samples == 1 or chunk == 1 or strategy == "loop"
     together = not alone and sampler != "batch" and output_fn is None
     with unmoved_by_errors():
@@ -193,7 +200,8 @@ def forward_by_bank(
 ) -> Forward:
     """How to run a model with replicas from its bank."""
     known, device = know(model, modules), device_of(modules)
-    drawn = known.samplers.get(op, model, sampler, batch_size, device)
+    with unrecorded():
+        drawn = known.samplers.get(op, model, sampler, batch_size, device)
     layers = _layers_by_name(model, modules)
     return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known, op)
 

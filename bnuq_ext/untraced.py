@@ -22,6 +22,22 @@ def untraced(function: Callable) -> Callable:
     return call
 
 
+def unrecorded():
+    """Inside, torch.jit.trace records nothing: what is remembered it would find only once, and at the
+    shape of a parameter it fails, which where it is borne ends the process."""
+    state = torch._C._get_tracing_state()
+    return nullcontext() if state is None else _aside(state)
+
+
+@contextmanager
+def _aside(state):
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)
+
+
 # torch keeps "in a dispatch mode" in globals: threads that leave out of order would leave it set.
 ONE_MODE = threading.RLock()
 

@@ -121,6 +121,63 @@ def test_replicas_are_neither_traced_nor_exported(how):
         quietly(lambda: torch.jit.trace(model, x))
 
 
+class Predictive(nn.Module):
+    """The mean probabilities of a model."""
+
+    def __init__(self, model, **options):
+        super().__init__()
+        self.model = model
+        self.options = {"likelihood": "categorical", "num_samples": 5, "seed": 0} | options
+
+    def forward(self, x):
+        return bnuq.predict(self.model, x, **self.options).mean
+
+
+def predictive(kind, **options):
+    model, x = network(kind)
+    model = bnuq.convert(model).eval().requires_grad_(False)
+    bnuq.collect(model, list(torch.randn(8, *x.shape)), 8, progress=False)
+    return Predictive(model, **options), x
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside its exporter
+@pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("kind", ["mlp", "residual"])
+def test_predictions_are_exported_for_any_number_of_rows(kind, before):
+    module, x = predictive(kind, keep_samples=True)
+    if before:
+        module(x)
+    program = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    for rows in (torch.randn_like(x), torch.randn(len(x) + 3, *x.shape[1:])):
+        assert_same(program.module()(rows), module(rows))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "residual"])
+def test_predictions_are_traced(kind):
+    module, x = predictive(kind)
+    traced = quietly(lambda: torch.jit.trace(module, x))
+    rows = torch.randn_like(x)
+    assert_same(traced(rows), module(rows))
+
+
+@pytest.mark.parametrize("how", ["export", "trace"])
+def test_what_is_recorded_is_not_folded(how):
+    module, x = predictive("mlp", strategy="folded")
+    requirement = 'predict: strategy must be "auto" or "loop" in an export or a trace, got folded'
+    with pytest.raises(ValueError, match=requirement):
+        if how == "export":
+            torch.export.export(module, (x,), strict=False)
+        quietly(lambda: torch.jit.trace(module, x))
+
+
+def test_parameters_that_a_trace_does_not_know_are_torchs_error():
+    """Not the end of the process."""
+    module, x = predictive("residual")
+    module.model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="Cannot insert a Tensor that requires grad as a const"):
+        quietly(lambda: torch.jit.trace(lambda x: module(x), x))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_flags_of_a_compiled_model_are_put_back(training):
     model, x = network("mlp")

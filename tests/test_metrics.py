@@ -317,9 +317,9 @@ REFUSED = [
         "mutual_information: probs must have shape (T, N, K), got [3, 2]",
     ),
     (
-        lambda: metrics.predictive_entropy(PROBS),
+        lambda: metrics.predictive_entropy(PROBS[None] * 2),
         ValueError,
-        "predictive_entropy: probs must have shape (T, N, K), got [3, 2]",
+        "predictive_entropy: probs must have shape (T, N, K, *) and sum to 1 over K, got 2.0",
     ),
     (
         lambda: metrics.auroc(PROBS, PROBS[0]),

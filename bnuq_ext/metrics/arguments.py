@@ -35,9 +35,13 @@ def take_probs(op: str, probs: Tensor, form: str) -> Tensor:
 
 
 def take_replicas(op: str, probs: Tensor) -> Tensor:
-    """`take_probs` of at least one replica."""
+    """`take_probs` of at least one replica, which sum to 1 or are nan: (N, K, *) need not."""
     probs = take_probs(op, probs, "(T, N, K)")
     check_replicas(op, probs)
+    sums = probs.sum(2)
+    others = (sums - 1).abs() > SLACK
+    if others.any():
+        refuse(op, "probs", "have shape (T, N, K, *) and sum to 1 over K", sums[others][0].item())
     return probs
 
 

@@ -22,6 +22,7 @@ def evaluate(pred: Prediction, y: Tensor) -> dict[str, float]:
     noise_var, positive everywhere: with one there is nll, of that Gaussian, and if the replicas
     were kept (`keep_samples=True`) pll, of their mixture. Without one both are left out, and the
     crps is that of the replicas' variance alone, which for one replica is the mean absolute error.
+    rmse and crps are means over the outputs of a row, nll and pll sums.
 
     Args:
         pred: what `predict` or `Prediction.from_samples` returned.

@@ -75,7 +75,8 @@ def gaussian_pll(
 def gaussian_nll(
     mean: Tensor, std: float | Tensor, y: Tensor, *, reduction: str = "mean"
 ) -> Tensor:
-    """Negative log-likelihood of one Gaussian, ((y - mean) / std)² / 2 + log std + log(2 pi) / 2.
+    """Negative log-likelihood of one Gaussian, ((y - mean) / std)² / 2 + log std + log(2 pi) / 2,
+    summed over the outputs.
 
     The score of Lakshminarayanan et al. 2017, equation 1.
 

@@ -19,6 +19,12 @@ def has_values(tensor: Tensor) -> bool:
     return is_eager() and not isinstance(tensor, FakeTensor)
 
 
+def is_recorded() -> bool:
+    """Whether torch.export or torch.jit.trace records what is computed, for inputs with other values
+    and sizes."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is being made of what is computed: it waits for no value, and what it
     makes is there only once it is replayed."""
