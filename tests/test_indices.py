@@ -142,6 +142,32 @@ def test_rows_that_are_cut_from_under_a_graph(model, inputs):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_forwards_without_indices_are_not_checked_for_long(monkeypatch):
+    class Plain(Norms):
+        def forward(self, x):
+            return self.head(self.second(self.first(x)))
+
+    class Looked(Plain):
+        def forward(self, x):
+            return super().forward(x.index_select(1, torch.arange(D)))
+
+    seen, dispatch = [], indices.Checks.__torch_dispatch__
+    monkeypatch.setattr(
+        indices.Checks,
+        "__torch_dispatch__",
+        lambda self, func, *args: seen.append(func) or dispatch(self, func, *args),
+    )
+    counts = []
+    for kind in (Plain, Looked):
+        model = collected(bnuq.convert(kind().eval()), ROWS[:12])
+        seen.clear()
+        samples(model, ROWS[:12])
+        assert way(model) == "folded"
+        counts.append(len(seen))
+    assert 0 < 4 * counts[0] < counts[1]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_what_turned_comparisons_choose_is_checked():
     """A number that no row may have is an index out of range."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..inputs import tensors
-from ..passes import DoesNotFold
+from ..passes import DoesNotFold, begun_pass
 from ..reads import MASKS, DispatchMode, is_integer, watched
 
 _aten = torch.ops.aten
@@ -36,14 +36,14 @@ def _ends_process(t: Tensor) -> bool:
 
 
 class Checks(DispatchMode):
-    """`met`: whether there was an operation to check."""
+    """`met`: whether a model's forward has an operation to check."""
 
     met = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         suits = _CHECKS.get(func, _CHECKS.get(func.overloadpacket))
-        self.met |= suits is not None
+        self.met |= suits is not None and begun_pass() is not None
         if suits is not None and not suits(*args, **kwargs):
             raise IndexError(f"numbers out of range for {func}")
         if func.namespace not in _OWN and any(is_integer(t.dtype) for t in tensors((args, kwargs))):
