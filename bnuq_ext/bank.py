@@ -19,6 +19,7 @@ from .ops.checks import (
     check_tensor,
     refuse,
 )
+from .ops.modes import has_values
 from .restore import without_gradients
 from .samplers import Statistics
 
@@ -169,7 +170,8 @@ class Bank:
                         key: Statistics(mean.to(device), self.var[key].to(device))
                         for key, mean in self.mean.items()
                     }
-                self._cache[device] = stamp, tables
+                if all(has_values(mean) for mean, _ in tables.values()):  # not in an export
+                    self._cache[device] = stamp, tables
             return tables
 
     def stamp(self) -> tuple:

@@ -43,14 +43,14 @@ _KINDS = (*_BY_ROW, *_OF_DIMENSIONS, nn.LayerNorm, nn.Flatten, nn.Sequential)
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
 _CALLS = ("forward", "__iter__", "__call__", "_call_impl", "_wrapped_call_impl")
 _SEQUENCE = {name: getattr(nn.Sequential, name) for name in _CALLS}
-_PLAIN = {Tensor, nn.Parameter, FakeTensor, type(None)}  # others may do what they like
+_TENSORS = {Tensor, nn.Parameter, FakeTensor}  # others may do what they like
 
 
 def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool:
     """Whether a model of these modules, its own first, calls layers that treat the rows of x one by
     one, one after another, each once, and does nothing else than torch's classes; `others` are more
     classes of such layers."""
-    if type(x) not in _PLAIN or x is None or x.dim() < 2 or _is_overridden():
+    if type(x) not in _TENSORS or x.dim() < 2 or _is_overridden():
         return False
     links, dim = 1, x.dim()
     for module in modules:
@@ -81,7 +81,7 @@ def _is_overridden() -> bool:
 def _is_plain(module: nn.Module) -> bool:
     """Whether its tensors are torch's own: quantised weights may scale all rows alike."""
     held = *module._parameters.values(), *module._buffers.values()
-    return all([type(t) in _PLAIN for t in held])
+    return all([t is None or type(t) in _TENSORS for t in held])
 
 
 def _is_sequence(kind: type) -> bool:

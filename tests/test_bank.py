@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import bnuq_ext as bnuq
 from bnuq_ext.attach import find_bank
@@ -256,6 +257,14 @@ def test_on_a_device(device):
     for key, (mean, var) in placed.items():
         assert mean.device.type == var.device.type == device.type
         assert torch.equal(mean.cpu(), bank.mean[key]) and torch.equal(var.cpu(), bank.var[key])
+
+
+def test_tables_without_values_are_not_kept():
+    """An export would leave them to the predictions after it."""
+    bank = make_bank()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(bank.on("meta")["layers.0"][0], FakeTensor)
+    assert type(bank.on("meta")["layers.0"][0]) is torch.Tensor
 
 
 def test_attach():
