@@ -44,6 +44,7 @@ _FORWARDS = {kind: kind.forward for kind in _KINDS}
 _CALLS = ("forward", "__iter__", "__call__", "_call_impl", "_wrapped_call_impl")
 _SEQUENCE = {name: getattr(nn.Sequential, name) for name in _CALLS}
 _TENSORS = {Tensor, nn.Parameter, FakeTensor}  # others may do what they like
+_PLAIN = {*_TENSORS, type(None)}
 
 
 def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool:
@@ -55,7 +56,7 @@ def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool
     links, dim = 1, x.dim()
     for module in modules:
         kind = type(module)
-        if _FORWARDS.get(kind, kind.forward) is not kind.forward or not _is_plain(module):
+        if _FORWARDS.get(kind, kind.forward) is not kind.forward:
             return False
         if "forward" in module.__dict__ or (module._modules and not _is_sequence(kind)):
             return False
@@ -67,7 +68,7 @@ def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool
             dim = 2 if module.end_dim == -1 else 0
         elif not _is_by_row(module, dim):
             return False
-    return links == len(modules) and not has_hooks(modules)
+    return links == len(modules) and _are_plain(modules) and not has_hooks(modules)
 
 
 def _is_overridden() -> bool:
@@ -78,10 +79,10 @@ def _is_overridden() -> bool:
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether its tensors are torch's own: quantised weights may scale all rows alike."""
-    held = *module._parameters.values(), *module._buffers.values()
-    return all([t is None or type(t) in _TENSORS for t in held])
+def _are_plain(modules: list[nn.Module]) -> bool:
+    """Whether their tensors are torch's own: quantised weights may scale all rows alike."""
+    held = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values()]
+    return {type(t) for t in held} <= _PLAIN
 
 
 def _is_sequence(kind: type) -> bool:
