@@ -72,11 +72,10 @@ def collect(
             or a dict with one under "input" or "x"); with `batch_size` a map-style data set, or its
             tensors in a tuple. A loader that shuffles is gone through again when it has too few
             batches; anything else that ends early gives a smaller bank. Without `batch_size` the
-            tensors of a tuple are batches, targets too. A smaller last batch is a
-            snapshot too (drop_last=True leaves it out, and so do samplers that rescale to a
-            `batch_size`). Random draws follow torch's generator: the same state, the same bank. As
-            it is left as found, two calls in a row give one bank,
-            unless it is seeded anew in between.
+            tensors of a tuple are batches, targets too. A smaller last batch is a snapshot too
+            (drop_last=True leaves it out, and so do samplers that rescale to a `batch_size`).
+            Random draws follow torch's generator: the same state, the same bank. As it is left as
+            found, two calls in a row give one bank, unless it is seeded anew in between.
         num_batches: B, batches to go through; at least 1.
         batch_size: M, rows drawn for a batch from a data set, without replacement within a batch,
             one batch independent of the next; from 2 to the size of the data set.
@@ -216,7 +215,7 @@ class _Record:
         self.seen = self.small = self.nonfinite = 0
         self.listed = False  # whether the model takes a list of rows
         self.missed: list[str] = []
-        self.likelier = 0  # size of which layers saw multiples where they saw none of the rows
+        self.likelier = 0
 
     def add(self, model: nn.Module, batch, number_of_pass: int) -> None:
         """Put a batch through the model and keep its statistics, unless it is of no use."""
@@ -280,10 +279,7 @@ class _Record:
         rows = self._rows(items)
         batch_size = self._batch_size(items, rows)
         names = list(self.mean)
-        if source.batch_size is None and not self._divide_counts(rows):
-            seconds = [sizes[0] for sizes in self.others]
-            if min(seconds) > 1 and self._divide_counts(seconds):
-                self.likelier = _commonest(seconds)
+        self.likelier = self._likelier(rows) if source.batch_size is None else 0
         return Bank.adopt(
             {key: torch.stack(self.mean.pop(key)) for key in names},
             {key: torch.stack(self.var.pop(key)) for key in names},
@@ -308,6 +304,13 @@ class _Record:
         if self._divide_counts(seconds) and _commonest(seconds) == items:
             return list(seconds)
         return self.rows
+
+    def _likelier(self, rows: list[int]) -> int:
+        """The second size of the first tensor, if layers see multiples of it and not of the rows; or
+        0."""
+        seconds = [sizes[0] for sizes in self.others]
+        likelier = min(seconds) > 1 and self._divide_counts(seconds)
+        return _commonest(seconds) if likelier and not self._divide_counts(rows) else 0
 
     def _divide_counts(self, sizes: Sequence[int]) -> bool:
         pairs = (zip(counts, sizes, strict=True) for counts in self.count.values())

@@ -139,7 +139,7 @@ class BankSamplers:
         made = {} if torch._C._len_torch_dispatch_stack() else self._made
         place = (name, batch_size, device, _stream(device))
         if place not in made:
-            with without_gradients():
+            with without_gradients(), unrecorded():
                 made[place] = (
                     WeightSampler(device)
                     if bank is None

@@ -35,7 +35,7 @@ from .samplers import (
     snapshots_of,
 )
 from .state import modules_of
-from .untraced import unrecorded, untraced
+from .untraced import untraced
 from .warn import warn
 
 
@@ -200,8 +200,7 @@ def forward_by_bank(
 ) -> Forward:
     """How to run a model with replicas from its bank."""
     known, device = know(model, modules), device_of(modules)
-    with unrecorded():
-        drawn = known.samplers.get(op, model, sampler, batch_size, device)
+    drawn = known.samplers.get(op, model, sampler, batch_size, device)
     layers = _layers_by_name(model, modules)
     return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known, op)
 

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from coupled import ROWS, D, Norms
 from test_folding import samples, way
 from test_unset_flags import assert_goes_as_the_loop, collected
-from torch import nn
+from torch import nn, tensor
 
 import bnuq_ext as bnuq
 from bnuq_ext.passes import DoesNotFold
 from bnuq_ext.proof import indices
 from bnuq_ext.proof.indices import checked_indices
 
-T, NUMBER = torch.randn(3, 4), torch.tensor
+T = torch.randn(3, 4)
 HELD = nn.Embedding(3, 4)
 
 
@@ -27,47 +27,47 @@ def as_on_a_gpu(monkeypatch):
 
 # What each operation makes of a number, with those that suit it and those that do not.
 TAKEN = {
-    "index": (lambda i: T[NUMBER([i, 0])], (-3, 2), (-4, 3)),
-    "second index": (lambda i: T[:, NUMBER([i])], (-4, 3), (-5, 4)),
-    "index behind a mask": (lambda i: T[None, T[:, 0] < 9, NUMBER([i, i, i])], (-4, 3), (-5, 4)),
-    "index_put": (lambda i: T.clone().index_put((NUMBER([i]),), NUMBER(1.0)), (-3, 2), (-4, 3)),
-    "assignment": (lambda i: T.clone().__setitem__((slice(None), NUMBER([i])), 1.0), (-4, 3), (-5, 4)),
-    "index_select": (lambda i: T.index_select(1, NUMBER([i])), (0, 3), (-1, 4)),
-    "of a number": (lambda i: T[0, 0].index_select(0, NUMBER([i])), (0,), (-1, 1)),
-    "index_add": (lambda i: T.index_add(0, NUMBER([i]), T[:1]), (0, 2), (-1, 3)),
-    "index_copy": (lambda i: T.index_copy(-1, NUMBER([i]), T[:, :1]), (0, 3), (-1, 4)),
-    "index_reduce": (lambda i: T.index_reduce(0, NUMBER([i]), T[:1], "amax"), (0, 2), (-1, 3)),
-    "index_fill": (lambda i: T.index_fill(0, NUMBER([i]), 1.0), (-3, 2), (-4, 3)),
-    "gather": (lambda i: T.gather(1, NUMBER([[i]])), (0, 3), (-1, 4)),
-    "scatter": (lambda i: T.scatter(1, NUMBER([[i]]), 1.0), (0, 3), (-1, 4)),
-    "scatter_add": (lambda i: T.scatter_add(1, NUMBER([[i]]), T), (0, 3), (-1, 4)),
-    "scatter_reduce": (lambda i: T.scatter_reduce(1, NUMBER([[i]]), T, "sum"), (0, 3), (-1, 4)),
-    "take": (lambda i: T.take(NUMBER([i])), (-12, 11), (-13, 12)),
-    "put": (lambda i: T.put(NUMBER([i]), NUMBER([1.0])), (-12, 11), (-13, 12)),
-    "embedding": (lambda i: HELD(NUMBER([i])), (0, 2), (-1, 3)),
-    "embedding_bag": (lambda i: F.embedding_bag(NUMBER([[i, 0]]), HELD.weight), (0, 2), (-1, 3)),
-    "nll_loss": (lambda i: F.nll_loss(T, NUMBER([i, 0, 1])), (0, 3, -100), (-1, 4)),
-    "cross_entropy": (lambda i: F.cross_entropy(T[0], NUMBER(i), ignore_index=7), (0, 3, 7), (-1, 4)),
-    "pixels": (lambda i: F.nll_loss(T.view(1, 3, 2, 2), NUMBER([[[i, 0], [0, 0]]])), (2,), (-1, 3)),
-    "max_unpool2d": (lambda i: F.max_unpool2d(T[:1, :1, None], NUMBER([[[i]]]), 2), (0, 3), (-1, 4)),
+    "index": (lambda i: T[tensor([i, 0])], (-3, 2), (-4, 3)),
+    "second index": (lambda i: T[:, tensor([i])], (-4, 3), (-5, 4)),
+    "index behind a mask": (lambda i: T[None, T[:, 0] < 9, tensor([i, i, i])], (-4, 3), (-5, 4)),
+    "index_put": (lambda i: T.clone().index_put((tensor([i]),), tensor(1.0)), (-3, 2), (-4, 3)),
+    "assignment": (lambda i: T.clone().__setitem__((slice(None), tensor([i])), 1.0), (-4, 3), (-5, 4)),
+    "index_select": (lambda i: T.index_select(1, tensor([i])), (0, 3), (-1, 4)),
+    "of a number": (lambda i: T[0, 0].index_select(0, tensor([i])), (0,), (-1, 1)),
+    "index_add": (lambda i: T.index_add(0, tensor([i]), T[:1]), (0, 2), (-1, 3)),
+    "index_copy": (lambda i: T.index_copy(-1, tensor([i]), T[:, :1]), (0, 3), (-1, 4)),
+    "index_reduce": (lambda i: T.index_reduce(0, tensor([i]), T[:1], "amax"), (0, 2), (-1, 3)),
+    "index_fill": (lambda i: T.index_fill(0, tensor([i]), 1.0), (-3, 2), (-4, 3)),
+    "gather": (lambda i: T.gather(1, tensor([[i]])), (0, 3), (-1, 4)),
+    "scatter": (lambda i: T.scatter(1, tensor([[i]]), 1.0), (0, 3), (-1, 4)),
+    "scatter_add": (lambda i: T.scatter_add(1, tensor([[i]]), T), (0, 3), (-1, 4)),
+    "scatter_reduce": (lambda i: T.scatter_reduce(1, tensor([[i]]), T, "sum"), (0, 3), (-1, 4)),
+    "take": (lambda i: T.take(tensor([i])), (-12, 11), (-13, 12)),
+    "put": (lambda i: T.put(tensor([i]), tensor([1.0])), (-12, 11), (-13, 12)),
+    "embedding": (lambda i: HELD(tensor([i])), (0, 2), (-1, 3)),
+    "embedding_bag": (lambda i: F.embedding_bag(tensor([[i, 0]]), HELD.weight), (0, 2), (-1, 3)),
+    "nll_loss": (lambda i: F.nll_loss(T, tensor([i, 0, 1])), (0, 3, -100), (-1, 4)),
+    "cross_entropy": (lambda i: F.cross_entropy(T[0], tensor(i), ignore_index=7), (0, 3, 7), (-1, 4)),
+    "pixels": (lambda i: F.nll_loss(T.view(1, 3, 2, 2), tensor([[[i, 0], [0, 0]]])), (2,), (-1, 3)),
+    "max_unpool2d": (lambda i: F.max_unpool2d(T[:1, :1, None], tensor([[[i]]]), 2), (0, 3), (-1, 4)),
     "masked_scatter": (lambda n: T.masked_scatter(T[:1] > -9, torch.zeros(n)), (12, 13), (0, 11)),
     "bce": (lambda p: F.binary_cross_entropy(torch.full((2,), float(p)), T[0, :2] * 0 + 1),
             (0, 0.5, 1), (-0.1, 1.1, torch.nan)),
     "bernoulli": (lambda p: torch.bernoulli(torch.full((2,), float(p))), (0, 1), (1.1, torch.nan)),
     "bernoulli_": (lambda p: T.clone().bernoulli_(torch.full((3, 4), float(p))), (0, 1), (-1,)),
     "of a rate": (lambda p: T.bernoulli(p), (0.5,), ()),
-    "multinomial": (lambda p: torch.multinomial(NUMBER([1.0, p]), 1), (0.0, 2.0), (-1.0, torch.inf)),
-    "no weight": (lambda p: torch.multinomial(NUMBER([p, p]), 1), (1.0,), (0.0, torch.nan)),
-    "repeat_interleave": (lambda n: T.repeat_interleave(NUMBER([n, 1, 2]), 0), (0, 3), (-1,)),
-    "output_size": (lambda n: T.repeat_interleave(NUMBER([1, 1, 2]), 0, output_size=n), (4,), (3, 5)),
-    "max_norm": (lambda i: F.embedding(NUMBER([i]), T.clone(), max_norm=1.0), (0, 2), (-1, 3)),
-    "offsets": (lambda i: F.embedding_bag(NUMBER([0, 1]), T, NUMBER([0, i])), (0, 2), (3,)),
-    "last offset": (lambda i: F.embedding_bag(NUMBER([0, 1]), T, NUMBER([0, i, 2]), include_last_offset=True),
+    "multinomial": (lambda p: torch.multinomial(tensor([1.0, p]), 1), (0.0, 2.0), (-1.0, torch.inf)),
+    "no weight": (lambda p: torch.multinomial(tensor([p, p]), 1), (1.0,), (0.0, torch.nan)),
+    "repeat_interleave": (lambda n: T.repeat_interleave(tensor([n, 1, 2]), 0), (0, 3), (-1,)),
+    "output_size": (lambda n: T.repeat_interleave(tensor([1, 1, 2]), 0, output_size=n), (4,), (3, 5)),
+    "max_norm": (lambda i: F.embedding(tensor([i]), T.clone(), max_norm=1.0), (0, 2), (-1, 3)),
+    "offsets": (lambda i: F.embedding_bag(tensor([0, 1]), T, tensor([0, i])), (0, 2), (3,)),
+    "last offset": (lambda i: F.embedding_bag(tensor([0, 1]), T, tensor([0, i, 2]), include_last_offset=True),
                     (0, 2), (3,)),
-    "multi_margin_loss": (lambda i: F.multi_margin_loss(T, NUMBER([i, 0, 1])), (0, 3), (-1, 4)),
-    "multilabel_margin": (lambda i: F.multilabel_margin_loss(T[0], NUMBER([i, 0, -1, 0])), (-1, 3), (-2, 4)),
-    "poisson": (lambda rate: torch.poisson(NUMBER([rate])), (0.0, 2.0), (-1.0, torch.nan)),
-    "_assert_async": (lambda n: torch._assert_async(NUMBER(n)), (1, True), (0, False)),
+    "multi_margin_loss": (lambda i: F.multi_margin_loss(T, tensor([i, 0, 1])), (0, 3), (-1, 4)),
+    "multilabel_margin": (lambda i: F.multilabel_margin_loss(T[0], tensor([i, 0, -1, 0])), (-1, 3), (-2, 4)),
+    "poisson": (lambda rate: torch.poisson(tensor([rate])), (0.0, 2.0), (-1.0, torch.nan)),
+    "_assert_async": (lambda n: torch._assert_async(tensor(n)), (1, True), (0, False)),
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_no_number_at_all_is_in_range():
 
 def test_on_the_cpu_torch_says_so_itself():
     with checked_indices(T), pytest.raises(IndexError, match="^index"):
-        HELD(NUMBER([3]))
+        HELD(tensor([3]))
 
 
 def test_other_devices_are_checked():

@@ -42,25 +42,16 @@ def test_what_a_sampler_keeps_stays_on_its_stream(monkeypatch):
 @pytest.mark.parametrize("name", ["bank", "joint"])
 def test_a_cuda_graph_is_given_draws_of_its_own(name, monkeypatch):
     """Of its memory nothing may be kept, nor may it read what is kept and will be freed."""
-
-    def drawn():
-        return made.draw(7, 0, 3)
-
     made = sampler(name, random_bank())
-    before = drawn()
-    with monkeypatch.context() as capturing:
-        capturing.setattr("bnuq_ext.samplers.is_captured", lambda device: True)
-        of_a_graph, of_another = drawn(), drawn()
-    after = drawn()
-    tables = [
-        next(iter(draw.tables.values())).mean for draw in (before, of_a_graph, of_another, after)
-    ]
+    draws = []
+    for captured in (False, True, True, False):  # before, two graphs, after
+        monkeypatch.setattr(
+            "bnuq_ext.samplers.is_captured", lambda device, captured=captured: captured
+        )
+        draws.append(made.draw(7, 0, 3))
+    tables = [next(iter(draw.tables.values())).mean for draw in draws]
     assert all(torch.equal(table, tables[0]) for table in tables)
-    what = (
-        [draw.snapshot for draw in (before, of_a_graph, of_another, after)]
-        if name == "bank"
-        else tables
-    )
+    what = [draw.snapshot for draw in draws] if name == "bank" else tables
     assert what[3] is what[0] and len({id(t) for t in what}) == 3
 
 

@@ -137,7 +137,7 @@ def _packets(names: str) -> list:
     return [getattr(_aten, name) for name in both if hasattr(_aten, name)]
 
 
-_SUITS: dict[Callable[..., bool], list] = {
+_OPERATIONS: dict[Callable[..., bool], list] = {
     _along: _packets(
         "index_select gather scatter scatter_add scatter_reduce index_add index_copy index_reduce"
     ),
@@ -158,4 +158,4 @@ _SUITS: dict[Callable[..., bool], list] = {
     _repeats: _packets("repeat_interleave"),
     _true: _packets("_assert_async"),
 }
-_CHECKS = {operation: suits for suits, given in _SUITS.items() for operation in given}
+_CHECKS = {operation: suits for suits, given in _OPERATIONS.items() for operation in given}

@@ -19,9 +19,10 @@ import torch
 from tqdm import tqdm
 
 from .. import __version__
+from ..data.parts import as_path
 from ..environment import environment
 from ..experiments.store import Store, write_json, write_whole
-from ..ops.checks import check_integer, check_path, refuse
+from ..ops.checks import check_integer, refuse
 from ..progress import progress_bar
 from ..restore import one_thread
 from . import protocol
@@ -60,10 +61,10 @@ def run(
     """`reproduce` of a module with other settings."""
     jobs = check_integer("reproduce", "jobs", jobs, 1)
     if data_root is not None:
-        check_path("reproduce", "data_root", data_root)
-        if not Path(data_root).exists():
-            refuse("reproduce", "data_root", "be a folder of data sets", str(data_root))
-        data_root = str(Path(data_root).resolve())
+        root = as_path("reproduce", "data_root", data_root)
+        if not root.exists():
+            refuse("reproduce", "data_root", "be a folder of data sets", str(root))
+        data_root = str(root.resolve())
     units = module.make_units(settings, data_root)
     sources = [] if data_root is None else module.sources(settings, data_root)
     depends_on = {
