@@ -101,10 +101,8 @@ def _reason(module: nn.Module) -> str | None:
         inner = survey(module._orig_mod)
         left = inner.convertible or inner.unsupported
         return "compiled; convert first, then torch.compile" if left else None
-    if any(
-        name.startswith("torch.ao.nn.") and re.search("Bn|BN|BatchNorm", name) for name in names
-    ):
-        return "quantised or fused by torch.ao; convert the float model"
+    if any(name.startswith("torch.ao.nn.") for name in names):
+        return _reason_of_torch_ao(module, names)
     if isinstance(module, torch.fx.GraphModule) or _INTERPRETED in names:
         calls = sum(
             n.op == "call_function" and "batch_norm" in str(n.target) for n in module.graph.nodes
@@ -119,6 +117,19 @@ def _reason_scripted(module: torch.jit.ScriptModule) -> str | None:
     if in_graph or any(_says_batch_norm(part) for part in parts):
         return "TorchScript; convert the Python model"
     return None
+
+
+def _reason_of_torch_ao(module: nn.Module, names: list[str]) -> str | None:
+    if any(re.search("Bn|BN|BatchNorm", name) for name in names):
+        return "quantised or fused by torch.ao; convert the float model"
+    # In eval() the weights of a fused module have its batch norm in them, and a bias then.
+    if names[0].startswith("torch.ao.nn.intrinsic.") and _has_bias(module):
+        return "fused by torch.ao, perhaps with batch norm; convert the model before it is fused"
+    return None
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return any(getattr(part, "bias", None) is not None for part in module.modules())
 
 
 def _reason_of_class(module: nn.Module) -> str | None:

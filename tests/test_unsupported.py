@@ -66,7 +66,20 @@ def fused():
     return quietly(lambda: torch.ao.nn.intrinsic.ConvBn2d(conv, bn))
 
 
+def fused_in_eval():
+    layers = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3), nn.ReLU()
+    model = nn.Sequential(*layers).eval()
+    return quietly(lambda: torch.ao.quantization.fuse_modules(model, ["0", "1", "2"]))[0]
+
+
+def quantised_when_fused():
+    return quietly(lambda: torch.ao.nn.intrinsic.quantized.ConvReLU2d(3, 3, 1))
+
+
 image = torch.randn(2, 3, 4, 4)
+MAYBE_FUSED = (
+    "(ConvReLU2d: fused by torch.ao, perhaps with batch norm; convert the model before it is fused)"
+)
 UNSUPPORTED = {
     "subclass": (
         lambda: LeakyNorm(3),
@@ -94,6 +107,8 @@ UNSUPPORTED = {
     ),
     "qat": (qat, "(ConvBn2d: quantised or fused by torch.ao; convert the float model)"),
     "fused": (fused, "(ConvBn2d: quantised or fused by torch.ao; convert the float model)"),
+    "fused in eval": (fused_in_eval, MAYBE_FUSED),
+    "quantised when fused": (quantised_when_fused, MAYBE_FUSED),
     "scripted": (
         lambda: quietly(lambda: torch.jit.script(nn.BatchNorm2d(3))),
         "(RecursiveScriptModule: TorchScript; convert the Python model)",
@@ -128,6 +143,14 @@ def test_reports_what_it_cannot_convert(kind):
     assert len(caught) == 1 and caught[0].filename == __file__
     assert [name for name in classes(model) if classes(model)[name] != before[name]] == ["0"]
     assert list(named_stochastic_layers(converted)) == ["0"]
+
+
+def test_a_convolution_without_a_bias_has_no_batch_norm_in_it():
+    layers = nn.Conv2d(3, 3, 1, bias=False), nn.ReLU(), nn.BatchNorm2d(3)
+    model = quietly(
+        lambda: torch.ao.quantization.fuse_modules(nn.Sequential(*layers).eval(), ["0", "1"])
+    )
+    assert list(named_stochastic_layers(bnuq.convert(model))) == ["2"]
 
 
 @pytest.mark.parametrize("part", [nn.BatchNorm2d(3), nn.GroupNorm(1, 3), nn.Conv2d(3, 3, 1)])
