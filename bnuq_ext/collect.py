@@ -388,9 +388,11 @@ def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> N
 
 
 def _device(model: nn.Module, device) -> torch.device:
-    if device is None:
-        return device_of(model.modules())
-    return check_named_device("collect", device)
+    name = "model" if device is None else "device"
+    found = device_of(model.modules()) if device is None else check_named_device("collect", device)
+    if found.type == "meta":
+        refuse("collect", name, "hold numbers", "meta tensors")
+    return found
 
 
 def refuse_nonfinite(op: str, batch: int, where: str) -> NoReturn:

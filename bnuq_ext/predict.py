@@ -280,6 +280,8 @@ def _check_query(query, sampler: str, strategy: str) -> None:
 
 def check_x(op: str, x, device: torch.device) -> None:
     """Checks an input, or else that it is an iterable of batches."""
+    if device.type == "meta":
+        refuse(op, "model", "hold numbers", "meta tensors")
     single = is_one_input(x)
     if isinstance(x, np.ndarray) or not (single or isinstance(x, Iterable)):
         requirement = "be a tensor, a tuple, a dict or an iterable of batches"

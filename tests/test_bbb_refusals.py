@@ -69,3 +69,5 @@ def test_rejects(tmp_path):
         assert str(caught.value).startswith(
             f"bbb: {path} must be a checkpoint of this network (delete it to start again), got "
         )
+    with pytest.raises(ValueError, match=f"^bbb: {tmp_path} must be a file, got a folder$"):
+        bbb.load(tmp_path, network)

@@ -91,6 +91,11 @@ def test_rejects(model, options, error, message):
         predict(model, x, **options)
 
 
+def test_rejects_a_model_without_numbers(model):
+    with pytest.raises(ValueError, match="^predict: model must hold numbers, got meta tensors$"):
+        predict(model.to("meta"), X.to("meta"), likelihood="gaussian")
+
+
 def interrupted(out):
     raise KeyboardInterrupt
 

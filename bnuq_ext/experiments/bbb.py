@@ -228,6 +228,8 @@ def load(path: Path, network: nn.Sequential, identity: str = "") -> State:
     """The state that `save` wrote with this identity; a new one where there is no file."""
     if not path.exists():
         return State(network, {}, [])
+    if path.is_dir():
+        refuse("bbb", str(path), "be a file", "a folder")
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata()
