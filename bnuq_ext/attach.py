@@ -6,9 +6,9 @@ from torch import nn
 
 from .bank import Bank
 from .batch_norm_like import listed
+from .calls import split_key
 from .nn import named_stochastic_layers, require_stochastic_layers
 from .ops.checks import refuse
-from .passes import split_key
 
 _GIVEN: WeakKeyDictionary[nn.Module, ref[Bank]] = WeakKeyDictionary()  # the bank of whole models
 

@@ -14,10 +14,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .bayes import DTYPES, BayesLinear
+from .calls import stream_of
 from .fingerprint import has_hooks
 from .inputs import expand
 from .ops.linear_chain import Link, bayes_linear_chain
-from .passes import stream_of
 from .samplers import Draw
 
 # Layers that treat every row of an input with two dimensions or more by itself,

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from .bayes import BayesLinear
+from .calls import streams_of
 from .chain import is_chain, layers_of, writes_in_place
 from .chunks import OTHERS
 from .known import KnownChain
 from .nn import StochasticBatchNorm1d, StochasticBatchNorm2d, StochasticBatchNorm3d
 from .ops.linear import linear
 from .ops.modes import is_eager
-from .passes import streams_of
 from .proof.folding import Folding, Plan
 from .samplers import Draw
 

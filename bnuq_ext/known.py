@@ -11,11 +11,12 @@ from torch import nn
 
 from .attach import find_bank, remarks_on_gone_layers
 from .bank import Bank
+from .calls import call_key
 from .fingerprint import Fingerprint, fingerprint
 from .nn import Stochastic, named_stochastic_layers
 from .norm_calls import count_uncovered
 from .ops.checks import refuse
-from .passes import Pass, call_key
+from .passes import Pass
 from .restore import without_gradients
 from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
 from .untraced import unrecorded, untraced

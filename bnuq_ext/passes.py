@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.utils.hooks import unserializable_hook
 
+from .calls import call_key, split_key, streams_of
 from .ops.checks import refuse
 from .samplers import Draw
 
@@ -30,7 +31,7 @@ def current_pass() -> Pass | None:
     # Older dynamo breaks the graph at a context variable; it can guard on a global.
     if not _DYNAMO_READS_CONTEXT and torch.compiler.is_compiling() and not _RUNNING:
         return None
-    active = _CURRENT.get()
+    active = begun_pass()
     return replayed_pass() if active is None else active
 
 
@@ -56,7 +57,7 @@ class running:  # a context manager; written out, for a generator costs more tha
         self.active = active
 
     def __enter__(self) -> Pass:
-        self.active.outer = _CURRENT.get()
+        self.active.around, self.active.ended = begun_pass(), False
         _CURRENT.set(self.active)
         _RUNNING.append(self.active)
         return self.active
@@ -66,23 +67,33 @@ class running:  # a context manager; written out, for a generator costs more tha
 
 
 def begun_pass() -> Pass | None:
-    """The pass that this thread (or task) has begun last and not ended."""
-    return _CURRENT.get()
+    """The pass that this thread (or task) has begun last, of those that have not ended."""
+    return _not_ended(_CURRENT.get())
+
+
+def _not_ended(active: Pass | None) -> Pass | None:
+    """The pass or the first one around it: another thread or task may have ended some, by closing
+    the generators that began them."""
+    while active is not None and active.ended:
+        active = active.around
+    return active
 
 
 def leave_pass(active: Pass) -> None:
     """Ends a pass of this thread, also one that is left half."""
     if active in _RUNNING:
         _RUNNING.remove(active)
-    outer, inner = active.outer, _CURRENT.get()
+    active.ended = True
+    around, inner = active.around, _CURRENT.get()
     if inner is active:
-        _CURRENT.set(outer)
+        _CURRENT.set(around)
     else:
-        while inner is not None and inner.outer is not active:
-            inner = inner.outer
-        if inner is not None:
-            inner.outer = outer
-    active.outer = None
+        while inner is not None and inner.around is not active:
+            inner = inner.around
+        if inner is None:
+            return  # begun in another thread or task, which finds what is around by it
+        inner.around = around
+    active.around = None
 
 
 def leave_passes(outer: Pass | None) -> None:
@@ -137,20 +148,6 @@ def _note_missed(layer: Replicated) -> None:
             active.missed.add(name)
 
 
-def stream_of(number: int) -> int:
-    """Of the first call of a model's n-th layer of its kind, from 0; see `streams_of`."""
-    return number << 16
-
-
-def streams_of(layers: dict[str, nn.Module], bank: Iterable[str] = ()) -> dict[str, int]:
-    """Of each layer's first call: batch norm is counted as in the bank, for a part of a model draws
-    what the whole does; other layers, whose noise has tags of its own, as they stand here."""
-    number = {key: n for n, key in enumerate(bank)}
-    others = [name for name, layer in layers.items() if not layer.needs_bank]
-    number |= {name: n for n, name in enumerate(others)}
-    return {name: stream_of(number.get(name, 0)) for name in layers}  # 0: of what has no draw
-
-
 class Pass:
     """One forward of a model with its stochastic layers doing something else than usual.
 
@@ -163,16 +160,23 @@ class Pass:
         streams: `streams_of(layers, bank)`.
         calls: of each layer so far.
         missed: names of layers that were called outside of it.
-        outer: the pass around it, which other models are left to.
+        around: the pass that was the current one when it began.
+        ended: whether it is over, or has not begun.
     """
 
-    outer: Pass | None = None
+    around: Pass | None = None
+    ended = True
 
     def __init__(self, layers: dict[str, nn.Module], bank: Iterable[str] = ()):
         self.names = {id(layer): name for name, layer in layers.items()}
         self.streams = streams_of(layers, bank)
         self.calls: dict[str, int] = {}
         self.missed: set[str] = set()
+
+    @property
+    def outer(self) -> Pass | None:
+        """The pass around it, which other models are left to."""
+        return _not_ended(self.around)
 
     def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
         """What the layer returns for x; a layer of another model behaves as usual."""
@@ -381,14 +385,3 @@ class Replay(Pass):
             requirement = "be computed again with rows that tell which of its calls it is"
             refuse(done.op, f"layer {name!r}", requirement, x.shape[0])
         return found.pop()
-
-
-def call_key(name: str, call: int) -> str:
-    """`name` for the first call of a layer, `name#1` for the next."""
-    return name if call == 0 else f"{name}#{call}"
-
-
-def split_key(key: str) -> tuple[str, int]:
-    """Layer and number of the call of `name` or `name#1`."""
-    name, mark, call = key.rpartition("#")
-    return (name, int(call)) if mark and call.isdigit() else (key, 0)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from .batch_norm_like import averages_rows
 from .bayes import DTYPES, BayesLinear, check_whole, require_bayes_layers
+from .calls import streams_of
 from .chain import Run, is_chain, run_chain
 from .forward import Forward
 from .inputs import check_one_input, device_of, num_rows
@@ -33,7 +34,7 @@ from .ops.kl import gaussian_kl_sum, total
 from .ops.modes import is_eager
 from .ops.philox import new_key
 from .pages import keep_freed_pages
-from .passes import current_pass, streams_of
+from .passes import current_pass
 from .prediction import check_likelihood, check_logits
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key

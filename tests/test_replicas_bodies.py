@@ -1,5 +1,8 @@
 """Bodies of `replicas` that end in another order than that in which they began."""
 
+import asyncio
+import threading
+
 import torch
 from test_replicas import X, close, expected, make_model
 
@@ -42,6 +45,44 @@ def test_a_body_ends_before_later_ones_for_other_models():
     assert torch.equal(third(X), plain)
     with bnuq.replicas(second, 2, 1):
         close(second(X), expected(second, seed=1, num_samples=2))
+
+
+def test_a_body_ended_by_another_thread_is_over_here():
+    model, other = make_model(), make_model()
+    plain = model(X)
+    outer, inner = replicas_of(other, 3, 2), replicas_of(model, 2, 0)
+    next(outer)
+    next(inner)
+    closer = threading.Thread(target=inner.close)
+    closer.start()
+    closer.join()
+    assert torch.equal(model(X), plain)
+    close(other(X), expected(other, seed=2, num_samples=3))
+    with bnuq.replicas(model, 5, 1):
+        close(model(X), expected(model, seed=1, num_samples=5))
+        close(other(X), expected(other, seed=2, num_samples=3))
+    outer.close()
+    assert torch.equal(other(X), other.eval()(X))
+
+
+def test_a_body_that_the_event_loop_ends_is_over_in_its_task():
+    model = make_model()
+    plain = model(X)
+
+    async def stream():
+        with bnuq.replicas(model, 2, 0):
+            while True:
+                yield model(X)
+
+    async def left_early():
+        async for rows in stream():
+            close(rows, expected(model, seed=0, num_samples=2))
+            break
+        await asyncio.sleep(0)  # in which the loop closes the generator, in a context of its own
+        await asyncio.sleep(0)
+        return model(X)
+
+    assert torch.equal(asyncio.run(left_early()), plain)
 
 
 def test_a_divergence_belongs_to_the_body_that_is_left():
