@@ -5,8 +5,11 @@ from contextlib import suppress
 from functools import wraps
 
 import torch
+from torch import _C, overrides
+from torch.utils._python_dispatch import _pop_mode
 
 from .passes import begun_pass, leave_passes
+from .reads import leave_watchers, num_watchers
 from .warn import is_users
 
 
@@ -21,20 +24,37 @@ def _end_frames(error: BaseException) -> None:
         trace = trace.tb_next
 
 
+def _leave_modes(dispatch: int, functions: int) -> None:
+    """Leaves the modes that this thread has entered since it was in so many."""
+    for before, depth, at, pop in (
+        (dispatch, _C._len_torch_dispatch_stack, _C._get_dispatch_stack_at, _pop_mode),
+        (functions, _C._len_torch_function_stack, _C._get_function_stack_at, overrides._pop_mode),
+    ):
+        while (entered := depth()) > before:
+            with suppress(Exception):  # of one that is left half
+                at(entered - 1).__exit__(None, None, None)
+            if depth() == entered:
+                pop()
+
+
 def leaving_nothing_behind(function: Callable) -> Callable:
-    """The function, after whose errors the thread is again in the pass and in the grad mode that it
-    was called in."""
+    """The function, after whose errors the thread is again in the pass, in the grad mode and in
+    torch's modes that it was called in."""
 
     @wraps(function)
     def call(*args, **options):
         if torch.compiler.is_compiling():
             return function(*args, **options)
         outer, gradients = begun_pass(), torch.is_grad_enabled()
+        modes = _C._len_torch_dispatch_stack(), _C._len_torch_function_stack()
+        watchers = num_watchers()
         try:
             return function(*args, **options)
         except BaseException as error:
             if not isinstance(error, Exception):
                 _end_frames(error)
+                leave_watchers(watchers)
+                _leave_modes(*modes)
             leave_passes(outer)
             torch.set_grad_enabled(gradients)
             raise

@@ -3,6 +3,7 @@ so that what it does next may depend on all of them."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -85,11 +86,10 @@ class Reads:
         self.before = sum([_held_bytes(t) for t in given])
 
     def __enter__(self) -> None:
-        self._watching = watched(_Arrays(self), _Scalars(self))
-        self._watching.__enter__()
+        _enter(_Arrays(self), _Scalars(self))
 
     def __exit__(self, *error) -> None:
-        self._watching.__exit__(*error)
+        _WATCHERS.entered.pop().__exit__(*error)
 
     def look(self, args) -> None:
         if not self.constant(args):
@@ -163,12 +163,11 @@ class Ranges:
 
     def __enter__(self) -> None:
         self.place = 0
-        self._watching = watched(nullcontext(), _Integers(self))
-        self._watching.__enter__()
+        _enter(nullcontext(), _Integers(self))
 
     def __exit__(self, *error) -> None:
         self.recorded = True
-        self._watching.__exit__(*error)
+        _WATCHERS.entered.pop().__exit__(*error)
 
     def within(self, values: Tensor) -> Tensor:
         """The values of the next cast, held to their range."""
@@ -202,6 +201,32 @@ def watched(functions, operations):
         operations,
     ):
         yield
+
+
+class _Watchers(threading.local):
+    """What this thread's `Reads` and `Ranges` have entered, the innermost last."""
+
+    def __init__(self):
+        self.entered = []
+
+
+_WATCHERS = _Watchers()
+
+
+def _enter(functions, operations) -> None:
+    watching = watched(functions, operations)
+    _WATCHERS.entered.append(watching)  # first: an interrupt may come after any line
+    watching.__enter__()
+
+
+def num_watchers() -> int:
+    return len(_WATCHERS.entered)
+
+
+def leave_watchers(before: int) -> None:
+    """Leaves what an interrupt has left of more than so many."""
+    while len(_WATCHERS.entered) > before:
+        _WATCHERS.entered.pop().gen.close()
 
 
 def _cast(func, args: tuple, kwargs: dict) -> int | None:

@@ -1,6 +1,7 @@
 """An interrupt between two lines of a context manager leaves the thread in no pass."""
 
 import linecache
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import bnuq_ext as bnuq
-from bnuq_ext import passes, restore
+from bnuq_ext import norm_calls, passes, reads, restore
 from bnuq_ext.passes import current_pass
+from bnuq_ext.proof import carried, gates, mixed
+from bnuq_ext.untraced import ONE_MODE
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 BATCHES = list(torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(1)))
@@ -83,6 +86,53 @@ def test_interrupted_at_every_line(name):
             assert current_pass() is None and not passes._RUNNING, where
             assert torch.is_grad_enabled(), where
             assert torch.equal(model(X), expected), where
+
+
+def modes_entered():
+    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+
+
+def free_for_others(lock):
+    found = []
+
+    def take():
+        found.append(lock.acquire(timeout=0.5))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+MODES = [
+    *(reads.Reads, reads._Scalars, reads._Arrays, gates.Gates, carried.Carried, mixed.Mixed),
+    norm_calls.BatchNormCounter,
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+def test_interrupted_right_behind_the_entry_of_a_mode(mode, monkeypatch):
+    def interrupted(self):
+        monkeypatch.undo()
+        enter(self)
+        raise KeyboardInterrupt
+
+    model = bnuq.convert(Bare()).eval()
+    bnuq.collect(model, BATCHES, progress=False)
+    expected = bnuq.predict(model, X, likelihood="gaussian", seed=0, strategy="loop").mean
+    enter = mode.__enter__
+    with torch.device("cpu"):  # a mode of the caller
+        monkeypatch.setattr(mode, "__enter__", interrupted)
+        before = modes_entered()
+        with pytest.raises(KeyboardInterrupt):
+            RUNS["doctor" if mode is norm_calls.BatchNormCounter else "first predict"](model)
+        assert modes_entered() == before
+    assert modes_entered() == (0, 0) and free_for_others(ONE_MODE)
+    torch.testing.assert_close(
+        bnuq.predict(model, X, likelihood="gaussian", seed=0).mean, expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_an_error_in_a_backward_does_not_leave_the_thread_in_a_forward_that_is_over():
