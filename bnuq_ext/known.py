@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ from .attach import find_bank, remarks_on_gone_layers
 from .bank import Bank
 from .calls import call_key
 from .fingerprint import Fingerprint, fingerprint
+from .forks import free_in_children, renew
 from .nn import Stochastic, named_stochastic_layers
 from .norm_calls import count_uncovered
 from .ops.checks import refuse
@@ -22,9 +24,17 @@ from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
 from .untraced import unrecorded, untraced
 from .warn import warn
 
-_LOCK = threading.Lock()
+_LOCK = free_in_children(threading.Lock())
 _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 _CHAINS: WeakKeyDictionary[nn.Module, KnownChain] = WeakKeyDictionary()
+
+
+def _renew_planning() -> None:
+    for known in _KNOWN.values():
+        renew(known.planning)
+
+
+os.register_at_fork(after_in_child=_renew_planning)
 
 
 class Known:

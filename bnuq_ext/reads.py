@@ -3,8 +3,9 @@ so that what it does next may depend on all of them."""
 
 from __future__ import annotations
 
-import threading
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,10 @@ _UNWRITTEN = {
 
 # Given infinities these end the process: the library behind them does.
 _FINITE = {_aten.linalg_eig, _aten.linalg_eigvals, _aten._linalg_eigvals}
+
+# By thread what its `Reads` and `Ranges` have entered, the innermost last. No threading.local: a forked
+# process ends those of threads that it has not.
+_WATCHERS: dict[int, list] = defaultdict(list)
 
 READS = "its forward reads values of its rows, to branch or to compute apart"
 COUNTS = "its forward asks how many rows values have chosen, as by len or shape of h[mask]"
@@ -89,7 +94,7 @@ class Reads:
         _enter(_Arrays(self), _Scalars(self))
 
     def __exit__(self, *error) -> None:
-        _WATCHERS.entered.pop().__exit__(*error)
+        _leave(*error)
 
     def look(self, args) -> None:
         if not self.constant(args):
@@ -167,7 +172,7 @@ class Ranges:
 
     def __exit__(self, *error) -> None:
         self.recorded = True
-        _WATCHERS.entered.pop().__exit__(*error)
+        _leave(*error)
 
     def within(self, values: Tensor) -> Tensor:
         """The values of the next cast, held to their range."""
@@ -203,30 +208,25 @@ def watched(functions, operations):
         yield
 
 
-class _Watchers(threading.local):
-    """What this thread's `Reads` and `Ranges` have entered, the innermost last."""
-
-    def __init__(self):
-        self.entered = []
-
-
-_WATCHERS = _Watchers()
-
-
 def _enter(functions, operations) -> None:
     watching = watched(functions, operations)
-    _WATCHERS.entered.append(watching)  # first: an interrupt may come after any line
+    _WATCHERS[get_ident()].append(watching)  # first: an interrupt may come after any line
     watching.__enter__()
 
 
+def _leave(*error) -> None:
+    _WATCHERS[get_ident()].pop().__exit__(*error)
+
+
 def num_watchers() -> int:
-    return len(_WATCHERS.entered)
+    return len(_WATCHERS[get_ident()])
 
 
 def leave_watchers(before: int) -> None:
     """Leaves what an interrupt has left of more than so many."""
-    while len(_WATCHERS.entered) > before:
-        _WATCHERS.entered.pop().gen.close()
+    entered = _WATCHERS[get_ident()]
+    while len(entered) > before:
+        entered.pop().gen.close()
 
 
 def _cast(func, args: tuple, kwargs: dict) -> int | None:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .forks import free_in_children
 from .state import State
 from .warn import warn
 
-_EVAL_LOCK = threading.Lock()
+_EVAL_LOCK = free_in_children(threading.Lock())
 # By module: bodies inside; before the first its flag,
 # and its state where it has a train() of its own.
 _EVAL_USERS: dict[int, tuple[int, bool, State | None]] = {}

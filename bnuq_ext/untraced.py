@@ -8,6 +8,8 @@ from functools import wraps
 
 import torch
 
+from .forks import free_in_children
+
 
 def untraced(function: Callable) -> Callable:
     """The function, around which a compiled caller breaks its graph: traced, it would be compiled
@@ -39,7 +41,7 @@ def _aside(state):
 
 
 # torch keeps "in a dispatch mode" in globals: threads that leave out of order would leave it set.
-ONE_MODE = threading.RLock()
+ONE_MODE = free_in_children(threading.RLock())
 
 
 @contextmanager
