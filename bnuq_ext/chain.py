@@ -56,7 +56,7 @@ def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool
     links, dim = 1, x.dim()
     for module in modules:
         kind = type(module)
-        if _FORWARDS.get(kind, kind.forward) is not kind.forward:
+        if kind in _FORWARDS and kind.forward is not _FORWARDS[kind]:
             return False
         if "forward" in module.__dict__ or (module._modules and not _is_sequence(kind)):
             return False

@@ -15,6 +15,7 @@ from .batch_norm_like import EXCLUDED, Survey, describe, survey
 from .inputs import tensors
 from .nn import STOCHASTIC_CLASSES, Stochastic, check_model, named_stochastic_layers, original_class
 from .ops.checks import check_callable, refuse
+from .state import is_training
 from .warn import warn
 
 _INPLACE = " (inplace=True needs no copy)"
@@ -133,7 +134,7 @@ def copy_model(op: str, model: nn.Module, instead: str = "", memo: dict | None =
     # Some classes copy themselves into train() (torchvision's feature extractors do).
     twins = dict(made.named_modules())
     for name, module in model.named_modules():
-        if name in twins and twins[name].training != module.training:
+        if name in twins and is_training(twins[name]) != is_training(module):
             twins[name].train(module.training)
     return made
 

@@ -32,7 +32,7 @@ from .predict import check_bank_sampler, forward_by_bank, take_model
 from .proof.folding import Plan
 from .proof.standing import StandingFolding
 from .samplers import check_key
-from .state import modules_of
+from .state import is_training, modules_of
 from .untraced import untraced
 
 
@@ -153,7 +153,7 @@ class _Session(Pass):
             self.active = ReplicaPass(self.forward.layers, draw, op="replicas")
             return inputs
         for name, module in self.forward.model.named_modules():
-            if module.training and averages_rows(module) and not isinstance(module, Stochastic):
+            if is_training(module) and averages_rows(module) and not isinstance(module, Stochastic):
                 got = f"{name} in train()"
                 refuse("replicas", "batch norm that is not stochastic", "be in eval()", got)
         rows, shared, expands = self._way(inputs)

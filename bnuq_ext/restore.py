@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .forks import free_in_children
-from .state import State
+from .state import State, is_training
 from .warn import warn
 
 _EVAL_LOCK = free_in_children(threading.Lock())
@@ -36,9 +36,9 @@ def evaluating(modules: list[nn.Module], *, warns: bool = True):
     with its flag. Where threads share modules, the last one to leave does so.
     """
     with _EVAL_LOCK:
-        if not _EVAL_USERS and not any([module.training for module in modules]):
+        if not _EVAL_USERS and not any([is_training(module) for module in modules]):
             return nullcontext()  # in eval already, and no other body will put flags back
-    own = {type(m) for m in modules if warns and m.training and _has_own_modes(type(m))}
+    own = {type(m) for m in modules if warns and is_training(m) and _has_own_modes(type(m))}
     if new := own.difference(_WARNED_OF):
         _WARNED_OF.update(new)
         names = ", ".join(sorted(cls.__name__ for cls in new))
@@ -46,7 +46,7 @@ def evaluating(modules: list[nn.Module], *, warns: bool = True):
             f"in train() with a train() or eval() of its own: {names}; only its flag is set; "
             "if that method does more than set flags, call the model's eval() before"
         )
-    return _held_in_eval(modules)
+    return _held_in_eval([m for m in modules if hasattr(m, "training")])
 
 
 def _has_own_modes(cls: type[nn.Module]) -> bool:

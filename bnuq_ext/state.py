@@ -39,6 +39,11 @@ def names_of(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
+def is_training(module: nn.Module) -> bool:
+    """Its flag, which what torch.jit.freeze has made has not."""
+    return getattr(module, "training", False)
+
+
 class State:
     """A model's buffers, frozen parameters and plain attributes,
     to put back what a forward has changed."""
@@ -80,7 +85,7 @@ def _attributes(module: nn.Module) -> dict:
 def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
     """Its parameters that gradients do not move, where a forward in train() may:
     a moving average of a network."""
-    owned = module._parameters.items() if module.training else ()
+    owned = module._parameters.items() if is_training(module) else ()
     return {name: p for name, p in owned if p is not None and not p.requires_grad}
 
 

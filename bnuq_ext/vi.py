@@ -38,7 +38,7 @@ from .passes import current_pass
 from .prediction import check_likelihood, check_logits
 from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
-from .state import modules_of
+from .state import is_training, modules_of
 from .together import run_together
 
 SCHEMES = ("uniform", "geometric")
@@ -288,7 +288,7 @@ def _alone(forward: Forward, x, draw: Draw) -> Tensor:
 def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tensor | None:
     """The outputs (T*N, ...) of samples that go through the model together;
     None for one after another."""
-    coupled = any(module.training and averages_rows(module) for module in modules)
+    coupled = any(is_training(module) and averages_rows(module) for module in modules)
     if coupled or num_rows(forward.op, x) == 0:
         return None
     # Of two, the sample that is run alone would cost what going together saves. And processes that

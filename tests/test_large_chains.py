@@ -11,11 +11,14 @@ from bnuq_ext.ops.linear import linear
 
 
 @pytest.mark.parametrize("size", [(0, 3, 2), (1, 1, 1), (129, 7, 33), (1500, 784, 10)], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", ["none", "contiguous", "strided", "expanded"])
 def test_ordinary_linear(size, bias):
     N, I, O = size  # noqa: E741
     x, weight = torch.randn(I, N).t(), torch.randn(2 * O, I)[::2]
-    bias = torch.randn(O) if bias else None
+    kinds = {"contiguous": (O,), "strided": (2 * O,), "expanded": (1,)}
+    bias = (
+        torch.randn(*kinds[bias])[:: 1 + (bias == "strided")].expand(O) if bias in kinds else None
+    )
     with torch.no_grad():
         y = linear(x, weight, bias)
     expected = torch.nn.functional.linear(

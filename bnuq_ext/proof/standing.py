@@ -18,7 +18,7 @@ from ..fingerprint import has_hooks
 from ..forward import Forward
 from ..passes import DoesNotFold, refutes
 from ..restore import drawn_since, evaluating, preserved_rng, random_states, uncached
-from ..state import State
+from ..state import State, is_training
 from ..untraced import uncompiled
 from .agreement import check_replica, tolerance_of
 from .folding import Folding, Plan
@@ -55,7 +55,7 @@ class StandingFolding(Folding):
     ):
         super().__init__(forward, modules, first_replica, inputs)
         self.num_samples = num_samples
-        self.training = tuple(m.training for m in modules)
+        self.training = tuple(map(is_training, modules))
         self.flags = self.training if torch.is_grad_enabled() else None
 
     def cached_plan(self) -> Plan | None:

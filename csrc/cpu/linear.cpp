@@ -201,6 +201,7 @@ Tensor linear_cpu(Tensor x_, Tensor weight_, std::optional<Tensor> bias) {
       x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1),
       "linear: x must have the features of weight");
   const Matrix w(weight, 0, weight.size(0), weight.size(1));
+  if (bias) bias = torch::stable::contiguous(*bias);  // oneDNN is told no stride of it
   return product(Matrix(x, 0, x.size(0), x.size(1)), w.t(), bias);
 }
 
