@@ -18,6 +18,7 @@ from .forks import free_in_children, renew
 from .nn import Stochastic, named_stochastic_layers
 from .norm_calls import count_uncovered
 from .ops.checks import refuse
+from .ops.modes import is_within_transform
 from .passes import Pass
 from .restore import without_gradients
 from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
@@ -147,7 +148,7 @@ class BankSamplers:
         if self._stamp != stamp:
             self._made, self._stamp = {}, stamp
         # Another thread may begin anew; and what a mode makes of tensors is not for later.
-        made = {} if torch._C._len_torch_dispatch_stack() else self._made
+        made = {} if is_within_transform() else self._made
         place = (name, batch_size, device, _stream(device))
         if place not in made:
             with without_gradients(), unrecorded():

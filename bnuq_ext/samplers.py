@@ -82,13 +82,14 @@ class Sampler(Protocol):
 
 class _Latest:
     """What a sampler has made last, for calls that take gradients too; in a CUDA graph nothing: its
-    memory is the graph's own, and a graph needs what it reads for as long as it is replayed."""
+    memory is the graph's own, and a graph needs what it reads for as long as it is replayed. Nor
+    what a transform of torch.func makes."""
 
     def __init__(self, device: torch.device):
         self.device, self.made = device, (None, None)
 
     def get(self, make: Callable, *asked: int):
-        if is_captured(self.device):
+        if is_captured(self.device) or torch._C._are_functorch_transforms_active():
             return make(*asked)
         known, value = self.made
         if known != asked:

@@ -19,6 +19,13 @@ def has_values(tensor: Tensor) -> bool:
     return is_eager() and not isinstance(tensor, FakeTensor)
 
 
+def is_within_transform() -> bool:
+    """Whether a transform of torch.func or a dispatch mode of the caller's makes of tensors what is
+    not for later."""
+    modes = torch._C._len_torch_dispatch_stack()
+    return modes > 0 or torch._C._are_functorch_transforms_active()
+
+
 def is_recorded() -> bool:
     """Whether torch.export or torch.jit.trace records what is computed, for inputs with other values
     and sizes."""

@@ -34,7 +34,7 @@ from ..chunks import OTHERS, is_out_of_memory
 from ..fingerprint import fingerprint
 from ..forward import Forward
 from ..inputs import expand, num_rows, tensors
-from ..ops.modes import autocast_dtypes
+from ..ops.modes import autocast_dtypes, is_within_transform
 from ..passes import DoesNotFold, ReplicaPass, Undecided
 from ..reads import READS, Reads
 from ..restore import drawn_since, preserved_rng, random_states
@@ -271,7 +271,7 @@ class Folding:
             found = str(error)
         except Exception as error:
             found = f"{type(error).__name__} in a trial on {ROWS} rows: {error}"
-            lasting = not is_out_of_memory(error)
+            lasting = not (is_out_of_memory(error) or is_within_transform())
         self.remember(self.known.trials, place, found, lasting)
         return found, lasting
 

@@ -1,0 +1,56 @@
+"""Predictions inside transforms of torch.func and of torch.fx, and after them."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import bnuq_ext as bnuq
+
+X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
+BATCHES = list(torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(1)))
+
+
+class Bare(nn.Module):
+    """Not a plain chain of layers, so that it is tried."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(x).relu())
+
+
+@pytest.fixture
+def model():
+    model = bnuq.convert(Bare()).eval()
+    bnuq.collect(model, BATCHES, progress=False)
+    return model
+
+
+def predicted(model, **options):
+    arguments = dict(likelihood="categorical", num_samples=4, seed=3) | options
+    return bnuq.predict(model, X, **arguments).mean
+
+
+@pytest.mark.parametrize("sampler", ["bank", "joint", "lognormal", "normal"])
+def test_what_functionalize_makes_is_not_kept(model, sampler):
+    options = dict(strategy="loop", sampler=sampler)
+    with suppress(RuntimeError):  # torch's own
+        torch.func.functionalize(lambda w: predicted(model, **options) * w)(torch.ones(()))
+    after = predicted(model, **options)
+    other = bnuq.convert(Bare()).eval()
+    bnuq.attach(other, model.norm.bank)
+    assert after.equal(predicted(other, **options))
+
+
+def test_a_trial_that_a_tracer_ends_is_made_again(model):
+    with suppress(RuntimeError):  # torch's own
+        make_fx(lambda w: predicted(model) * w)(torch.ones(()))
+    torch.testing.assert_close(
+        predicted(model, strategy="folded"), predicted(model, strategy="loop"), rtol=1e-5, atol=1e-6
+    )
