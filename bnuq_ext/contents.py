@@ -8,6 +8,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
 from dis import get_instructions
 from functools import cached_property, lru_cache, partial
+from hashlib import sha256
 from itertools import chain, islice
 from types import (
     CodeType,
@@ -56,8 +57,9 @@ class Contents:
     It looks into lists, dicts and sets, records and small arrays, what functions and methods are
     bound to, modules that are no part of the model, and into objects of the packages that the
     model's modules come from, or whose class has no methods: a configuration, but not a trainer that
-    counts steps, of which flags and names count alone. Of classes of these packages the attributes
-    count, not what they hold. Each object is looked into once, and no property is called.
+    counts steps, of which flags and names count alone. Of classes of these packages, and of
+    functions, attributes and code count, and not what they hold, but for the items of a dict. Each
+    object is looked into once, and no property is called.
 
     Args:
         seen: what is appended to.
@@ -68,9 +70,10 @@ class Contents:
         self.seen, self.modules = seen, modules
         self.visited = set(map(id, modules))
         self.most = len(self.visited) + _MOST
-        self.packages, own = _code_of(modules)
-        for cls in own:
-            self._append_all(list(vars(cls).values()), _DEEPEST)  # not what these hold
+        self.classes: set[type] = set()
+        self.packages = {_package(type(m)) for m in modules} - _FOREIGN
+        for cls in dict.fromkeys(map(type, modules)):
+            self._append_classes(cls)
 
     def append(self, value, depth: int = 0) -> None:
         """Of a value that is none of `SCALARS`, which stand for themselves."""
@@ -83,11 +86,21 @@ class Contents:
             seen.append(len(value))
             self._append_all(value, depth)
         else:
-            seen += identity(value)
+            seen += (type(value), *identity(value))
+            if isinstance(value, FunctionType):
+                seen.append(value.__code__)  # which a reload of the source exchanges
             new = id(value) not in self.visited and len(self.visited) < self.most
             if new and depth < _DEEPEST:
                 self.visited.add(id(value))
                 self._look_into(value, depth)
+
+    def _append_classes(self, cls: type) -> None:
+        """Notes the attributes of a class and of its bases, if they are of the model's packages; of
+        what these hold only the items of a dict, which is a configuration more often than a list."""
+        new = [c for c in cls.__mro__ if c not in self.classes and _package(c) in self.packages]
+        self.classes.update(new)
+        for value in [value for c in new for value in vars(c).values()]:
+            self._append_all([value], _DEEPEST - isinstance(value, dict))
 
     def append_function(self, function: Callable) -> None:
         """Notes a function by its code, what it holds and the globals that it names,
@@ -157,9 +170,12 @@ class Contents:
             yield _bytes(value)
         fields = list(getattr(value, "__dict__", {}).items())
         if self._is_open(value):
+            self._append_classes(type(value))
             yield fields
             yield _slots(value)
-        elif _package(type(value)) not in _FOREIGN and not isinstance(value, type):
+        elif isinstance(value, type):
+            self._append_classes(value)
+        elif _package(type(value)) not in _FOREIGN:
             yield [pair for pair in fields if type(pair[1]) in _FLAGS]
 
     def _is_open(self, value) -> bool:
@@ -192,15 +208,6 @@ def _has_fields_alone(cls: type) -> bool:
     return found
 
 
-def _code_of(modules: list[nn.Module]) -> tuple[set[str], list[type]]:
-    """The packages that modules come from, and their classes and bases of those."""
-    classes = set(map(type, modules))
-    own = [cls for cls in classes if _package(cls) not in _FOREIGN]
-    packages = set(map(_package, own))
-    bases = dict.fromkeys(base for cls in own for base in cls.__mro__)
-    return packages, [base for base in bases if _package(base) in packages]
-
-
 def _package(cls: type) -> str:
     return str(cls.__module__).partition(".")[0]
 
@@ -230,12 +237,13 @@ def version_of(tensor: Tensor) -> int:
 
 
 def _bytes(value: np.ndarray | bytearray | array) -> tuple:
-    """Shape, type and content of an array; of a large one not the content."""
+    """Shape, type and content of an array; of a large one not the content. Keys hold it, so that it
+    is a hash."""
     if isinstance(value, np.ndarray):
         small = value.nbytes <= _LARGEST
-        return value.shape, value.dtype.str, value.tobytes() if small else None
+        return value.shape, value.dtype.str, sha256(value.tobytes()).digest() if small else None
     size = len(value) * getattr(value, "itemsize", 1)
-    return len(value), bytes(value) if size <= _LARGEST else None
+    return len(value), sha256(value).digest() if size <= _LARGEST else None
 
 
 def _cells(function: FunctionType) -> list:

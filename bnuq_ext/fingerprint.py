@@ -48,7 +48,8 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
     for module in modules:
         attributes = module.__dict__
         add(id(module))
-        add(type(module))
+        # A library may replace the forward of a class of torch's.
+        seen += type(module), getattr(type(module), "forward", None)
         for kind in HOOKS:
             if attributes[kind]:
                 seen += _hook_keys(attributes[kind])

@@ -101,8 +101,8 @@ def predict(
         batch_size: M that "joint", "lognormal" and "normal" rescale the bank to; see
             `bnuq_ext.moments.Rescaling`.
         query: whether with sampler "batch" a query's own row counts in the statistics. "out": they
-            are the batch's. "in": each query by itself takes the place of the last row of the
-            batch, and the statistics are those of the M rows together, in deeper layers too: exact,
+            are the batch's. "in": each query by itself stands before the batch, whose last row
+            goes, and the statistics are those of the M rows together, in deeper layers too: exact,
             as in a training step, and slow, since it takes a forward of M rows for each query and
             replica. The model's input is one tensor then. Keeps all T batches in memory.
         strategy: "loop" runs one replica after another, which defines the answer; "folded" runs

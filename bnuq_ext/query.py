@@ -23,7 +23,7 @@ from .warn import warn
 
 
 class JoiningForward:
-    """Runs N queries of a replica one by one, each in the place of the last row
+    """Runs N queries of a replica one by one, each before all rows but the last
     of the replica's batch.
 
     The stochastic batch norm layers take the statistics of the joint batch, deeper ones behind the
