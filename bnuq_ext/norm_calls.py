@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from .batch_norm_like import EXCLUDED, listed
 from .nn import named_stochastic_layers, uncompiled_name
 from .reads import DispatchMode, storage_of
-from .untraced import ONE_MODE
+from .untraced import uncompiled
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def count_uncovered(model: nn.Module):
     belongs to no stochastic layer and to no layer that `filter_fn` has left out.
     """
     counter = BatchNormCounter(model)
-    with ONE_MODE, counter, _WithoutInstanceNorm(counter):
+    with uncompiled(), counter, _WithoutInstanceNorm(counter):
         yield counter
 
 

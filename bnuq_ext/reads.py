@@ -164,7 +164,7 @@ class Ranges:
 
     def __init__(self):
         self.found: list[tuple[Tensor, Tensor]] = []
-        self.recorded, self.place, self.over = False, 0, False
+        self.recorded, self.place = False, 0
 
     def __enter__(self) -> None:
         self.place = 0
@@ -182,16 +182,6 @@ class Ranges:
         low, high = self.found[self.place]  # an IndexError ends a forward with more casts
         self.place += 1
         return torch.where(values.isnan(), low, values).clamp(low, high)
-
-
-@contextmanager
-def held_ranges(casts: bool):
-    """`Ranges` for the forwards in the body, if the model casts."""
-    ranges = Ranges()
-    try:
-        yield ranges if casts else nullcontext()
-    finally:
-        ranges.over = True  # an interrupt may have left its mode behind
 
 
 @contextmanager
@@ -299,7 +289,7 @@ class _Integers(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        place = None if self.ranges.over else _cast(func, args, kwargs)
+        place = _cast(func, args, kwargs)
         if place is not None and args[place].numel():
             args = (*args[:place], self.ranges.within(args[place]), *args[place + 1 :])
         return func(*args, **kwargs)

@@ -9,11 +9,11 @@ import threading
 import pytest
 import torch
 from coupled import ROWS, D, Norms
-from test_folding import samples, way
+from test_folding import prepared, samples, way
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.reads import Ranges, Reads, held_ranges
+from bnuq_ext.reads import Ranges, Reads, num_watchers
 
 
 class Limited(Norms):
@@ -229,22 +229,28 @@ def test_random_numbers_of_another_thread_decide_for_one_prediction_alone():
     assert way(model) == "folded"
 
 
+class Binned(Norms):
+    """By a table of what the first feature is rounded to."""
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        return self.head(h) + torch.arange(4.0)[h[:, :1].clamp(0, 3).long()]
+
+
 def test_an_interrupt_leaves_casts_as_they_are(monkeypatch):
     def interrupted(self, *error):
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
-    x = torch.tensor([2.0, 3.0])
-    with held_ranges(True) as ranges:
-        with ranges:
-            x.long()
-        monkeypatch.setattr(Ranges, "__exit__", interrupted)
-        with pytest.raises(KeyboardInterrupt), ranges:
-            assert (9 * x).long().tolist() == [3, 3]
-        mode = ranges._watching
-    try:
-        assert (9 * x).long().tolist() == [18, 27]
-    finally:
-        mode.__exit__(None, None, None)
+    torch.manual_seed(0)
+    model = prepared(Binned, ROWS)
+    monkeypatch.setattr(Ranges, "__exit__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        samples(model, ROWS[:6])
+    assert (9 * torch.tensor([2.0, 3.0])).long().tolist() == [18, 27]
+    assert num_watchers() == 0
+    samples(model, ROWS[:6])
+    assert way(model) == "folded"
 
 
 def test_integers_stay_in_the_range_of_the_first_forward():

@@ -15,7 +15,7 @@ from ..forward import Forward
 from ..inputs import expand
 from ..ops.modes import autocast_dtypes, without_autocast
 from ..passes import DoesNotFold, Undecided, refutes
-from ..reads import Ranges, Reads, held_ranges
+from ..reads import Ranges, Reads
 from ..samplers import Draw
 from .agreement import (
     ALIKE,
@@ -115,8 +115,8 @@ class Trial(NamedTuple):
         self, probe, gates: Gates, rows: dict[str, int], shared: dict[str, bool], folded: Tensor
     ) -> Proof:
         reads = gates.reads
-        with held_ranges(reads.casts) as ranges:
-            self._compare_harder(probe, rows, folded, ranges, reads.finite)
+        ranges = Ranges() if reads.casts else nullcontext()
+        self._compare_harder(probe, rows, folded, ranges, reads.finite)
         self._compare_varied(varied_probes(probe))
         self._compare_turned(probe, gates)
         return Proof(shared, self.flags is not None and self._compare_moved(probe))
