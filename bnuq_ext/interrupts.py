@@ -14,14 +14,16 @@ from .warn import is_users
 
 
 def _end_frames(error: BaseException) -> None:
-    """Ends the generators that frames on the way hold, but for the user's own: at a later time they
-    would put back what was true inside."""
-    trace = error.__traceback__
+    """Ends the generators that frames on the way hold, the innermost first, but for the user's own:
+    at a later time they would put back what was true inside."""
+    frames, trace = [], error.__traceback__
     while trace is not None:
-        if not is_users(trace.tb_frame):
-            with suppress(RuntimeError):  # of a frame that runs: the decorated function's caller
-                trace.tb_frame.clear()
+        frames.append(trace.tb_frame)
         trace = trace.tb_next
+    for frame in reversed(frames):
+        if not is_users(frame):
+            with suppress(RuntimeError):  # of a frame that runs: the decorated function's caller
+                frame.clear()
 
 
 def _leave_modes(dispatch: int, functions: int) -> None:
@@ -52,8 +54,8 @@ def leaving_nothing_behind(function: Callable) -> Callable:
             return function(*args, **options)
         except BaseException as error:
             if not isinstance(error, Exception):
-                _end_frames(error)
                 leave_watchers(watchers)
+                _end_frames(error)
                 _leave_modes(*modes)
             leave_passes(outer)
             torch.set_grad_enabled(gradients)

@@ -53,8 +53,12 @@ def uncompiled():
 
 
 def _eager_stance():
-    set_stance = getattr(sys.modules.get("torch._dynamo"), "set_stance", None)
+    dynamo = sys.modules.get("torch._dynamo")
+    set_stance = getattr(dynamo, "set_stance", None)
     if set_stance is None:  # not imported, or on the way in another thread
+        return nullcontext()
+    # An interrupt may end an inner body after the outer one, whose stance it would put back.
+    if dynamo.eval_frame._stance.stance == "force_eager":
         return nullcontext()
     try:
         return set_stance("force_eager")

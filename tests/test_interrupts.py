@@ -106,6 +106,17 @@ def free_for_others(lock):
     return found[0]
 
 
+def compiles():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(X)
+    return len(graphs) == 1
+
+
 MODES = [
     *(reads.Reads, reads._Scalars, reads._Arrays, gates.Gates, carried.Carried, mixed.Mixed),
     norm_calls.BatchNormCounter,
@@ -130,6 +141,7 @@ def test_interrupted_right_behind_the_entry_of_a_mode(mode, monkeypatch):
             RUNS["doctor" if mode is norm_calls.BatchNormCounter else "first predict"](model)
         assert modes_entered() == before
     assert modes_entered() == (0, 0) and free_for_others(ONE_MODE)
+    assert compiles()
     torch.testing.assert_close(
         bnuq.predict(model, X, likelihood="gaussian", seed=0).mean, expected, rtol=1e-5, atol=1e-6
     )
