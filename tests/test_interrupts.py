@@ -123,6 +123,9 @@ MODES = [
 ]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="torch 2.10 crashes at what runs before the modes are left"
+)
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
 def test_interrupted_right_behind_the_entry_of_a_mode(mode, monkeypatch):
     def interrupted(self):
