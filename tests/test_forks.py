@@ -5,26 +5,13 @@ import threading
 import time
 
 import pytest
-import torch
+from test_interrupts import BATCHES, Bare, X
 from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext import forks, known, restore, untraced
 
-X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
-BATCHES = list(torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(1)))
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-
-
-class Bare(nn.Module):
-    """Not a plain chain of layers, so that it is tried."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(self.norm(x).relu())
 
 
 def predicted(model):

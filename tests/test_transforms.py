@@ -4,25 +4,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from torch import nn
+from test_interrupts import BATCHES, Bare, X
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import bnuq_ext as bnuq
-
-X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
-BATCHES = list(torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(1)))
-
-
-class Bare(nn.Module):
-    """Not a plain chain of layers, so that it is tried."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(self.norm(x).relu())
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
         sum of log(prior_std / sigma) + (sigma^2 + mu^2) / (2 prior_std^2) - 1/2
 
     Args:
-        mu: (*) posterior means; float32 or float64.
+        mu: (*) posterior means; float32 or float64. sigma^2 + mu^2 must be finite in the dtype.
         rho: (*) posterior spreads before the softplus; like mu. Safe for every float; -inf marks a
             weight that is pruned and counts nothing.
         prior_std: standard deviation of the prior; positive,
