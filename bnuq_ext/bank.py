@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import bank_file
+from .forks import free_in_children
 from .ops.checks import (
     acc_dtype,
     check_floating,
@@ -22,6 +23,8 @@ from .ops.checks import (
 from .ops.modes import has_values
 from .restore import without_gradients
 from .samplers import Statistics
+
+_LOCK = free_in_children(threading.Lock())  # of the tables of all banks
 
 
 class Bank:
@@ -124,7 +127,6 @@ class Bank:
 
     def _start_cache(self) -> None:
         self._cache: dict[torch.device, tuple[tuple, dict[str, Statistics]]] = {}
-        self._lock = threading.Lock()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -161,7 +163,7 @@ class Bank:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        with self._lock:
+        with _LOCK:
             stamp = self.stamp()
             known, tables = self._cache.get(device, (None, {}))
             if known != stamp:
@@ -189,7 +191,7 @@ class Bank:
         return found & (found.sum() <= math.ceil(len(self) / (whole + 1)))
 
     def __getstate__(self):
-        return {key: value for key, value in vars(self).items() if key not in ("_cache", "_lock")}
+        return {key: value for key, value in vars(self).items() if key != "_cache"}
 
     def __setstate__(self, state):
         vars(self).update(state)

@@ -122,14 +122,17 @@ def _reason_scripted(module: torch.jit.ScriptModule) -> str | None:
 def _reason_of_torch_ao(module: nn.Module, names: list[str]) -> str | None:
     if any(re.search("Bn|BN|BatchNorm", name) for name in names):
         return "quantised or fused by torch.ao; convert the float model"
-    # In eval() the weights of a fused module have its batch norm in them, and a bias then.
-    if names[0].startswith("torch.ao.nn.intrinsic.") and _has_bias(module):
+    # In eval() the weights of a fused module have its batch norm in them, and a bias then; in QAT
+    # the batch norm is in the name.
+    fused = names[0].startswith("torch.ao.nn.intrinsic.") and ".qat." not in names[0]
+    if fused and _has_bias(module):
         return "fused by torch.ao, perhaps with batch norm; convert the model before it is fused"
     return None
 
 
 def _has_bias(module: nn.Module) -> bool:
-    return any(getattr(part, "bias", None) is not None for part in module.modules())
+    found = [getattr(part, "bias", None) for part in module.modules()]
+    return any((b() if callable(b) else b) is not None for b in found)  # of quantised ones a method
 
 
 def _reason_of_class(module: nn.Module) -> str | None:

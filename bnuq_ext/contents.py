@@ -57,9 +57,10 @@ class Contents:
     It looks into lists, dicts and sets, records and small arrays, what functions and methods are
     bound to, modules that are no part of the model, and into objects of the packages that the
     model's modules come from, or whose class has no methods: a configuration, but not a trainer that
-    counts steps, of which flags and names count alone. Of classes of these packages, and of
-    functions, attributes and code count, and not what they hold, but for the items of a dict. Each
-    object is looked into once, and no property is called.
+    counts steps, of which flags and names count alone. Of the modules' classes of these packages the
+    attributes count, but not what they hold, and the flags of those that are dicts; of the classes
+    of other objects flags and functions; of functions their code too. Each object is looked into
+    once, and no property is called.
 
     Args:
         seen: what is appended to.
@@ -74,6 +75,9 @@ class Contents:
         self.packages = {_package(type(m)) for m in modules} - _FOREIGN
         for cls in dict.fromkeys(map(type, modules)):
             self._append_classes(cls)
+            # A library may replace the forward of a class of torch's.
+            found = (vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base))
+            self.append(next(found, None), _DEEPEST)
 
     def append(self, value, depth: int = 0) -> None:
         """Of a value that is none of `SCALARS`, which stand for themselves."""
@@ -86,7 +90,7 @@ class Contents:
             seen.append(len(value))
             self._append_all(value, depth)
         else:
-            seen += (type(value), *identity(value))
+            seen += (*identity(type(value)), *identity(value))
             if isinstance(value, FunctionType):
                 seen.append(value.__code__)  # which a reload of the source exchanges
             new = id(value) not in self.visited and len(self.visited) < self.most
@@ -94,13 +98,18 @@ class Contents:
                 self.visited.add(id(value))
                 self._look_into(value, depth)
 
-    def _append_classes(self, cls: type) -> None:
-        """Notes the attributes of a class and of its bases, if they are of the model's packages; of
-        what these hold only the items of a dict, which is a configuration more often than a list."""
+    def _append_classes(self, cls: type, flags_alone: bool = False) -> None:
+        """Notes the attributes of a class and of its bases, if they are of the model's packages: of a
+        dict among them the flags; with `flags_alone`, for classes that may count their objects'
+        steps, flags and functions."""
         new = [c for c in cls.__mro__ if c not in self.classes and _package(c) in self.packages]
         self.classes.update(new)
-        for value in [value for c in new for value in vars(c).values()]:
-            self._append_all([value], _DEEPEST - isinstance(value, dict))
+        for member in [member for c in new for member in vars(c).values()]:
+            if isinstance(member, dict):
+                flags = [pair for pair in [*member.items()] if type(pair[1]) in _FLAGS]
+                self._append_all(flags, _DEEPEST)
+            elif not flags_alone or isinstance(member, FunctionType) or type(member) in _FLAGS:
+                self._append_all([member], _DEEPEST)
 
     def append_function(self, function: Callable) -> None:
         """Notes a function by its code, what it holds and the globals that it names,
@@ -170,7 +179,7 @@ class Contents:
             yield _bytes(value)
         fields = list(getattr(value, "__dict__", {}).items())
         if self._is_open(value):
-            self._append_classes(type(value))
+            self._append_classes(type(value), flags_alone=True)
             yield fields
             yield _slots(value)
         elif isinstance(value, type):

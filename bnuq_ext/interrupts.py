@@ -40,8 +40,8 @@ def _leave_modes(dispatch: int, functions: int) -> None:
 
 
 def leaving_nothing_behind(function: Callable) -> Callable:
-    """The function, after whose errors the thread is again in the pass, in the grad mode and in
-    torch's modes that it was called in."""
+    """The function, after whose errors the thread is again in the pass and in the grad mode that it
+    was called in, after interrupts in torch's modes too."""
 
     @wraps(function)
     def call(*args, **options):

@@ -80,7 +80,7 @@ def _not_ended(active: Pass | None) -> Pass | None:
 
 
 def leave_pass(active: Pass) -> None:
-    """Ends a pass of this thread, also one that is left half."""
+    """Ends a pass, also one that is left half, or that was begun in another thread or task."""
     if active in _RUNNING:
         _RUNNING.remove(active)
     active.ended = True

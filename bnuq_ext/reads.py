@@ -4,7 +4,7 @@ so that what it does next may depend on all of them."""
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from threading import get_ident
 
 import torch
@@ -209,14 +209,15 @@ def _leave(*error) -> None:
 
 
 def num_watchers() -> int:
-    return len(_WATCHERS[get_ident()])
+    return len(_WATCHERS.get(get_ident(), ()))
 
 
 def leave_watchers(before: int) -> None:
     """Leaves what an interrupt has left of more than so many."""
     entered = _WATCHERS[get_ident()]
     while len(entered) > before:
-        entered.pop().gen.close()
+        with suppress(Exception):  # of one that is left half
+            entered.pop().gen.close()
 
 
 def _cast(func, args: tuple, kwargs: dict) -> int | None:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .inputs import tensors
 from .moments import Rescaling, fit
 from .ops import new_seed, philox_normal, snapshot_indices
 from .ops.batch_norm import fitted_statistics
 from .ops.checks import check_integer, check_key_range, check_one_of, refuse
-from .ops.modes import is_captured
+from .ops.modes import has_values, is_captured
 from .ops.philox import new_key
 from .restore import without_gradients
 from .warn import warn
@@ -82,19 +83,21 @@ class Sampler(Protocol):
 
 class _Latest:
     """What a sampler has made last, for calls that take gradients too; in a CUDA graph nothing: its
-    memory is the graph's own, and a graph needs what it reads for as long as it is replayed. Nor
-    what a transform of torch.func makes."""
+    memory is the graph's own, and a graph needs what it reads for as long as it is replayed. What has
+    no values outside of a transform or mode is not kept either."""
 
     def __init__(self, device: torch.device):
         self.device, self.made = device, (None, None)
 
     def get(self, make: Callable, *asked: int):
-        if is_captured(self.device) or torch._C._are_functorch_transforms_active():
+        if is_captured(self.device):
             return make(*asked)
         known, value = self.made
         if known != asked:
             with without_gradients():
                 value = make(*asked)
+            if not has_values(next(tensors(value))):
+                return value
             self.made = asked, value
         return value
 

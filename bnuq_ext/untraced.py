@@ -58,7 +58,8 @@ def _eager_stance():
     if set_stance is None:  # not imported, or on the way in another thread
         return nullcontext()
     # An interrupt may end an inner body after the outer one, whose stance it would put back.
-    if dynamo.eval_frame._stance.stance == "force_eager":
+    stance = getattr(dynamo.eval_frame, "_stance", None)
+    if getattr(stance, "stance", None) == "force_eager":
         return nullcontext()
     try:
         return set_stance("force_eager")

@@ -1,6 +1,9 @@
 """What a forward depends on in classes and functions, exchanged after a prediction."""
 
 import copy
+import functools
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import torch
 from torch import nn
 
 import bnuq_ext as bnuq
+from bnuq_ext.fingerprint import fingerprint
 from bnuq_ext.proof.signature import key_of
 
 X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
@@ -97,6 +101,85 @@ def test_a_change_is_seen(name, monkeypatch):
     torch.testing.assert_close(predicted(model), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="does not fold"):
         predicted(model, "folded")
+
+
+class Counts(nn.Module):
+    """Counts and remembers in classes, which is no change of the model."""
+
+    memo, calls = {}, []
+    settings = {"a": {"mixes": False}}
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.last, self.timer = nn.BatchNorm1d(6), nn.Linear(6, 3), Timer()
+        self.given = self.settings
+
+    def forward(self, x):
+        self.calls.append(len(x))
+        self.memo.setdefault(len(x), torch.ones(6))
+        self.timer.tick()
+        h = self.norm(x).relu() * self.memo[len(x)]
+        return self.last(h - h.mean(0) if self.given["a"]["mixes"] else h)
+
+
+class Timer:
+    ticks, totals = 0, {"n": 0}
+
+    def tick(self):
+        type(self).ticks += 1
+        self.totals["n"] += 1
+
+
+class Partial(Counts):
+    forward = functools.partialmethod(Counts.forward)
+
+
+@pytest.mark.parametrize("cls", [Counts, Partial])
+def test_what_classes_count_is_no_change(cls):
+    model = bnuq.convert(cls()).eval()
+    bnuq.collect(model, BATCHES, progress=False)
+    modules = list(model.modules())
+    before = fingerprint(modules)
+    for rows in (X, X[:3]):
+        model(rows)
+    assert fingerprint(modules) == before
+    torch.testing.assert_close(
+        predicted(model, "folded"), predicted(model, "loop"), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_what_a_class_and_its_object_share_is_looked_into(monkeypatch):
+    model = bnuq.convert(Counts(), inplace=True).eval()
+    bnuq.collect(model, BATCHES, progress=False)
+    before = predicted(model, "folded")
+    monkeypatch.setitem(Counts.settings["a"], "mixes", True)
+    assert (predicted(model, "loop") - before).abs().max() > 0.01
+    torch.testing.assert_close(predicted(model), predicted(model, "loop"), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_with_classes_of_its_own_is_freed():
+    class Local(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+            class Head:
+                def go(_, h):  # noqa: N805
+                    return self.last(h)
+
+            self.head = Head()
+
+        def forward(self, x):
+            return self.head.go(self.norm(x).relu())
+
+    model = bnuq.convert(Local(), inplace=True).eval()
+    bnuq.collect(model, BATCHES, progress=False)
+    predicted(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_keys_do_not_hold_the_arrays_of_an_output_fn():

@@ -5,6 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 from test_interrupts import BATCHES, Bare, X
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import bnuq_ext as bnuq
@@ -31,6 +32,17 @@ def test_what_functionalize_makes_is_not_kept(model, sampler):
     other = bnuq.convert(Bare()).eval()
     bnuq.attach(other, model.norm.bank)
     assert after.equal(predicted(other, **options))
+
+
+@pytest.mark.parametrize("sampler", ["bank", "joint"])
+def test_what_a_fake_mode_makes_is_not_kept(model, sampler):
+    with bnuq.replicas(model, 3, 0, sampler=sampler):
+        with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True) as mode:  # torch's own
+            model(mode.from_tensor(X))
+        rows = model(X).view(3, len(X), 3)
+    options = dict(likelihood="gaussian", num_samples=3, seed=0, sampler=sampler)
+    expected = bnuq.predict(model, X, strategy="loop", keep_samples=True, **options).samples
+    torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_trial_that_a_tracer_ends_is_made_again(model):

@@ -145,6 +145,15 @@ def test_reports_what_it_cannot_convert(kind):
     assert list(named_stochastic_layers(converted)) == ["0"]
 
 
+def test_what_holds_no_batch_norm_is_no_reason():
+    layers = [
+        quietly(lambda: torch.ao.nn.intrinsic.qat.ConvReLU2d(3, 3, 1, qconfig=qconfig())),
+        quietly(lambda: torch.ao.nn.intrinsic.quantized.ConvReLU2d(3, 3, 1, bias=False)),
+    ]
+    model = nn.Sequential(nn.BatchNorm2d(3), *layers)
+    assert list(named_stochastic_layers(bnuq.convert(model, inplace=True))) == ["0"]
+
+
 def test_a_convolution_without_a_bias_has_no_batch_norm_in_it():
     layers = nn.Conv2d(3, 3, 1, bias=False), nn.ReLU(), nn.BatchNorm2d(3)
     model = quietly(
