@@ -31,6 +31,7 @@ from .nn import require_stochastic_layers
 from .ops.checks import (
     check_callable,
     check_dtype,
+    check_has_numbers,
     check_integer,
     check_named_device,
     check_one_of,
@@ -388,10 +389,8 @@ def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> N
 
 
 def _device(model: nn.Module, device) -> torch.device:
-    name = "model" if device is None else "device"
     found = device_of(model.modules()) if device is None else check_named_device("collect", device)
-    if found.type == "meta":
-        refuse("collect", name, "hold numbers", "meta tensors")
+    check_has_numbers("collect", "model" if device is None else "device", found)
     return found
 
 

@@ -104,12 +104,15 @@ class Contents:
         steps, flags and functions."""
         new = [c for c in cls.__mro__ if c not in self.classes and _package(c) in self.packages]
         self.classes.update(new)
-        for member in [member for c in new for member in vars(c).values()]:
+        noted: list = []
+        for member in chain.from_iterable(
+            [*vars(c).values()] for c in new
+        ):  # other threads may add
             if isinstance(member, dict):
-                flags = [pair for pair in [*member.items()] if type(pair[1]) in _FLAGS]
-                self._append_all(flags, _DEEPEST)
+                noted += _flags(member)
             elif not flags_alone or isinstance(member, FunctionType) or type(member) in _FLAGS:
-                self._append_all([member], _DEEPEST)
+                noted.append(member)
+        self._append_all(noted, _DEEPEST)
 
     def append_function(self, function: Callable) -> None:
         """Notes a function by its code, what it holds and the globals that it names,
@@ -177,15 +180,15 @@ class Contents:
             yield (value.func, value.args, value.keywords)
         elif isinstance(value, (np.ndarray, bytearray, array)):
             yield _bytes(value)
-        fields = list(getattr(value, "__dict__", {}).items())
+        fields = getattr(value, "__dict__", {})
         if self._is_open(value):
             self._append_classes(type(value), flags_alone=True)
-            yield fields
+            yield [*fields.items()]
             yield _slots(value)
         elif isinstance(value, type):
             self._append_classes(value)
         elif _package(type(value)) not in _FOREIGN:
-            yield [pair for pair in fields if type(pair[1]) in _FLAGS]
+            yield _flags(fields)
 
     def _is_open(self, value) -> bool:
         package = _package(type(value))
@@ -195,6 +198,10 @@ class Contents:
             or package in _CONFIGURED_BY
             or (package in self.packages and not isinstance(value, type))
         )
+
+
+def _flags(named: Mapping) -> list[tuple]:
+    return [pair for pair in [*named.items()] if type(pair[1]) in _FLAGS]
 
 
 def is_record(value) -> bool:

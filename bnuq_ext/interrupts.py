@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from traceback import walk_tb
 
 import torch
 from torch import _C, overrides
@@ -16,11 +17,7 @@ from .warn import is_users
 def _end_frames(error: BaseException) -> None:
     """Ends the generators that frames on the way hold, the innermost first, but for the user's own:
     at a later time they would put back what was true inside."""
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    for frame in reversed(frames):
+    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
         if not is_users(frame):
             with suppress(RuntimeError):  # of a frame that runs: the decorated function's caller
                 frame.clear()

@@ -18,7 +18,14 @@ from .inputs import device_of, is_one_input, num_rows, split_batch, tensors
 from .interrupts import leaving_nothing_behind
 from .known import Known, KnownChain, know, know_chain
 from .nn import Stochastic, check_model, named_stochastic_layers
-from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
+from .ops.checks import (
+    check_callable,
+    check_first_replica,
+    check_has_numbers,
+    check_integer,
+    check_one_of,
+    refuse,
+)
 from .ops.modes import is_recorded
 from .passes import Replicated
 from .prediction import Prediction, check_likelihood
@@ -280,8 +287,7 @@ def _check_query(query, sampler: str, strategy: str) -> None:
 
 def check_x(op: str, x, device: torch.device) -> None:
     """Checks an input, or else that it is an iterable of batches."""
-    if device.type == "meta":
-        refuse(op, "model", "hold numbers", "meta tensors")
+    check_has_numbers(op, "model", device)
     single = is_one_input(x)
     if isinstance(x, np.ndarray) or not (single or isinstance(x, Iterable)):
         requirement = "be a tensor, a tuple, a dict or an iterable of batches"

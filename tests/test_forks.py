@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import traceback
 
 import pytest
 from test_interrupts import BATCHES, Bare, X
@@ -24,7 +25,8 @@ def status_of(child, seconds=20.0):
     if pid == 0:
         try:
             os._exit(child())
-        finally:
+        except BaseException:
+            traceback.print_exc()
             os._exit(1)
     for _ in range(int(seconds / 0.01)):
         ended, status = os.waitpid(pid, os.WNOHANG)

@@ -72,6 +72,11 @@ def check_named_device(op: str, device) -> torch.device:
         refuse(op, "device", "name a torch device", repr(device))
 
 
+def check_has_numbers(op: str, name: str, device: torch.device) -> None:
+    if device.type == "meta":
+        refuse(op, name, "hold numbers", "meta tensors")
+
+
 def check_parameter(op: str, name: str, value: Tensor, shape: tuple, device) -> None:
     if isinstance(value, Tensor) and value.shape == shape and value.device == device:
         if value.dtype in DTYPES and value.layout == torch.strided:
