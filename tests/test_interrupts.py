@@ -114,15 +114,17 @@ def compiles():
     return counter.frame_count == 1
 
 
+CORRUPTS = pytest.mark.skipif(
+    torch.__version__ < (2, 11),
+    reason="torch 2.10 corrupts Python's heap there and crashes in its handle_torch_function; 2.11 does not",
+)
 MODES = [
-    *(reads.Reads, reads._Scalars, reads._Arrays, gates.Gates, carried.Carried, mixed.Mixed),
+    *(reads.Reads, reads._Scalars, reads._Arrays, gates.Gates, carried.Carried),
+    pytest.param(mixed.Mixed, marks=CORRUPTS),
     norm_calls.BatchNormCounter,
 ]
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="torch 2.10 crashes at what runs before the modes are left"
-)
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
 def test_interrupted_right_behind_the_entry_of_a_mode(mode, monkeypatch):
     def interrupted(self):
