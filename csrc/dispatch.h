@@ -40,10 +40,12 @@ inline Tensor empty(
   std::array<int64_t, 64> strides;  // as many as torch takes
   STD_TORCH_CHECK(sizes.size() <= strides.size(), "bnuq: a tensor must have at most 64 dimensions");
   int64_t stride = 1;
-  double numbers = 1;  // of a result that is too large, stride overflows
-  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) {
+  double numbers = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
     strides[d] = stride;
     numbers *= double(sizes[d]);
+    // Of a result that is too large it wraps, and torch has no memory for it.
+    (void)__builtin_mul_overflow(stride, std::max<int64_t>(sizes[d], 1), &stride);
   }
   int32_t device_type;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));

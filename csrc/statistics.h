@@ -85,6 +85,15 @@ struct ForwardInputs {
   std::optional<Tensor> residual;
 };
 
+// As many rows has the result, for an x of all replicas or of each.
+inline int64_t result_rows(const Tensor& x, int64_t T, bool shared) {
+  int64_t rows;
+  STD_TORCH_CHECK(
+      !__builtin_mul_overflow(x.size(0), shared ? T : 1, &rows),
+      "batch_norm: num_samples must fit into 63 bits with the rows of x, got ", T);
+  return rows;
+}
+
 // y (T * N, C, *) is where the result will be.
 template <typename Statistics>
 ForwardInputs forward_inputs(

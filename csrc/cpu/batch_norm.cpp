@@ -82,7 +82,7 @@ Tensor batch_norm_bank_cpu(
     int64_t num_samples, std::optional<Tensor> weight, std::optional<Tensor> bias,
     std::optional<Tensor> residual, double eps, double slope, bool shared) {
   const Bank bank = {mean, var, seed, snapshot};
-  const Tensor y = fresh_rows(x, x.size(0) * (shared ? num_samples : 1), format_of(x));
+  const Tensor y = fresh_rows(x, result_rows(x, num_samples, shared), format_of(x));
   forward_into(y, x, residual, bank, num_samples, weight, bias, eps, slope, shared);
   return y;
 }
@@ -100,7 +100,7 @@ Tensor batch_norm_fitted_cpu(
     std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
     double eps, double slope, bool shared) {
   const Fitted fitted = {params, seed, stream, family};
-  const Tensor y = fresh_rows(x, x.size(0) * (shared ? num_samples : 1), format_of(x));
+  const Tensor y = fresh_rows(x, result_rows(x, num_samples, shared), format_of(x));
   forward_into(y, x, residual, fitted, num_samples, weight, bias, eps, slope, shared);
   return y;
 }

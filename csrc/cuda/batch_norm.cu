@@ -64,7 +64,7 @@ Tensor batch_norm_bank_cuda(
     int64_t num_samples, std::optional<Tensor> weight, std::optional<Tensor> bias,
     std::optional<Tensor> residual, double eps, double slope, bool shared) {
   const Bank bank = make_bank(x, mean, var, seed, snapshot, num_samples);
-  const Tensor y = empty_rows(x, x.size(0) * (shared ? num_samples : 1), format_of(x));
+  const Tensor y = empty_rows(x, result_rows(x, num_samples, shared), format_of(x));
   forward_into(y, x, residual, bank, num_samples, weight, bias, eps, slope, shared);
   return y;
 }
@@ -82,7 +82,7 @@ Tensor batch_norm_fitted_cuda(
     std::optional<Tensor> weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
     double eps, double slope, bool shared) {
   const Fitted fitted = make_fitted(x, params, seed, stream, family);
-  const Tensor y = empty_rows(x, x.size(0) * (shared ? num_samples : 1), format_of(x));
+  const Tensor y = empty_rows(x, result_rows(x, num_samples, shared), format_of(x));
   forward_into(y, x, residual, fitted, num_samples, weight, bias, eps, slope, shared);
   return y;
 }
