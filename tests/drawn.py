@@ -3,7 +3,7 @@
 import torch
 
 import bnuq_ext as bnuq
-from bnuq_ext import ops
+from bnuq_ext import ops, reference
 from bnuq_ext.samplers import Fitted, make_sampler
 
 CPU = torch.device("cpu")
@@ -32,10 +32,7 @@ def statistics(name, bank, num_samples, batch_size=None, seed=3, first=0):
                 ops.philox_normal(draw.seed, stream << 16, shape, tag=t).double()
                 for t in ("mean", "spread")
             ]
-            spread = params[2] + params[3] * z[1]
-            low = params[2] / 8
-            spread = spread.exp() if table.family == "lognormal" else torch.maximum(spread, low)
-            found[key] = params[0] + params[1] * z[0], spread.square()
+            found[key] = reference.fitted_moments(params, *z, table.family)
         else:
             found[key] = table.mean[draw.snapshot], table.var[draw.snapshot]
     return found
