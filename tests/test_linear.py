@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from allocated import most_allocated
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.memory import peak_extra_bytes
 from bnuq_ext import ops, reference
 
 STREAM = 2**31 + 5  # needs its 32 bits
@@ -358,7 +358,7 @@ def held(N, shared, T):
         y.backward(torch.ones_like(y))
         outputs.append(y)
 
-    return most_allocated(step) - 2 * outputs[0].nbytes - sum(t.nbytes for t in inputs)
+    return peak_extra_bytes(step) - 2 * outputs[0].nbytes - sum(t.nbytes for t in inputs)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from allocated import most_allocated
 from one_link import bayes_linear_kl
 
+from benchmarks.memory import peak_extra_bytes
 from bnuq_ext import ops
 
 SEED = torch.tensor([7, 3])
@@ -79,7 +79,7 @@ def held(inputs, replicas):
         y.backward(torch.ones_like(y))
         outputs.append(y)
 
-    return most_allocated(step) - 2 * outputs[0].nbytes - sum(t.nbytes for t in inputs)
+    return peak_extra_bytes(step) - 2 * outputs[0].nbytes - sum(t.nbytes for t in inputs)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from allocated import most_allocated
 from one_link import bayes_linear_kl
 
+from benchmarks.memory import peak_extra_bytes
 from bnuq_ext import ops
 
 
@@ -107,7 +107,7 @@ def test_many_rows_of_a_shared_input_are_held_once(set_threads):
     held = []
     for count in (1, 4):
         set_threads(count)
-        held.append(most_allocated(step))
+        held.append(peak_extra_bytes(step))
     assert held[1] <= held[0] + 4096
 
 

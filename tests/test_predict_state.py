@@ -8,11 +8,11 @@ import threading
 
 import pytest
 import torch
-from allocated import most_allocated
 from predicting import DATA, SAMPLERS, X, equal, make_model, predict
 from torch._subclasses import FakeTensorMode
 
 import bnuq_ext as bnuq
+from benchmarks.memory import peak_extra_bytes
 from bnuq_ext import chunks, known, ops, prediction, predictor
 from bnuq_ext.chain_folding import ChainFolding
 from bnuq_ext.state import modules_of
@@ -156,10 +156,10 @@ def test_peak_memory_does_not_grow_with_the_number_of_replicas(model, sampler, l
         )
 
     run(16)
-    few, many = most_allocated(lambda: run(32)), most_allocated(lambda: run(320))
+    few, many = peak_extra_bytes(lambda: run(32)), peak_extra_bytes(lambda: run(320))
     # What grows are the snapshots' numbers, eight bytes a replica, and their making.
     assert many < few + 320 * 8 * 4
-    assert most_allocated(lambda: predict(model, num_samples=320, chunk=160)) > 2 * few
+    assert peak_extra_bytes(lambda: predict(model, num_samples=320, chunk=160)) > 2 * few
 
 
 def test_two_hundred_predictions_leave_nothing(model):
