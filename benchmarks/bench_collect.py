@@ -8,14 +8,14 @@ import torch
 import bnuq_ext as bnuq
 from bnuq_ext.ops.channel_moments import by_torch, channel_moments
 
-from .models import MLP, resnet18
+from .models import mlp, resnet18
 from .timing import FULL, compare, record
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 SHAPES = [((32, 64, 56, 56), False), ((32, 64, 56, 56), True), ((100, 10_000), False)]
 NETWORKS = {
-    "MLP 784-4x256-10": (MLP, (64, 784)),
+    "MLP 784-4x256-10": (mlp, (64, 784)),
     "ResNet-18 32x32": (resnet18, (32, 3, 32, 32)),
 }
 

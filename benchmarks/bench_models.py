@@ -10,7 +10,7 @@ from bnuq_ext import known
 
 from . import yardsticks
 from .memory import peak_extra_bytes
-from .models import MLP, resnet18, resnet50
+from .models import mlp, resnet18, resnet50
 from .timing import DEVICES, FULL, compare, record, seconds_of
 
 # Inductor warns of what it does; a benchmark is no place to stop for it.
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 T = 20
 NETWORKS = {
-    "MLP 784-4x256-10": (MLP, (784,)),
+    "MLP 784-4x256-10": (mlp, (784,)),
     "ResNet-18 32x32": (resnet18, (3, 32, 32)),
     "ResNet-50 224x224": (resnet50, (3, 224, 224)),
 }

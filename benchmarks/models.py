@@ -4,19 +4,12 @@
 import torch
 from torch import Tensor, nn
 
+from bnuq_ext.experiments.fitting import batch_norm_chain
 
-class MLP(nn.Sequential):
-    """`depth` times linear, batch norm and ReLU of `width` channels, then a linear layer.
 
-    Shapes: (N, in_features) -> (N, num_classes).
-    """
-
-    def __init__(self, in_features: int = 784, width: int = 256, depth: int = 4, num_classes=10):
-        layers = []
-        for i in range(depth):
-            fan_in = width if i else in_features
-            layers += [nn.Linear(fan_in, width), nn.BatchNorm1d(width), nn.ReLU()]
-        super().__init__(*layers, nn.Linear(width, num_classes))
+def mlp(in_features: int = 784, width: int = 256, depth: int = 4, num_classes: int = 10):
+    """`depth` times linear, batch norm and ReLU of `width` channels, then a linear layer."""
+    return batch_norm_chain(in_features, [width] * depth, num_classes, bias=True)
 
 
 def convolution(fan_in: int, fan_out: int, size: int, stride: int = 1) -> nn.Conv2d:

@@ -18,7 +18,7 @@ from bnuq_ext import reference
 
 ROOT = Path(__file__).parent.parent
 NETWORKS = {
-    "mlp": (lambda: models.MLP(12, 8, 3, 5), (4, 12)),
+    "mlp": (lambda: models.mlp(12, 8, 3, 5), (4, 12)),
     "resnet18": (lambda: models.resnet18(num_classes=5, width=4), (3, 3, 16, 16)),
     "resnet50": (lambda: models.resnet50(num_classes=5, width=4), (2, 3, 48, 48)),
 }
@@ -158,7 +158,7 @@ for shape, layout in [((3, 7), torch.contiguous_format), ((2, 3, 4, 5, 6), torch
         fused = affine(x, scale, shift, shared, residual)
         torch.testing.assert_close(fused, (expected + added).relu().flatten(0, 1))
 with torch.no_grad():
-    model = models.randomise_batch_norm(models.MLP(12, 8, 3, 5))
+    model = models.randomise_batch_norm(models.mlp(12, 8, 3, 5))
     tables, x = yardsticks.random_tables(model, 5), torch.randn(4, 12)
     actual = yardsticks.batched(model, tables, x, TritonAffine)()
     torch.testing.assert_close(actual, yardsticks.loop(model, tables, x)())
