@@ -11,8 +11,8 @@ themselves are shown to be sound, before they meet a GPU.
 import contextlib
 import itertools
 
-import pytest
 import torch
+from hostrun import on_cpu
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -77,8 +77,7 @@ STAND_INS = {
     "reset_peak_memory_stats": Peak.reset,
     "max_memory_allocated": Peak.read,
 }
-# What has no answer here, by a part of the test's name.
-LEFT_OUT = {
+on_cpu.LEFT_OUT |= {  # what has no answer here either
     "a_graph": "nothing records what runs on the CPU",
     "streams_share_no_draw": "there is one stream",
     "out_of_memory": "the CPU's memory has no limit",
@@ -92,10 +91,3 @@ def pytest_configure():
         setattr(torch.cuda, name, stand_in)
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self: self
     OnCpu().__enter__()
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        for part, reason in LEFT_OUT.items():
-            if part in item.name:
-                item.add_marker(pytest.mark.skip(reason=reason))
