@@ -100,14 +100,9 @@ def test_claims_by_hand():
     assert about_count.endswith("on 1 of 2 data sets (a).")
 
 
-def test_the_figure_is_logarithmic_only_where_scores_are_large(monkeypatch, tmp_path):
-    drawn, new_figure = [], sensitivity.new_figure
-    monkeypatch.setattr(
-        sensitivity, "new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1]
-    )
+def test_the_figure_is_logarithmic_only_where_scores_are_large():
     sizes = {"crps": {"a": {8: [3.0, 1.0]}}, "pll": {"a": {8: [-400.0, -200.0], 16: [3.0]}}}
-    sensitivity.draw(sizes, TINY, tmp_path)
-    small, large = drawn[0].axes
+    small, large = sensitivity.draw(sizes, TINY).axes
     found = [np.array(ax.containers[0][0].get_data(), float).tolist() for ax in (small, large)]
     assert found == [[[8], [2]], [[8, 16], [-300, 3]]]
     (bars,) = large.containers[0][2]

@@ -20,17 +20,13 @@ def write_whole(path: Path, content: bytes) -> None:
     replace_whole(os.path.realpath(path), lambda stream: stream.write(content))
 
 
-def save_figures(folder, figures: dict) -> list[str]:
+def save_figures(folder, figures: dict, dpi: int = 120, **options) -> list[str]:
     """Figures of matplotlib as files of these names, which are returned."""
     for name, figure in figures.items():
-        save_figure(Path(folder) / name, figure)
+        path, image = Path(folder) / name, io.BytesIO()
+        figure.savefig(image, format=path.suffix[1:], dpi=dpi, **options)
+        write_whole(path, image.getvalue())
     return list(figures)
-
-
-def save_figure(path: Path, figure, dpi: int = 120, **options) -> None:
-    image = io.BytesIO()
-    figure.savefig(image, format=path.suffix[1:], dpi=dpi, **options)
-    write_whole(path, image.getvalue())
 
 
 def read_json(path: Path, advice: str):

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from .. import collect, convert, data, metrics, plots, plug_in, predict
 from ..experiments.fitting import device_at_hand, shifted
-from ..experiments.store import save_figure
+from ..experiments.store import save_figures
 from ..metrics.significance import agrees, mean_and_error
 from ..restore import preserved_rng
 from .results import Estimate, Report, Table, Unit, read_table, required_folder
@@ -218,11 +218,11 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
     rows.append(["softmax, moving average", Estimate(*plain, 3), printed_plain, None, None])
     title = f"PLL of MCBN by T, batch size {settings.batch_size}, over {len(runs)} networks"
     columns = ["T", "PLL", "PLL, paper", "PLL less softmax", "PLL less softmax, paper"]
-    save_figure(folder / "cifar.png", draw(gains, printed_gains))
+    figures = save_figures(folder, {"cifar.png": draw(gains, printed_gains)})
     text = remarks(runs, settings)
     if settings == FULL:
         text += comparison(ours | {"softmax": plain}, printed | {"softmax": printed_plain})
-    return Report([Table("cifar", title, columns, rows)], ["cifar.png"], text)
+    return Report([Table("cifar", title, columns, rows)], figures, text)
 
 
 def draw(gains: dict[int, tuple[float, float]], printed: dict[int, float]):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from .. import data, metrics, plots
 from ..data.idx import SOURCE
 from ..data.parts import check_classes
-from ..experiments.store import save_figure
+from ..experiments.store import save_figures
 from ..plots.canvas import legend_outside, new_figure
 from ..restore import preserved_rng
 from .results import Estimate, Report, Table, Unit, required_folder
@@ -182,8 +182,8 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
     columns += ["gradient norm, second layer over last hidden layer", "learning rate"]
     rows = [row(key, runs) for key, runs in found.items()]
     title = f"The last tenth of {settings.steps} steps: mean ± standard error over {settings.num_runs} runs"
-    save_figure(folder / "deep.png", draw(found, settings))
-    return Report([Table("deep", title, columns, rows)], ["deep.png"], remarks(found, settings))
+    figures = save_figures(folder, {"deep.png": draw(found, settings)})
+    return Report([Table("deep", title, columns, rows)], figures, remarks(found, settings))
 
 
 def row(key: tuple[str, str, str], runs: list[dict]) -> list:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from .. import convert, plots, statistics_normality
 from ..data import diabetes, table
 from ..experiments.fitting import batch_norm_chain, train_epoch
-from ..experiments.store import save_figure
+from ..experiments.store import save_figures
 from ..normality import LEVEL, LayerNormality
 from ..ops.checks import refuse
 from ..plots.canvas import legend_outside, new_figure
@@ -160,11 +160,8 @@ def draw(dataset: str, found: dict[int, dict], settings: Settings, folder: Path)
         "epochs": {f"M = {middle}, epoch {e}": found[middle][str(e)] for e in settings.epochs},
         "batch-sizes": {f"M = {M}, epoch {last}": found[M][last] for M in settings.batch_sizes},
     }
-    names = []
-    for over, panels in columns.items():
-        names.append(f"{dataset}-{over}.png")
-        save_figure(folder / names[-1], histograms(panels), dpi=110)
-    return names
+    drawn = {f"{dataset}-{over}.png": histograms(panels) for over, panels in columns.items()}
+    return save_figures(folder, drawn, dpi=110)
 
 
 def histograms(panels: dict[str, list[dict]]):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import metrics, plots
-from ..experiments.store import save_figure
+from ..experiments.store import save_figures
 from ..metrics.significance import SIGNS, agrees, compare, mean_and_error
 from ..plots.canvas import COLORS, GREY, legend_outside, new_figure
 from .results import Estimate, Report, Table, read_table
@@ -114,11 +114,12 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
     paper = _paper()
     tables = [scores_table(cases, paper), differences_table(cases), corrupted_table(cases)]
     tables.append(_paper_table())
-    figures = []
-    for case, outcomes in cases.items():
-        for name, draw in (("entropy", draw_entropies), ("corrupted", draw_corrupted)):
-            figures.append(f"{name}-{'-'.join(case)}.png")
-            save_figure(folder / figures[-1], draw(outcomes), dpi=150)
+    drawn = {
+        f"{name}-{'-'.join(case)}.png": draw(outcomes)
+        for case, outcomes in cases.items()
+        for name, draw in (("entropy", draw_entropies), ("corrupted", draw_corrupted))
+    }
+    figures = save_figures(folder, drawn, dpi=150)
     remarks = [*_missing(cases, settings), *_counts(tables[1])]
     remarks += _beside_paper(cases, paper, settings)
     return Report(tables, figures, remarks)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .. import Prediction, convert, data, metrics, plots, plug_in, predict
 from ..experiments.fitting import collect_random, device_at_hand
-from ..experiments.store import save_figure
+from ..experiments.store import save_figures
 from ..metrics.significance import agrees, mean_and_error
 from ..restore import preserved_rng
 from .results import Estimate, Report, Table, Unit, required_folder
@@ -282,10 +282,11 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
     rows = [[row, *(_cell(runs, row, name) for name in COLUMNS)] for row in ROWS]
     title = f"Test frames, labelled pixels: mean ± standard error over {len(runs)} networks"
     table = Table("segmentation", title, ["", *(c[0] for c in COLUMNS.values())], rows)
-    figures = []
-    for entry in results["run-0"]["maps"]:
-        figures.append(f"segmentation-frame-{entry['frame']}.png")
-        save_figure(folder / figures[-1], draw(entry), bbox_inches="tight")
+    drawn = {
+        f"segmentation-frame-{entry['frame']}.png": draw(entry)
+        for entry in results["run-0"]["maps"]
+    }
+    figures = save_figures(folder, drawn, bbox_inches="tight")
     return Report([table], figures, remarks(runs, settings))
 
 

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
-from ..experiments.store import save_figure
+from ..experiments.store import save_figures
 from ..metrics.significance import mean_and_error
 from ..ops.checks import refuse
 from ..plots.canvas import COLORS, GREY, new_figure
@@ -93,7 +93,8 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
         title = f"{what} by T, M = {settings.sampled_batch_size}"
         tables.append(table(f"T-{score}", title, counts[score], settings.sample_counts, of_counts))
         remarks += claims(score, sizes[score], counts[score], settings)
-    return Report(tables, [draw(sizes, settings, folder)], remarks)
+    figures = save_figures(folder, {"batch-size.png": draw(sizes, settings)}, dpi=110)
+    return Report(tables, figures, remarks)
 
 
 def collected(results: dict[str, dict], settings: Settings) -> tuple[dict, dict]:
@@ -147,7 +148,7 @@ def claims(score: str, sizes: dict, counts: dict, settings: Settings) -> list[st
     ]
 
 
-def draw(sizes: dict, settings: Settings, folder: Path) -> str:
+def draw(sizes: dict, settings: Settings):
     """Normalised scores against the batch size, a curve a data set."""
     figure = new_figure(9.2, 3.8)
     axes = figure.subplots(1, len(SCORES))
@@ -169,6 +170,4 @@ def draw(sizes: dict, settings: Settings, folder: Path) -> str:
             label += ", logarithmic beyond ±10"
         ax.set(xlabel="batch size M", ylabel=label)
     axes[-1].legend(frameon=False, fontsize="small", ncols=2)
-    file = "batch-size.png"
-    save_figure(folder / file, figure, dpi=110)
-    return file
+    return figure

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from .. import convert, mc_dropout, metrics, plots, predict
 from ..experiments.fitting import batch_norm_chain, collect_random, train_epoch
-from ..experiments.store import save_figure
+from ..experiments.store import save_figures
 from ..metrics.significance import agrees, mean_and_error
 from ..plots.canvas import new_figure
 from ..restore import preserved_rng
@@ -171,8 +171,8 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
         f"Held-out points in [-5, 5]: mean ± standard error over {settings.num_runs} draws of data"
     )
     table = Table("toy", title, ["method", *(head for head, _ in COLUMNS.values())], rows)
-    save_figure(folder / "toy.png", draw({m: found[m][0] for m in METHODS}))
-    return Report([table], ["toy.png"], remarks(found, settings))
+    figures = save_figures(folder, {"toy.png": draw({m: found[m][0] for m in METHODS})})
+    return Report([table], figures, remarks(found, settings))
 
 
 def _cell(runs: list[dict], name: str) -> str:

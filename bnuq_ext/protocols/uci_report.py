@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from .. import metrics
-from ..experiments.store import save_figure
+from ..experiments.store import save_figures
 from ..metrics.significance import agrees, mean_and_error
 from ..plots import uncertainty_error
 from ..plots.canvas import legend_outside, new_figure
@@ -23,8 +23,9 @@ def report(results: dict[str, dict], settings, folder: Path) -> Report:
         remarks += sentences
     tables.append(choices(groups))
     remarks += [unfinished(groups, settings), bounded(groups, settings)]
-    figures = [draw(name, groups, folder) for name in dict.fromkeys(name for name, _ in groups)]
-    return Report(tables, figures, remarks)
+    names = dict.fromkeys(name for name, _ in groups)
+    drawn = {f"uncertainty-{name}.png": draw(name, groups) for name in names}
+    return Report(tables, save_figures(folder, drawn, dpi=110), remarks)
 
 
 def grouped(results: dict[str, dict]) -> dict[tuple[str, str], list[dict]]:
@@ -189,7 +190,7 @@ def searches(groups: dict, condition) -> tuple[str, list[dict]]:
     return (f"{text}: {', '.join(names)}" if names else text), found
 
 
-def draw(name: str, groups: dict, folder: Path) -> str:
+def draw(name: str, groups: dict):
     """Uncertainty against error for the first seed of the first split."""
     figure = new_figure(9.2, 3.9)
     methods = [method for (data, method) in groups if data == name]
@@ -206,6 +207,4 @@ def draw(name: str, groups: dict, folder: Path) -> str:
     # Inside it would hide errors.
     scale = axes[0].get_legend().markerscale
     legend_outside(axes, "lower", ncols=3, fontsize="small", markerscale=scale)
-    file = f"uncertainty-{name}.png"
-    save_figure(folder / file, figure, dpi=110)
-    return file
+    return figure
