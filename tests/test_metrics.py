@@ -6,15 +6,12 @@ import re
 
 import pytest
 import torch
+from normals import draw
 from scipy import optimize, stats
 from sklearn import metrics as sklearn_metrics
 
 from bnuq_ext import metrics
 from bnuq_ext.metrics.classification import bins_of
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def labels(n, k, seed=1):

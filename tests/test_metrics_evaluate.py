@@ -2,12 +2,9 @@
 
 import pytest
 import torch
+from normals import draw
 
 from bnuq_ext import Prediction, metrics
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def approx(expected):

@@ -4,14 +4,11 @@ import math
 
 import pytest
 import torch
+from normals import draw
 from scipy import optimize, stats
 
 from bnuq_ext import metrics
 from bnuq_ext.metrics.fits import _least
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def search(loss, bounds):
@@ -23,6 +20,18 @@ def search(loss, bounds):
         loss, bounds=(best - step, best + step), method="bounded", options={"xatol": 1e-9}
     )
     return math.exp(found.x)
+
+
+def noise_loss(samples, y, score):
+    """The mean score, the less the better, as a function of the noise's log variance."""
+    var, mean = torch.var_mean(samples, 0, correction=0)
+
+    def loss(log_var):
+        if score == "pll":
+            return -metrics.gaussian_pll(samples, y, math.exp(log_var)).item()
+        return metrics.gaussian_crps(mean, (var + math.exp(log_var)).sqrt(), y).item()
+
+    return loss
 
 
 MEAN, Y = draw(30), draw(30, seed=1)
@@ -128,14 +137,7 @@ def test_noise_matches_scipy(score, outputs):
     center = draw(60, *outputs)
     samples = center + 0.5 * draw(8, 60, *outputs, seed=1)
     y = center + 0.8 * draw(60, *outputs, seed=2)
-    var, mean = torch.var_mean(samples, 0, correction=0)
-
-    def loss(log_var):
-        if score == "pll":
-            return -metrics.gaussian_pll(samples, y, math.exp(log_var)).item()
-        return metrics.gaussian_crps(mean, (var + math.exp(log_var)).sqrt(), y).item()
-
-    expected = search(loss, (-10, 5))
+    expected = search(noise_loss(samples, y, score), (-10, 5))
     actual = metrics.fit_noise_variance(samples, y, score)
     assert actual == pytest.approx(expected, rel=1e-5)
     assert 0.1 < actual < 1
@@ -144,25 +146,14 @@ def test_noise_matches_scipy(score, outputs):
 @pytest.mark.parametrize("score", ["crps", "pll"])
 def test_one_exact_hit_is_not_all_of_them(score):
     samples, y = torch.stack([MEAN - 0.2, MEAN + 0.2]), torch.cat([MEAN[:1], Y[1:]])
-    var, mean = torch.var_mean(samples, 0, correction=0)
-    y[0] = mean[0]
-
-    def loss(log_var):
-        if score == "pll":
-            return -metrics.gaussian_pll(samples, y, math.exp(log_var)).item()
-        return metrics.gaussian_crps(mean, (var + math.exp(log_var)).sqrt(), y).item()
-
-    expected = search(loss, (-10, 5))
+    y[0] = torch.var_mean(samples, 0)[1][0]
+    expected = search(noise_loss(samples, y, score), (-10, 5))
     assert metrics.fit_noise_variance(samples, y, score) == pytest.approx(expected, rel=1e-5)
 
 
 def test_noise_of_a_mixture_whose_means_are_all_exact():
     samples, y = torch.tensor([[0.0, 0.0], [1.0, 2.0]]), torch.tensor([0.5, 1.0])
-
-    def loss(log_var):
-        return -metrics.gaussian_pll(samples, y, math.exp(log_var)).item()
-
-    expected = search(loss, (-10, 5))
+    expected = search(noise_loss(samples, y, "pll"), (-10, 5))
     assert expected > 0.5
     assert metrics.fit_noise_variance(samples, y, "pll") == pytest.approx(expected, rel=1e-5)
     assert metrics.fit_noise_variance(samples, y, "crps") == 0

@@ -7,13 +7,10 @@ import properscoring
 import pytest
 import scoringrules
 import torch
+from normals import draw
 from scipy import integrate, stats
 
 from bnuq_ext import metrics
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def problem(rows=40, replicas=7):

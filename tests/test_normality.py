@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from normals import draw
 from scipy import stats
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -15,15 +16,11 @@ import bnuq_ext as bnuq
 from bnuq_ext.normality import lilliefors
 
 
-def normals(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("n", [8, 50, 256])
 def test_p_values_are_uniform_for_normal_samples(n):
     """KS of 4,000 p-values, alpha 1e-6: finds (power 0.99)
     a share of p < x that is off by 0.055 somewhere."""
-    p = lilliefors(3 + 2 * normals(n, 4000, seed=n))[1]
+    p = lilliefors(3 + 2 * draw(n, 4000, seed=n))[1]
     assert stats.kstest(p.numpy(), "uniform").pvalue > 1e-6
     # 5 standard errors of a share of 4,000, and the simulation's.
     for level in (0.01, 0.05, 0.1):
@@ -32,7 +29,7 @@ def test_p_values_are_uniform_for_normal_samples(n):
 
 
 def test_p_value_is_that_of_scipys_simulation():
-    values = normals(30, 3).exp().sqrt()
+    values = draw(30, 3).exp().sqrt()
     distance, p = lilliefors(values)
     for c in range(3):
         rng = np.random.default_rng(0)
@@ -46,7 +43,7 @@ def test_p_value_is_that_of_scipys_simulation():
 
 
 def test_finds_what_is_not_normal_and_not_scale_or_place():
-    n = normals(200, 20, seed=3)
+    n = draw(200, 20, seed=3)
     for other in (n.square(), n.exp(), n.sign() + 0.3 * n):
         assert (lilliefors(other)[1] < 1e-3).all()
     assert (lilliefors(n.exp())[1] == 1 / 20_001).all()  # further out than all 20,000
@@ -55,7 +52,7 @@ def test_finds_what_is_not_normal_and_not_scale_or_place():
 
 
 def test_constant_column_has_no_p_value():
-    distance, p = lilliefors(torch.stack([torch.full((9,), 0.1), normals(9).float()], 1))
+    distance, p = lilliefors(torch.stack([torch.full((9,), 0.1), draw(9).float()], 1))
     assert distance.isnan().tolist() == p.isnan().tolist() == [True, False]
     assert distance.dtype == p.dtype == torch.float64
 
@@ -80,8 +77,8 @@ def convolutional():
     return nn.Sequential(*first, nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
 
 
-ROWS = TensorDataset(normals(800, 10).float())
-IMAGES = TensorDataset(normals(300, 1, 8, 8).float() + normals(300, 1, 1, 1, seed=1).float())
+ROWS = TensorDataset(draw(800, 10).float())
+IMAGES = TensorDataset(draw(300, 1, 8, 8).float() + draw(300, 1, 1, 1, seed=1).float())
 
 
 def normality(model, data=ROWS, batch_size=32, **options):
