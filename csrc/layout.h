@@ -11,8 +11,22 @@
 namespace bnuq {
 
 using torch::headeronly::MemoryFormat;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+
+using Sizes = std::initializer_list<int64_t>;
+
+// A tensor in the memory of another, from its entry `offset` on.
+inline Tensor view_of(const Tensor& t, int64_t offset, Sizes sizes, Sizes strides) {
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      t.get(), int64_t(sizes.size()), sizes.begin(), strides.begin(), offset, &made));
+  return Tensor(made);
+}
+
+inline Tensor contiguous_as(ScalarType type, const Tensor& t) {
+  check_storage(t);
+  const Tensor same = t.scalar_type() == type ? t : torch::stable::to(t, type);
+  return same.is_contiguous() ? same : torch::stable::contiguous(same);
+}
 
 inline bool is_channels_last(const Tensor& x) {
   const int64_t dim = x.dim();
@@ -52,6 +66,16 @@ struct Extent {
 
   int64_t numel() const { return N * C * S; }
 };
+
+inline Extent extent_of(const Tensor& x, MemoryFormat format, int64_t T, bool shared) {
+  STD_TORCH_CHECK(x.dim() >= 2 && T >= 1, "batch_norm: x must have 2 dimensions, T be positive");
+  STD_TORCH_CHECK(shared || x.size(0) % T == 0, "batch_norm: x must have T * N rows");
+  int64_t positions = 1;
+  for (int64_t d = 2; d < x.dim(); ++d) positions *= x.size(d);
+  const int64_t N = shared ? x.size(0) : x.size(0) / T, C = x.size(1);
+  if (format == MemoryFormat::Contiguous) return {N, C, positions};
+  return {N * positions, C, 1};
+}
 
 // An uninitialised tensor like x with `rows` as its first size.
 inline Tensor empty_rows(const Tensor& x, int64_t rows, MemoryFormat format) {

@@ -10,16 +10,6 @@
 
 namespace bnuq {
 
-inline Extent extent_of(const Tensor& x, MemoryFormat format, int64_t T, bool shared) {
-  STD_TORCH_CHECK(x.dim() >= 2 && T >= 1, "batch_norm: x must have 2 dimensions, T be positive");
-  STD_TORCH_CHECK(shared || x.size(0) % T == 0, "batch_norm: x must have T * N rows");
-  int64_t positions = 1;
-  for (int64_t d = 2; d < x.dim(); ++d) positions *= x.size(d);
-  const int64_t N = shared ? x.size(0) : x.size(0) / T, C = x.size(1);
-  if (format == MemoryFormat::Contiguous) return {N, C, positions};
-  return {N * positions, C, 1};
-}
-
 inline void check_table(const Tensor& t, ScalarType type, int64_t rows, int64_t C) {
   STD_TORCH_CHECK(
       t.is_contiguous() && t.scalar_type() == type && t.numel() == rows * C,

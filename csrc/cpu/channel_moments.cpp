@@ -94,10 +94,9 @@ std::tuple<Tensor, Tensor> channel_moments_cpu(Tensor given) {
       "channel_moments: x must be (N, C, *), with numbers in it");
   const MemoryFormat format = format_of(given);
   const Tensor x = with_format(given, format);
-  const int64_t N = x.size(0), C = x.size(1), S = x.numel() / (N * C);
-  const Extent extent = format == MemoryFormat::Contiguous ? Extent{N, C, S} : Extent{N * S, C, 1};
+  const Extent extent = extent_of(x, format, 1, true);
   const ScalarType acc = acc_of(x.scalar_type());
-  const Tensor mean = empty(x, {C}, acc), var = empty(x, {C}, acc);
+  const Tensor mean = empty(x, {extent.C}, acc), var = empty(x, {extent.C}, acc);
   dispatch<Half, BFloat16>(x.scalar_type(), [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = acc_type<scalar_t>;

@@ -99,8 +99,6 @@ void gaussian_grads(
   gaussian_grad_slice<kAdd>(grad_mu, grad_rho, mu, rho, grad, precision, n);
 }
 
-using torch::stable::Tensor;
-
 // The sum over the weights.
 double gaussian_kl_of(const Tensor& mu, const Tensor& rho, double prior_std);
 

@@ -17,12 +17,6 @@ namespace bnuq {
 // Up to this many rows a replica, a dot product per row beats writing the weights out for a GEMM.
 constexpr int64_t kFewRows = 4;
 
-inline Tensor contiguous_as(ScalarType type, const Tensor& t) {
-  check_storage(t);
-  const Tensor same = t.scalar_type() == type ? t : torch::stable::to(t, type);
-  return same.is_contiguous() ? same : torch::stable::contiguous(same);
-}
-
 inline Noise noise_of(const Tensor& seed, int64_t stream, uint32_t tag = kTagWeight) {
   const int64_t* s = seed_of(seed);
   return {subkey(s[0], uint32_t(stream), tag), uint64_t(s[1])};

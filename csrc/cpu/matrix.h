@@ -22,15 +22,6 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise
 
 namespace bnuq {
 
-// A tensor in the memory of another, from its entry `offset` on.
-template <size_t D>
-Tensor view_of(
-    const Tensor& t, int64_t offset, const int64_t (&sizes)[D], const int64_t (&strides)[D]) {
-  AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), D, sizes, strides, offset, &made));
-  return Tensor(made);
-}
-
 // A matrix in the memory of a tensor: contiguous from `offset` on, or the transpose of such.
 struct Matrix {
   Tensor in;

@@ -65,7 +65,7 @@ Gradients batched_backward(
     const Tensor weight = matrices(room, count, O, padded(I));
     sample_noise(weight, noise.sigma, q, first, current_stream(x));
     const Tensor grad =
-        strided(noise.grad_y, {count, N, O}, {N * padded(O), padded(O), 1}, first * N * padded(O));
+        view_of(noise.grad_y, first * N * padded(O), {count, N, O}, {N * padded(O), padded(O), 1});
     const Tensor product = float_products(grad, weight);
     float* out = output<float>(grad_x) + (one ? 0 : first * N * I);
     run_add_products(

@@ -73,14 +73,9 @@ int64_t chunk_of(const Tensor& mu, int64_t bytes) {
   return larger<int64_t>(1, most / larger<int64_t>(1, mu.numel() * bytes));
 }
 
-Tensor contiguous(const Tensor& t, ScalarType type) {
-  const Tensor converted = t.scalar_type() == type ? t : torch::stable::to(t, type);
-  return converted.is_contiguous() ? converted : torch::stable::contiguous(converted);
-}
-
 // (T or 1, N, I), in the precision of the weights.
 Tensor replicas_of(const Tensor& x, const Tensor& mu) {
-  const Tensor rows = contiguous(x, mu.scalar_type());
+  const Tensor rows = contiguous_as(mu.scalar_type(), x);
   return x.dim() == 3 ? rows : matrices(rows, 1, x.size(0), x.size(1));
 }
 
@@ -93,7 +88,7 @@ std::optional<Tensor> bias_like(const std::optional<Tensor>& bias, const Tensor&
   if (!bias) return {};
   STD_TORCH_CHECK(
       like(*bias, mu, {mu.size(0)}), "bayes_linear: a bias must be (O,) in the dtype of mu");
-  return contiguous(*bias, mu.scalar_type());
+  return contiguous_as(mu.scalar_type(), *bias);
 }
 
 // Inputs and outputs of a layer, by the blocks that a grid has for them.
@@ -117,8 +112,8 @@ Posterior posterior_of(
   STD_TORCH_CHECK(like(rho, mu, {mu.size(0), mu.size(1)}), "bayes_linear: rho must be like mu");
   const ScalarType type = mu.scalar_type();
   return {
-      contiguous(mu, type),
-      contiguous(rho, type),
+      contiguous_as(type, mu),
+      contiguous_as(type, rho),
       bias_like(bias_mu, mu),
       bias_like(bias_rho, mu),
       seed,
@@ -150,7 +145,7 @@ Tensor bayes_linear_cuda(
         return batched_forward(xs, q, num_samples, operand_type(x), chunk_of(mu, 2));
     }
   };
-  return contiguous(forward(), x.scalar_type());
+  return contiguous_as(x.scalar_type(), forward());
 }
 
 Gradients gradients_of(
@@ -179,12 +174,12 @@ Gradients bayes_linear_backward_cuda(
           grad_y.size(2) == q.O(),
       "bayes_linear: grad_y must have shape (T, N, O)");
   auto [grad_x, grad_mu, grad_rho, grad_bias_mu, grad_bias_rho] = gradients_of(
-      contiguous(grad_y, mu.scalar_type()), x, replicas_of(x, mu), q,
+      contiguous_as(mu.scalar_type(), grad_y), x, replicas_of(x, mu), q,
       {need_x, need_weight, need_bias});
   if (need_x && x.dim() == 2)
     grad_x = grad_x.size(0) == 1 ? matrix(grad_x, x.size(0), x.size(1))
                                  : torch::stable::sum(grad_x, std::vector<int64_t>{0});
-  return {contiguous(grad_x, x.scalar_type()), grad_mu, grad_rho, grad_bias_mu, grad_bias_rho};
+  return {contiguous_as(x.scalar_type(), grad_x), grad_mu, grad_rho, grad_bias_mu, grad_bias_rho};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bnuq, CUDA, m) {

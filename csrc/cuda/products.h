@@ -1,6 +1,7 @@
 // Matrix products of torch's. No autocast rounds their operands: all but one go past the dispatcher,
 // and bmm with a dtype has no rule.
 #pragma once
+#include "../layout.h"
 #include "launch.h"
 
 #ifdef BNUQ_HOSTRUN
@@ -13,39 +14,29 @@
 
 namespace bnuq {
 
-using Sizes = std::initializer_list<int64_t>;
-
-// Elements of t by strides, the first of them `offset` after its own; shares the memory of t.
-inline Tensor strided(const Tensor& t, Sizes sizes, Sizes strides, int64_t offset = 0) {
-  AtenTensorHandle view = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
-      t.get(), int64_t(sizes.size()), sizes.begin(), strides.begin(), offset, &view));
-  return Tensor(view);
-}
-
 // Of a contiguous t, from element `offset` on.
 inline Tensor matrix(const Tensor& t, int64_t rows, int64_t columns, int64_t offset = 0) {
-  return strided(t, {rows, columns}, {columns, 1}, offset);
+  return view_of(t, offset, {rows, columns}, {columns, 1});
 }
 
 inline Tensor transposed(const Tensor& t, int64_t rows, int64_t columns) {
-  return strided(t, {columns, rows}, {1, columns});
+  return view_of(t, 0, {columns, rows}, {1, columns});
 }
 
 inline Tensor matrices(
     const Tensor& t, int64_t count, int64_t rows, int64_t columns, int64_t offset = 0) {
-  return strided(t, {count, rows, columns}, {rows * columns, columns, 1}, offset);
+  return view_of(t, offset, {count, rows, columns}, {rows * columns, columns, 1});
 }
 
 inline Tensor transposed_matrices(
     const Tensor& t, int64_t count, int64_t rows, int64_t columns, int64_t offset = 0) {
-  return strided(t, {count, columns, rows}, {rows * columns, 1, columns}, offset);
+  return view_of(t, offset, {count, columns, rows}, {rows * columns, 1, columns});
 }
 
 // Of t (T or 1, rows, columns), `count` matrices from the first on; one for all, or each its own.
 inline Tensor matrices_from(const Tensor& t, int64_t first, int64_t count) {
   const int64_t rows = t.size(1), columns = t.size(2), each = t.size(0) == 1 ? 0 : rows * columns;
-  return strided(t, {count, rows, columns}, {each, columns, 1}, first * each);
+  return view_of(t, first * each, {count, rows, columns}, {each, columns, 1});
 }
 
 inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
