@@ -15,7 +15,6 @@ struct dim3 {
 };
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
-constexpr int warpSize = 32;
 
 namespace hostrun {
 

@@ -5,10 +5,8 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__
 #define __align__(n) alignas(n)
 
 using cudaStream_t = void*;

@@ -1,4 +1,4 @@
-// Barriers, warp collectives, cached accesses, atomics and fast arithmetic, with CUDA's names.
+// Barriers, warp collectives, cached accesses and fast arithmetic, with CUDA's names.
 // Approximate instructions are computed exactly: only a GPU shows their rounding.
 #pragma once
 #include <math.h>
@@ -19,9 +19,6 @@ inline void __syncwarp(unsigned mask = ~0u, HOSTRUN_FROM_HERE) {
   char nothing;
   hostrun::warp_collective(mask, [](void* const*) {}, &nothing, {file, line});
 }
-
-inline void __threadfence() {}
-inline void __threadfence_block() {}
 
 namespace hostrun {
 
@@ -105,41 +102,22 @@ inline int __all_sync(unsigned mask, int predicate, HOSTRUN_FROM_HERE) {
 }
 
 // Inlined, so that an access is one of its kernel's.
-#define HOSTRUN_LOAD(name)                                              \
-  template <typename T>                                                 \
-  [[gnu::always_inline]] inline T name(const T* p, HOSTRUN_FROM_HERE) { \
-    hostrun::check_aligned(p, alignof(T), {file, line});                \
-    return *p;                                                          \
-  }
-#define HOSTRUN_STORE(name)                                                   \
-  template <typename T>                                                       \
-  [[gnu::always_inline]] inline void name(T* p, T value, HOSTRUN_FROM_HERE) { \
-    hostrun::check_aligned(p, alignof(T), {file, line});                      \
-    *p = value;                                                               \
-  }
-HOSTRUN_LOAD(__ldg)
-HOSTRUN_LOAD(__ldca)
-HOSTRUN_LOAD(__ldcg)
-HOSTRUN_LOAD(__ldcs)
-HOSTRUN_LOAD(__ldlu)
-HOSTRUN_LOAD(__ldcv)
-HOSTRUN_STORE(__stwb)
-HOSTRUN_STORE(__stcg)
-HOSTRUN_STORE(__stcs)
-HOSTRUN_STORE(__stwt)
-#undef HOSTRUN_LOAD
-#undef HOSTRUN_STORE
-#undef HOSTRUN_FROM_HERE
-
-// One thread runs at a time, so a plain addition is atomic. There is none for floating-point
-// numbers: the kernels are deterministic.
 template <typename T>
-T atomicAdd(T* p, T value) {
-  static_assert(std::is_integral_v<T>);
-  const T old = *p;
-  *p = T(old + value);
-  return old;
+[[gnu::always_inline]] inline T __ldg(const T* p, HOSTRUN_FROM_HERE) {
+  hostrun::check_aligned(p, alignof(T), {file, line});
+  return *p;
 }
+template <typename T>
+[[gnu::always_inline]] inline T __ldcs(const T* p, HOSTRUN_FROM_HERE) {
+  hostrun::check_aligned(p, alignof(T), {file, line});
+  return *p;
+}
+template <typename T>
+[[gnu::always_inline]] inline void __stcs(T* p, T value, HOSTRUN_FROM_HERE) {
+  hostrun::check_aligned(p, alignof(T), {file, line});
+  *p = value;
+}
+#undef HOSTRUN_FROM_HERE
 
 inline float rsqrtf(float x) {
   return 1.0f / std::sqrt(x);
@@ -147,48 +125,15 @@ inline float rsqrtf(float x) {
 inline double rsqrt(double x) {
   return 1.0 / std::sqrt(x);
 }
-inline float __expf(float x) {
-  return std::exp(x);
-}
-inline float __logf(float x) {
-  return std::log(x);
-}
-inline float __log2f(float x) {
-  return std::log2(x);
-}
 inline float __cosf(float x) {
   return std::cos(x);
 }
 inline float __sinf(float x) {
   return std::sin(x);
 }
-inline float __fdividef(float x, float y) {
-  return x / y;
-}
-inline float __frcp_rn(float x) {
-  return 1.0f / x;
-}
-inline float __fmaf_rn(float x, float y, float z) {
-  return std::fma(x, y, z);
-}
-inline float __saturatef(float x) {
-  return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f;
-}
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return unsigned(uint64_t(a) * b >> 32);
 }
 inline int __popc(unsigned u) {
   return __builtin_popcount(u);
-}
-inline int __clz(int i) {
-  return i ? __builtin_clz(unsigned(i)) : 32;
-}
-
-template <typename T>
-T min(T a, T b) {
-  return b < a ? b : a;
-}
-template <typename T>
-T max(T a, T b) {
-  return a < b ? b : a;
 }

@@ -10,31 +10,18 @@
   inline name make_##name(T x, T y) {  \
     return {x, y};                     \
   }
-#define HOSTRUN_VECTOR4(name, T, alignment)     \
-  struct alignas(alignment) name {              \
+#define HOSTRUN_VECTOR4(name, T)                \
+  struct alignas(4 * sizeof(T)) name {          \
     T x, y, z, w;                               \
   };                                            \
   inline name make_##name(T x, T y, T z, T w) { \
     return {x, y, z, w};                        \
   }
 
-HOSTRUN_VECTOR2(char2, signed char)
-HOSTRUN_VECTOR2(uchar2, unsigned char)
-HOSTRUN_VECTOR2(short2, short)
-HOSTRUN_VECTOR2(ushort2, unsigned short)
-HOSTRUN_VECTOR2(int2, int)
 HOSTRUN_VECTOR2(uint2, unsigned)
-HOSTRUN_VECTOR2(longlong2, long long)
-HOSTRUN_VECTOR2(ulonglong2, unsigned long long)
 HOSTRUN_VECTOR2(float2, float)
-HOSTRUN_VECTOR2(double2, double)
-HOSTRUN_VECTOR4(char4, signed char, 4)
-HOSTRUN_VECTOR4(uchar4, unsigned char, 4)
-HOSTRUN_VECTOR4(short4, short, 8)
-HOSTRUN_VECTOR4(ushort4, unsigned short, 8)
-HOSTRUN_VECTOR4(int4, int, 16)
-HOSTRUN_VECTOR4(uint4, unsigned, 16)
-HOSTRUN_VECTOR4(float4, float, 16)
+HOSTRUN_VECTOR4(uint4, unsigned)
+HOSTRUN_VECTOR4(float4, float)
 #undef HOSTRUN_VECTOR2
 #undef HOSTRUN_VECTOR4
 
@@ -47,12 +34,6 @@ inline float __uint_as_float(unsigned u) {
   float f;
   std::memcpy(&f, &u, 4);
   return f;
-}
-inline int __float_as_int(float f) {
-  return int(__float_as_uint(f));
-}
-inline float __int_as_float(int i) {
-  return __uint_as_float(unsigned(i));
 }
 
 namespace hostrun {
@@ -112,36 +93,18 @@ struct alignas(4) __nv_bfloat162 {
 inline float __half2float(__half h) {
   return h;
 }
-inline __half __float2half(float f) {
-  return f;
-}
 inline __half __float2half_rn(float f) {
   return f;
-}
-inline float2 __half22float2(__half2 h) {
-  return {h.x, h.y};
 }
 inline __half2 __floats2half2_rn(float x, float y) {
   return {x, y};
 }
-inline __half2 __float22half2_rn(float2 f) {
-  return {f.x, f.y};
-}
 inline float __bfloat162float(__nv_bfloat16 b) {
   return b;
-}
-inline __nv_bfloat16 __float2bfloat16(float f) {
-  return f;
 }
 inline __nv_bfloat16 __float2bfloat16_rn(float f) {
   return f;
 }
-inline float2 __bfloat1622float2(__nv_bfloat162 b) {
-  return {b.x, b.y};
-}
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
   return {x, y};
-}
-inline __nv_bfloat162 __float22bfloat162_rn(float2 f) {
-  return {f.x, f.y};
 }
