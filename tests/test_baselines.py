@@ -2,7 +2,7 @@
 alone and with drawn statistics."""
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -172,20 +172,16 @@ def test_flags_and_buffers_stay_and_do_not_matter(model):
 
 def test_threads_do_not_meet(model):
     expected = [bnuq.mc_dropout(model, X, num_samples=20, seed=s, **OPTIONS) for s in range(3)]
-    plug_in, results = bnuq.plug_in(model, X, **OPTIONS), {}
+    plug_in = bnuq.plug_in(model, X, **OPTIONS)
 
     def work(seed):
-        results[seed] = bnuq.mc_dropout(model, X, num_samples=20, seed=seed, **OPTIONS)
-        results[-1 - seed] = bnuq.plug_in(model, X, **OPTIONS)
+        dropped = bnuq.mc_dropout(model, X, num_samples=20, seed=seed, **OPTIONS)
+        return dropped, bnuq.plug_in(model, X, **OPTIONS)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed in range(3):
-        assert torch.equal(results[seed].samples, expected[seed].samples)
-        equal(results[-1 - seed], plug_in)
+    with ThreadPoolExecutor(3) as pool:
+        for (dropped, plain), wanted in zip(pool.map(work, range(3)), expected, strict=True):
+            assert torch.equal(dropped.samples, wanted.samples)
+            equal(plain, plug_in)
 
 
 @pytest.mark.parametrize(

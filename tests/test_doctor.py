@@ -1,5 +1,6 @@
 import threading
 from collections import UserDict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -196,19 +197,17 @@ def test_own_ops_and_backward_do_not_count():
 
 
 def test_threads_count_their_own_calls():
-    def work(calls, results, index):
+    model, together = nn.BatchNorm2d(4).eval(), threading.Barrier(8)
+
+    def work(calls):
+        together.wait()
         with count_uncovered(model) as counter:
             for _ in range(calls):
                 model(x)
-        results[index] = counter.uncovered
+        return counter.uncovered
 
-    model, results = nn.BatchNorm2d(4).eval(), [None] * 8
-    workers = [threading.Thread(target=work, args=(i + 1, results, i)) for i in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert results == list(range(1, 9))
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(1, 9))) == list(range(1, 9))
     assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
 
 

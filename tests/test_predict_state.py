@@ -5,6 +5,7 @@ import copy
 import gc
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -130,20 +131,15 @@ def test_threads_share_a_model(model):
     model.train()
     expected = [predict(model, X[i % 4 :], seed=i) for i in range(16)]
     fresh = copy.deepcopy(model)
-    found, start = [None] * 16, threading.Barrier(16)
+    start = threading.Barrier(16)
 
     def work(i):
         start.wait()
-        for _ in range(3):
-            found[i] = predict(fresh, X[i % 4 :], seed=i)
+        return [predict(fresh, X[i % 4 :], seed=i) for _ in range(3)][-1]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for mine, theirs in zip(found, expected, strict=True):
-        equal(mine, theirs)
+    with ThreadPoolExecutor(16) as pool:
+        for mine, theirs in zip(pool.map(work, range(16)), expected, strict=True):
+            equal(mine, theirs)
     assert fresh.training and fresh[3].training
 
 

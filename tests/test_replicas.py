@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -179,28 +180,24 @@ def test_sixteen_threads_with_seeds_of_their_own(training):
     inputs = [ROWS[i : i + 6 + i % 3] for i in range(16)]
     samples = [expected(model, inputs[i], seed=i) for i in range(16)]
     plain = copy.deepcopy(model).eval()(ROWS)
-    found, start = [None] * 16, threading.Barrier(17)
+    start = threading.Barrier(17)
 
     def work(i):
         start.wait()
         for _ in range(5):
             with torch.no_grad(), bnuq.replicas(model, T, i):
-                found[i] = model(inputs[i])
-                assert bnuq.predict(model, ROWS[:3], likelihood="gaussian", seed=1).mean.shape == (
-                    3,
-                    4,
-                )
-                found[i] = model(inputs[i])
+                model(inputs[i])
+                pred = bnuq.predict(model, ROWS[:3], likelihood="gaussian", seed=1)
+                assert pred.mean.shape == (3, 4)
+                found = model(inputs[i])
+        return found
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
-    for thread in threads:
-        thread.start()
-    start.wait()
-    if not training:
-        for _ in range(20):  # this thread has no replicas
-            torch.testing.assert_close(model(ROWS), plain)
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(16) as pool:
+        found = pool.map(work, range(16))
+        start.wait()
+        if not training:
+            for _ in range(20):  # this thread has no replicas
+                torch.testing.assert_close(model(ROWS), plain)
     for out, e in zip(found, samples, strict=True):
         close(out, e)
     assert all(m.training == training for m in model.modules()) and not model._forward_pre_hooks

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -252,20 +252,13 @@ def test_training_finds_a_known_posterior():
 
 def test_threads_do_not_meet():
     model, (x, y) = network(), data()
-    expected = [
-        bnuq.elbo_loss(model, x, y, num_samples=2, batch_weight=1.0, seed=s).loss for s in range(8)
-    ]
-    got = [None] * 8
 
-    def work(s):
-        got[s] = bnuq.elbo_loss(model, x, y, num_samples=2, batch_weight=1.0, seed=s).loss
+    def loss(seed):
+        return bnuq.elbo_loss(model, x, y, num_samples=2, batch_weight=1.0, seed=seed).loss.item()
 
-    threads = [threading.Thread(target=work, args=(s,)) for s in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    expected = [loss(seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(loss, range(8))) == expected
 
 
 # ---- kl_divergence ------------------------------------------------------------------------------
