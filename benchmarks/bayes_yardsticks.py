@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .yardsticks import Unavailable
+from .yardsticks import Unavailable, compiled, need_triton
 
 Run = Callable[[], Tensor | list[Tensor]]
 
@@ -61,27 +61,15 @@ def local(x: Tensor, q: Posterior, T: int) -> Run:
     return run
 
 
-def compiled(make: Callable[..., Run]) -> Callable[..., Run]:
-    """The same under torch.compile."""
-
-    def yardstick(x, q, T):
-        run = make(x, q, T)
-        wrapped = torch.compile(run)
-        try:
-            wrapped()
-        except Exception as error:  # no compiler at hand, or one that fails
-            raise Unavailable(f"does not compile: {type(error).__name__}") from error
-        return wrapped
-
-    return yardstick
+def under_compile(make: Callable[..., Run]) -> Callable[..., Run]:
+    return lambda x, q, T: compiled(torch.compile(make(x, q, T)))
 
 
 def triton(x: Tensor, q: Posterior, T: int) -> Run:
     """tl.randn inside tl.dot; forward only."""
-    try:
-        from .triton_bayes import bayes_linear
-    except ImportError as error:
-        raise Unavailable("Triton is not installed") from error
+    need_triton()
+    from .triton_bayes import bayes_linear
+
     return lambda: bayes_linear(x, q.mu, F.softplus(q.rho), q.bias_mu, T)
 
 
@@ -129,7 +117,7 @@ class ByHand(nn.Module):
 
 
 PLAIN = {"nn.Linear x T": linear, "stacked": stacked, "local": local}
-COMPILED = {f"compiled {name}": compiled(make) for name, make in list(PLAIN.items())[:2]}
+COMPILED = {f"compiled {name}": under_compile(make) for name, make in list(PLAIN.items())[:2]}
 PACKAGES = {
     "bayesian-torch": _package(
         "bayesian_torch.layers", lambda m, i, o: m.LinearReparameterization(i, o)
