@@ -52,6 +52,19 @@ def _save(ctx, x, output, others, needs_sums, slope):
     ctx.save_for_backward(x if needs_sums else None, output if slope != 1 else None, *others)
 
 
+def _all_grads(needs, grad_x, source, sums, grad_residual):
+    """In the order of the op's arguments; `source`: by a to d."""
+    return (
+        grad_x if needs[0] else None,
+        *source,
+        None,
+        sums[1].sum(0) if needs[6] else None,
+        sums[0].sum(0) if needs[7] else None,
+        grad_residual if needs[8] else None,
+        *(None, None, None),
+    )
+
+
 def _moment_grads(sums, weight, var, eps):
     """Gradients with respect to each replica's mean and variance, both (T, C)."""
     rstd = (var + eps).rsqrt()
@@ -78,16 +91,8 @@ def _backward_bank(ctx, grad_y):
     grad_mean = grad_var = None
     if needs[1] or needs[2]:
         grad_mean, grad_var = _bank_grads(sums, mean, var, seed, snapshot, num_samples, weight, eps)
-    return (
-        grad_x if needs[0] else None,
-        grad_mean if needs[1] else None,
-        grad_var if needs[2] else None,
-        *(None, None, None),
-        sums[1].sum(0) if needs[6] else None,
-        sums[0].sum(0) if needs[7] else None,
-        grad_residual if needs[8] else None,
-        *(None, None, None),
-    )
+    source = grad_mean if needs[1] else None, grad_var if needs[2] else None, None, None
+    return _all_grads(needs, grad_x, source, sums, grad_residual)
 
 
 def _bank_grads(sums, mean, var, seed, snapshot, num_samples, weight, eps):
@@ -131,15 +136,7 @@ def _backward_fitted(ctx, grad_y):
     grad_params = None
     if needs[1]:
         grad_params = _params_grad(sums, params, seed, stream, family, num_samples, weight, eps)
-    return (
-        grad_x if needs[0] else None,
-        grad_params,
-        *(None, None, None, None),
-        sums[1].sum(0) if needs[6] else None,
-        sums[0].sum(0) if needs[7] else None,
-        grad_residual if needs[8] else None,
-        *(None, None, None),
-    )
+    return _all_grads(needs, grad_x, (grad_params, None, None, None), sums, grad_residual)
 
 
 def _params_grad(sums, params, seed, stream, family, num_samples, weight, eps):
