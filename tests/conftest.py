@@ -46,6 +46,21 @@ def without_gpu():
 
 
 @pytest.fixture
+def model():
+    """predicting's, for files without one of their own."""
+    from predicting import make_model  # this file also serves tests that lie elsewhere
+
+    return make_model()
+
+
+@pytest.fixture
+def flexible():
+    from predicting import make_flexible
+
+    return make_flexible()
+
+
+@pytest.fixture
 def by_values_alone(monkeypatch):
     """Trials compare outputs, and do not look at how operations make them."""
     monkeypatch.setattr("bnuq_ext.proof.mixed.Mixed.check", lambda *args: None)

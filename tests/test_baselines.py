@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from predicting import DATA, X, equal, make_flexible, make_model, network, predict
+from predicting import DATA, X, equal, make_flexible, network, predict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,11 +17,6 @@ from bnuq_ext.dropout import Dropping
 from bnuq_ext.ops import new_seed, snapshot_indices
 
 OPTIONS = {"likelihood": "categorical", "keep_samples": True}
-
-
-@pytest.fixture
-def model():
-    return make_model()
 
 
 def plain(model):

@@ -2,16 +2,11 @@
 
 import pytest
 import torch
-from predicting import X, make_model, network
+from predicting import X, network
 from test_baselines import OPTIONS, calls
 from torch import nn
 
 import bnuq_ext as bnuq
-
-
-@pytest.fixture
-def model():
-    return make_model()
 
 
 @pytest.mark.parametrize(

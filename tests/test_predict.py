@@ -4,21 +4,11 @@ import copy
 
 import pytest
 import torch
-from predicting import DATA, SAMPLERS, X, equal, make_flexible, make_model, predict
+from predicting import DATA, SAMPLERS, X, equal, predict
 from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext import reference
-
-
-@pytest.fixture
-def model():
-    return make_model()
-
-
-@pytest.fixture
-def flexible():
-    return make_flexible()
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

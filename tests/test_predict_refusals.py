@@ -7,20 +7,10 @@ from collections import OrderedDict
 import pytest
 import torch
 from coupled import BatchAttention, D, FarNeighbours, Norms
-from predicting import DATA, X, equal, make_flexible, make_model, network, predict
+from predicting import DATA, X, equal, network, predict
 from torch import nn
 
 import bnuq_ext as bnuq
-
-
-@pytest.fixture
-def model():
-    return make_model()
-
-
-@pytest.fixture
-def flexible():
-    return make_flexible()
 
 
 @pytest.mark.parametrize(

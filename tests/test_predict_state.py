@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from predicting import DATA, SAMPLERS, X, equal, make_model, predict
+from predicting import DATA, SAMPLERS, X, equal, predict
 from torch._subclasses import FakeTensorMode
 
 import bnuq_ext as bnuq
@@ -17,11 +17,6 @@ from benchmarks.memory import peak_extra_bytes
 from bnuq_ext import chunks, known, ops, prediction, predictor
 from bnuq_ext.chain_folding import ChainFolding
 from bnuq_ext.state import modules_of
-
-
-@pytest.fixture
-def model():
-    return make_model()
 
 
 def test_leaves_flags_buffers_gradients_and_generators(model):

@@ -5,16 +5,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from predicting import DATA, equal, make_model, network, predict
+from predicting import DATA, equal, network, predict
 
 import bnuq_ext as bnuq
 from bnuq_ext import reference
 from bnuq_ext.prediction import make_moments
-
-
-@pytest.fixture
-def model():
-    return make_model()
 
 
 @pytest.mark.filterwarnings("ignore:collect. the batches have 60 rows")

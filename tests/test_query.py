@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import zoo
-from predicting import DATA, X, equal, make_model, network, predict
+from predicting import DATA, X, equal, network, predict
 from torch import nn
 
 import bnuq_ext as bnuq
@@ -14,11 +14,6 @@ from bnuq_ext.query import JoiningForward
 
 BATCHES = list(DATA[200:].split(8))
 OPTIONS = {"sampler": "batch", "query": "in", "loader": BATCHES, "num_samples": 3}
-
-
-@pytest.fixture
-def model():
-    return make_model()
 
 
 def by_hand(original, x, batches, trained):

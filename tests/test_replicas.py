@@ -18,11 +18,6 @@ from bnuq_ext.nn import named_stochastic_layers
 T = 5
 
 
-@pytest.fixture
-def model():
-    return make_model()
-
-
 def expected(model, x=X, seed=3, sampler="bank", first=0, num_samples=T, **options):
     return bnuq.predict(
         model, x, likelihood="gaussian", num_samples=num_samples, seed=seed, sampler=sampler,
