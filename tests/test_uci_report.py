@@ -71,14 +71,8 @@ def invented() -> dict:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    results, figures = invented(), []
-    patch, new_figure = pytest.MonkeyPatch(), uci_report.new_figure
-    patch.setattr(
-        uci_report, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1]
-    )
-    report = uci_report.report(results, SETTINGS, tmp_path_factory.mktemp("uci"))
-    patch.undo()
-    return results, report, figures
+    results = invented()
+    return results, uci_report.report(results, SETTINGS, tmp_path_factory.mktemp("uci"))
 
 
 def values_of(results, name, method, score):
@@ -96,7 +90,7 @@ def rows_of(report, name):
 
 
 def test_normalised_scores_stand_beside_the_paper(made):
-    results, report, _ = made
+    results, report = made
     agree = {("CRPS", "MCBN"): "yes", ("PLL", "MCBN"): "no", ("CRPS", "MCDO"): "no", ("PLL", "MCDO"): "yes"}  # fmt: skip
     for name, score, method, ours, p, stars, paper, _, same in rows_of(report, "normalised"):
         values = values_of(results, name, method, f"normalised_{score.lower()}")
@@ -113,7 +107,7 @@ def test_normalised_scores_stand_beside_the_paper(made):
 
 
 def test_sentences_of_better_worse_and_undecided(made):
-    _, report, _ = made
+    _, report = made
     assert report.remarks[:4] == [
         "CRPS: MCBN is better than a constant variance (p < 0.05) on boston; worse on mine.",
         "CRPS: MCDO is better than a constant variance (p < 0.05) on mine; undecided on boston.",
@@ -125,7 +119,7 @@ def test_sentences_of_better_worse_and_undecided(made):
 
 
 def test_raw_scores_and_errors(made):
-    results, report, _ = made
+    results, report = made
     raw, errors = rows_of(report, "raw"), rows_of(report, "rmse")
     assert len(raw) == len(errors) == 8
     for name, score, method, ours, constant, *_ in raw:
@@ -138,7 +132,7 @@ def test_raw_scores_and_errors(made):
 
 
 def test_choices(made):
-    results, report, _ = made
+    results, report = made
     rows = rows_of(report, "choices")
     assert len(rows) == 8
     for name, method, split, *cells in rows:
@@ -162,7 +156,7 @@ def test_splits_are_in_the_order_of_their_numbers():
 
 
 def test_the_last_epoch_allowed(made):
-    results, _, _ = made
+    results, _ = made
     # Of 500 rows a fold has 320: at most 1,000 epochs with a look at every 20.
     for epochs, found in ((980, "0 of 8"), (981, "1 of 8"), (1000, "1 of 8")):
         results["mine-MCBN-2"]["choice"]["epochs"] = epochs
@@ -171,10 +165,12 @@ def test_the_last_epoch_allowed(made):
 
 
 def test_figures_show_the_first_split_of_each_method(made):
-    results, report, figures = made
+    results, report = made
     assert report.figures == ["uncertainty-boston.png", "uncertainty-mine.png"]
-    for name, figure in zip(("boston", "mine"), figures, strict=True):
-        for method, ax in zip(("MCBN", "MCDO"), figure.axes, strict=True):
+    groups = uci_report.grouped(results)
+    for name in ("boston", "mine"):
+        axes = uci_report.draw(name, groups).axes
+        for method, ax in zip(("MCBN", "MCDO"), axes, strict=True):
             assert (
                 ax.get_title()
                 == f"{name}, {method} (dashed: CU{method[2:]}, its constant variance)"
