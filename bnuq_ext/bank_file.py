@@ -222,8 +222,6 @@ def _check_regular(op: str, name: str) -> None:
 
 def _sync_folder(folder: str) -> None:
     # The new name is on the disk only when its folder is.
-    if not hasattr(os, "O_DIRECTORY"):
-        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

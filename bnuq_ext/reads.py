@@ -100,7 +100,7 @@ class Reads:
         if not self.constant(args):
             self.found = READS
 
-    def look_at_operation(self, func, args: tuple, kwargs: dict, result) -> None:
+    def look_at_operation(self, func, args: tuple, kwargs: dict) -> None:
         """Notes what an operation on rows makes of their values."""
         place = _cast(func, args, kwargs)
         if place is not None:
@@ -277,7 +277,7 @@ class _Scalars(DispatchMode):
         if torch.Tag.data_dependent_output in func.tags:  # bool(t), t.item(), torch.equal
             self.reads.look(args)
         result = func(*args, **kwargs)
-        self.reads.look_at_operation(func, args, kwargs, result)
+        self.reads.look_at_operation(func, args, kwargs)
         self.reads.follow(func, args, kwargs, result)
         self.reads.weigh(result)
         return result

@@ -1,6 +1,5 @@
 #include "launch.h"
 
-#include <tuple>
 #include <vector>
 
 #include "../predictive_call.h"
