@@ -61,7 +61,8 @@ def table(path) -> Part:
     Args:
         path: an npz file (npz.xz too) with X (N, Q) and y (N,), of one column also (N, 1); or a
             text file (csv, txt) of N rows with the target in the last column, fields apart by
-            comma, semicolon or blanks, in quotes or not, with or without a line of names above.
+            comma, semicolon, tab or blanks, in quotes or not, with or without a line above of a
+            title or of a name for each column.
             Lines that begin with # are passed over.
 
     Returns:
@@ -102,17 +103,12 @@ def _text(path: Path) -> tuple[np.ndarray, np.ndarray]:
     except UnicodeDecodeError as error:
         refuse("table", str(path), "be text or an npz file", error)
     told = [(i + 1, line) for i, line in enumerate(lines) if line.strip() and line[0] != "#"]
-    delimiter = next((mark for mark in ",;" if told and mark in told[-1][1]), None)
+    delimiter = _delimiter([line for _, line in told])
     try:
         rows = [(i, _fields(line, delimiter)) for i, line in told]
     except csv.Error as error:
         refuse("table", str(path), "have fields that are numbers", error)
-    if rows and not any(map(_is_number, rows[0][1])):
-        names = rows.pop(0)
-        # One less than there are columns: the first holds names of the rows, which are no feature.
-        if delimiter and rows and 1 < len(names[1]) != len(rows[0][1]):
-            requirement = f"have {len(rows[0][1])} names in line {names[0]}"
-            refuse("table", str(path), requirement, names[1])
+    rows = _below_names(path, rows, delimiter)
     if not rows or len(rows[0][1]) < 2:
         found = lines[0] if lines else ""
         refuse("table", str(path), "have rows of at least two numbers", repr(found))
@@ -122,6 +118,33 @@ def _text(path: Path) -> tuple[np.ndarray, np.ndarray]:
             refuse("table", str(path), f"have {width} numbers in line {number}", fields)
     values = np.array([[float(field) for field in fields] for _, fields in rows])
     return np.ascontiguousarray(values[:, :-1]), values[:, -1].copy()
+
+
+def _below_names(path: Path, rows: list, delimiter: str | None) -> list:
+    """The rows, each with its line's number, without a line of names."""
+    if not rows or not _are_names(rows[0][1]):
+        return rows
+    (line, names), *rows = rows
+    width = len(rows[0][1]) if rows else 0
+    # One less than there are columns, or one without letters: that column holds names of the rows,
+    # which are no feature. More, apart by blanks: names have some within.
+    fit = len(names) in (1, width) or (not delimiter and len(names) > width)
+    if rows and not (fit and all(names)):
+        refuse("table", str(path), f"have {width} names in line {line}", names)
+    return rows
+
+
+def _delimiter(lines: list[str]) -> str | None:
+    """None for blanks; tabs count among those, unless every line has as many: one may lack a
+    number."""
+    tabs = {line.count("\t") for line in lines}
+    marks = ",;\t" if len(tabs) == 1 else ",;"
+    return next((mark for mark in marks if lines and mark in lines[-1]), None)
+
+
+def _are_names(fields: list[str]) -> bool:
+    """Not numbers; several of them not one word, which stands for what is missing."""
+    return not any(map(_is_number, fields)) and (len(fields) == 1 or len(set(fields)) > 1)
 
 
 def _fields(line: str, delimiter: str | None) -> list[str]:
