@@ -1,24 +1,14 @@
 """Progress where stderr is no terminal; that of a terminal is tested with what shows it."""
 
+import itertools
 import sys
 
 from bnuq_ext import progress
 
 
-class Clock:
-    """A second for every look at it."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
 def test_a_line_a_minute_where_stderr_is_no_terminal(capsys, monkeypatch):
     with progress.progress_bar(desc="outer", total=200, shown=True) as bar:
-        monkeypatch.setattr(bar, "_time", Clock())
+        monkeypatch.setattr(bar, "_time", itertools.count(1.0).__next__)  # a second for every look
         bar.start_t = bar.last_print_t = 0.0
         for _ in range(200):
             bar.update()
