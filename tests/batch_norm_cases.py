@@ -1,6 +1,7 @@
 """Inputs of the two batch-norm ops, the call, and what the reference says, for tests of both."""
 
 import torch
+from drawn import fitted_moments
 
 from bnuq_ext import ops, reference
 
@@ -60,12 +61,8 @@ def moments(op, tensors, num_samples, device):
     if op == "bank":
         snapshot = reference.snapshot_indices(KEY, FIRST, len(tensors["mean"]), num_samples)
         return tensors["mean"][snapshot], tensors["var"][snapshot]
-    params, seed = tensors["params"], ops.new_seed(KEY, FIRST, device)
-    shape = (num_samples, params.shape[1])
-    z_mean, z_spread = (
-        ops.philox_normal(seed, STREAM, shape, tag=tag).double().cpu() for tag in ("mean", "spread")
-    )
-    return reference.fitted_moments(params, z_mean, z_spread, op)
+    seed = ops.new_seed(KEY, FIRST, device)
+    return fitted_moments(tensors["params"], seed, STREAM, num_samples, op)
 
 
 def expect(op, tensors, num_samples, **options):

@@ -1,4 +1,4 @@
-"""Statistics of a sampler over a random bank."""
+"""What samplers and ops draw: of a random bank, of fitted statistics, for a Bayesian layer."""
 
 import torch
 
@@ -27,12 +27,23 @@ def statistics(name, bank, num_samples, batch_size=None, seed=3, first=0):
     found = {}
     for stream, (key, table) in enumerate(draw.tables.items()):
         if isinstance(table, Fitted):
-            shape, params = (num_samples, table.params.shape[1]), table.params.double()
-            z = [
-                ops.philox_normal(draw.seed, stream << 16, shape, tag=t).double()
-                for t in ("mean", "spread")
-            ]
-            found[key] = reference.fitted_moments(params, *z, table.family)
+            given = draw.seed, stream << 16, num_samples, table.family
+            found[key] = fitted_moments(table.params.double(), *given)
         else:
             found[key] = table.mean[draw.snapshot], table.var[draw.snapshot]
     return found
+
+
+def fitted_moments(params, seed, stream, num_samples, family):
+    """`reference.fitted_moments` of the noise that `batch_norm_fitted` draws."""
+    z_mean, z_spread = (
+        ops.philox_normal(seed, stream, (num_samples, params.shape[1]), tag=tag).to(params)
+        for tag in ("mean", "spread")
+    )
+    return reference.fitted_moments(params, z_mean, z_spread, family)
+
+
+def layer_noise(key, stream, num_samples, O, I):  # noqa: E741
+    """(T, O, I) and (T, O), the last arguments of `reference.bayes_linear`, in float64."""
+    eps = ops.philox_normal(key, stream, (num_samples, O, I)).double()
+    return eps, ops.philox_normal(key, stream, (num_samples, O), tag="bias").double()

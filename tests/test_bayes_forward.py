@@ -3,6 +3,7 @@ one row, none; and its noise in each of the functions that draw it."""
 
 import pytest
 import torch
+from drawn import layer_noise
 from torch import nn
 from torch.nn.functional import linear
 
@@ -26,11 +27,9 @@ def samples(model, inputs, num_samples=3, **kwargs):
 
 def by_hand(layer, rows, stream, num_samples=3):
     """(T, N, O) of rows (N, I) or (T, N, I), with the noise of seed 1."""
-    key, (O, I) = ops.new_seed(1), layer.weight_mu.shape  # noqa: E741
-    eps = ops.philox_normal(key, stream, (num_samples, O, I)).double()
-    bias_eps = ops.philox_normal(key, stream, (num_samples, O), tag="bias").double()
+    noise = layer_noise(ops.new_seed(1), stream, num_samples, *layer.weight_mu.shape)
     parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
-    return reference.bayes_linear(rows, *parameters, eps, bias_eps).detach()
+    return reference.bayes_linear(rows, *parameters, *noise).detach()
 
 
 class Shared(nn.Module):
@@ -161,11 +160,10 @@ def test_divergence_of_a_pruned_layer_is_that_of_the_weights_that_are_left(prior
     with bnuq.replicas(layer, 3, seed=1):
         layer(x(2, 5))
         kl = bnuq.kl_divergence(layer)
-    expected, key = 0.0, ops.new_seed(1)
-    eps = ops.philox_normal(key, 0, (3, 4, 5)).double()[:, layer.weight_mask]
-    bias_eps = ops.philox_normal(key, 0, (3, 4), tag="bias").double()
-    weight = (layer.weight_mu[layer.weight_mask], layer.weight_rho[layer.weight_mask])
-    for parameters, noise in ((weight, eps), ((layer.bias_mu, layer.bias_rho), bias_eps)):
+    expected, mask = 0.0, layer.weight_mask
+    eps, bias_eps = layer_noise(ops.new_seed(1), 0, 3, 4, 5)
+    weight = (layer.weight_mu[mask], layer.weight_rho[mask])
+    for parameters, noise in ((weight, eps[:, mask]), ((layer.bias_mu, layer.bias_rho), bias_eps)):
         if isinstance(prior, bnuq.GaussianPrior):
             expected = expected + reference.gaussian_kl(*parameters, prior.std)
         else:

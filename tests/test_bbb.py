@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import layer_noise
 from torch.nn.functional import cross_entropy
 
 from bnuq_ext import BayesLinear, cli, data, ops, reference
@@ -63,18 +64,12 @@ def test_network_is_the_report_s():
     assert (s.learning_rate, s.batch_size, s.num_samples, s.test_samples, s.epochs) == report
 
 
-def weights_of(key, stream, layer, num_samples):
-    eps = ops.philox_normal(key, stream, (num_samples, *layer.weight_mu.shape)).double()
-    shape = (num_samples, layer.out_features)
-    return eps, ops.philox_normal(key, stream, shape, tag="bias").double()
-
-
 def loss_by_hand(network, x, y, prior, weight, seed, T):
     """nll summed over the rows + weight * the divergence of all three layers, in plain torch."""
     key, outputs, kl = ops.new_seed(seed), x.expand(T, *x.shape), 0
     layers = [m for m in network if isinstance(m, BayesLinear)]
     for k, layer in enumerate(layers):
-        eps, bias_eps = weights_of(key, k << 16, layer, T)
+        eps, bias_eps = layer_noise(key, k << 16, T, *layer.weight_mu.shape)
         parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
         outputs = reference.bayes_linear(outputs, *parameters, eps, bias_eps)
         outputs = outputs.relu() if k < 2 else outputs
@@ -125,7 +120,7 @@ def test_error_is_that_of_samples_and_mean():
     for k, layer in enumerate(m for m in network if isinstance(m, BayesLinear)):
         parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
         parameters = [p.double() for p in parameters]
-        noise = weights_of(key, k << 16, layer, 2)
+        noise = layer_noise(key, k << 16, 2, *layer.weight_mu.shape)
         outputs = reference.bayes_linear(outputs, *parameters, *noise)
         outputs = outputs.relu() if k < 2 else outputs
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn import layer_noise
 from torch import nn
 
 from benchmarks.timing import in_a_graph
@@ -28,9 +29,7 @@ def run(x, weights, seed, T):
 
 
 def expected_of(x, weights, seed, T):
-    eps = ops.philox_normal(seed, STREAM, (T, *weights[0].shape)).double()
-    eps_bias = ops.philox_normal(seed, STREAM, (T, len(weights[0])), tag="bias").double()
-    return reference.bayes_linear(x, *weights, eps, eps_bias)
+    return reference.bayes_linear(x, *weights, *layer_noise(seed, STREAM, T, *weights[0].shape))
 
 
 def assert_near(actual, expected, share=2e-3):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from drawn import layer_noise
 from hostrun import build
 from hostrun.bayes import STREAM, Ops
 
@@ -34,11 +35,6 @@ def half_of(kernels, v, bfloat16):
 
 def sigma_of(kernels, rho, bfloat16):
     return kernels.bayes_operands(None, None, rho, bfloat16)[4:]
-
-
-def noise64(seed, T, O, I):  # noqa: E741
-    eps = ops.philox_normal(seed, STREAM, (T, O, I)).double()
-    return eps, ops.philox_normal(seed, STREAM, (T, O), tag="bias").double()
 
 
 # Each form of the kernels: rows 1..8, ..32, ..64, more; edges inside and outside of tiles;
@@ -89,7 +85,7 @@ class Products:
         self.x, self.parameters = x, (mu, rho, bias_mu, bias_rho)
         self.draw = ops.new_seed(5, 3), STREAM, T
         self.inputs64 = [t.double().requires_grad_() for t in (x, *self.parameters)]
-        self.eps, bias_eps = noise64(self.draw[0], T, O, I)
+        self.eps, bias_eps = layer_noise(self.draw[0], STREAM, T, O, I)
         self.expected = reference.bayes_linear(*self.inputs64, self.eps, bias_eps)
         self.x2 = x.double().square().expand(T, N, I)
         self.noise2 = (reference.softplus(rho.double()) * self.eps).square()
@@ -133,7 +129,7 @@ def test_the_noise_is_as_far_off_as_stated(kernels, I, half):  # noqa: E741
     noise = kernels.bayes_forward(
         operand, sigma, nothing, None, None, scale, sigma_scale, seed, STREAM, T
     ).double()
-    eps, _ = noise64(seed, T, O, I)
+    eps, _ = layer_noise(seed, STREAM, T, O, I)
     weights = reference.softplus(rho.double()) * eps
     expected = torch.einsum("ni,toi->tno", x.double(), weights)
     error = (noise - expected).square().mean().sqrt() / expected.square().mean().sqrt()
@@ -178,13 +174,13 @@ def test_operands_are_scaled_to_float16s_range(kernels, scale):
     seed = ops.new_seed(0)
     y = kernels.forward(x, *parameters, seed, STREAM, 2)
     expected = reference.bayes_linear(
-        x.double(), *(p.double() for p in parameters), *noise64(seed, 2, 8, 24)
+        x.double(), *(p.double() for p in parameters), *layer_noise(seed, STREAM, 2, 8, 24)
     )
     torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=1e-2 * scale + 1e-6)
     grads = kernels.backward(scale * torch.ones_like(y), x, *parameters[:2], seed, STREAM, 2)
     inputs64 = [t.double().requires_grad_() for t in (x, *parameters)]
     wanted = torch.autograd.grad(
-        reference.bayes_linear(*inputs64, *noise64(seed, 2, 8, 24)),
+        reference.bayes_linear(*inputs64, *layer_noise(seed, STREAM, 2, 8, 24)),
         inputs64,
         scale * torch.ones_like(y).double(),
     )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn import layer_noise
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import peak_extra_bytes
@@ -22,11 +23,6 @@ def make(N, I, O, T, shared, dtype=torch.float64, device="cpu", bias=True):  # n
     x = draw(N, I, dtype=dtype) if shared else draw(T, N, I, dtype=dtype)
     mu, rho = draw(O, I), draw(O, I)
     return [x, mu, rho, *((draw(O), draw(O)) if bias else (None, None))]
-
-
-def noise(seed, T, O, I, bias=True):  # noqa: E741
-    eps = ops.philox_normal(seed, STREAM, (T, O, I)).double()
-    return eps, ops.philox_normal(seed, STREAM, (T, O), tag="bias").double() if bias else None
 
 
 def run(inputs, seed, T):
@@ -50,7 +46,7 @@ def test_matches_reference(N, I, O, T, shared, bias, device, assert_close):  # n
     seed = ops.new_seed(-3, 2**33 + 7, device)
     inputs64 = [t if t is None else t.detach().double().requires_grad_() for t in inputs]
     y = run(inputs, seed, T)
-    expected = reference.bayes_linear(*inputs64, *noise(seed, T, O, I, bias))
+    expected = reference.bayes_linear(*inputs64, *layer_noise(seed, STREAM, T, O, I))
     # The fused kernel's operands have 16 bits: 2^-11 where float32 has 2e-5.
     scale = max(1.0, (T * N * I) ** 0.5) * (100 if device.type == "cuda" else 1)
     assert y.shape == (T, N, O)
@@ -69,7 +65,7 @@ def test_large_products_in_float64(N, I, O, T, shared):  # noqa: E741
     inputs64 = [t.detach().requires_grad_() for t in inputs]
     y, expected = (
         run(inputs, seed, T),
-        reference.bayes_linear(*inputs64, *noise(seed, T, O, I)),
+        reference.bayes_linear(*inputs64, *layer_noise(seed, STREAM, T, O, I)),
     )
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
     grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).double()
@@ -84,7 +80,7 @@ def test_dtypes(N, dtype, device, assert_close):
     seed = ops.new_seed(1, 0, device)
     y = run(inputs, seed, T)
     inputs64 = [t.detach().double().requires_grad_() for t in inputs]
-    expected = reference.bayes_linear(*inputs64, *noise(seed, T, O, I))
+    expected = reference.bayes_linear(*inputs64, *layer_noise(seed, STREAM, T, O, I))
     assert y.dtype == dtype
     scale = 30 * (20 if device.type == "cuda" else 1)
     assert_close(y, expected, scale=scale)
@@ -168,7 +164,8 @@ def test_several_samples_before_one_backward():
     actual = torch.autograd.grad(loss, inputs)
     inputs64 = [t.detach().requires_grad_() for t in inputs]
     expected = sum(
-        reference.bayes_linear(*inputs64, *noise(seed, 1, 9, 20)).square().sum() for seed in seeds
+        reference.bayes_linear(*inputs64, *layer_noise(seed, STREAM, 1, 9, 20)).square().sum()
+        for seed in seeds
     )
     for a, e in zip(actual, torch.autograd.grad(expected, inputs64), strict=True):
         torch.testing.assert_close(a, e)

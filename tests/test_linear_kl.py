@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from drawn import layer_noise
 from one_link import bayes_linear_kl
 
 from bnuq_ext import ops, reference
@@ -37,11 +38,8 @@ def both(x, posterior, T, std=0.7):
 def layer(x, posterior, T):
     """y in float64, rounded once to the dtype of x."""
     mu, rho, *bias = (p.double() for p in posterior)
-    seed, (O, I) = ops.new_seed(3, 2), mu.shape  # noqa: E741
-    eps = [ops.philox_normal(seed, STREAM, (T, O, I)), None]
-    if bias:
-        eps[1] = ops.philox_normal(seed, STREAM, (T, O), tag="bias").double()
-    y = reference.bayes_linear(x.double(), mu, rho, *(bias or (None, None)), *eps)
+    noise = layer_noise(ops.new_seed(3, 2), STREAM, T, *mu.shape)
+    y = reference.bayes_linear(x.double(), mu, rho, *(bias or (None, None)), *noise)
     return y.flatten(0, 1).to(x.dtype)
 
 

@@ -3,6 +3,7 @@ plain PyTorch fed with its noise."""
 
 import pytest
 import torch
+from drawn import layer_noise
 
 from bnuq_ext import ops, reference
 
@@ -25,10 +26,8 @@ def run(inputs, T):
 
 
 def expect(inputs, T):
-    shape = (T, *inputs[1].shape)
-    eps = ops.philox_normal(ops.new_seed(5, 70), 3, shape).double()
-    bias_eps = ops.philox_normal(ops.new_seed(5, 70), 3, shape[:2], tag="bias").double()
-    return reference.bayes_linear(*inputs, eps, bias_eps)
+    noise = layer_noise(ops.new_seed(5, 70), 3, T, *inputs[1].shape)
+    return reference.bayes_linear(*inputs, *noise)
 
 
 @pytest.mark.parametrize("needs_x", [True, False])

@@ -5,11 +5,12 @@ import copy
 
 import pytest
 import torch
+from drawn import fitted_moments
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 import bnuq_ext as bnuq
-from bnuq_ext import ops, reference
+from bnuq_ext import ops
 
 T, M = 7, 12
 
@@ -132,11 +133,7 @@ def fitted_bank(bank, family, first):
             continue
         spread = spread.log() if family == "lognormal" else spread
         params = torch.stack([m.mean(0), m.std(0), spread.mean(0), spread.std(0)])
-        z_mean, z_spread = (
-            ops.philox_normal(seed, 65536 * layer, (T, m.shape[1]), tag=tag).double()
-            for tag in ("mean", "spread")
-        )
-        mean[name], var[name] = reference.fitted_moments(params, z_mean, z_spread, family)
+        mean[name], var[name] = fitted_moments(params, seed, layer << 16, T, family)
     return bnuq.Bank(mean, var, 2, batch_size=M)
 
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from drawn import layer_noise
 from torch import nn
 from torch.nn.functional import cross_entropy, softplus
 
@@ -34,14 +35,9 @@ def by_hand(model, x, seed, num_samples):
     key, outputs = ops.new_seed(seed), x.expand(num_samples, *x.shape)
     layers = [m for m in model if isinstance(m, bnuq.BayesLinear)]
     for stream, layer in enumerate(layers):
-        eps = ops.philox_normal(key, stream << 16, (num_samples, *layer.weight_mu.shape))
-        bias_eps = ops.philox_normal(
-            key, stream << 16, (num_samples, layer.out_features), tag="bias"
-        )
+        noise = layer_noise(key, stream << 16, num_samples, *layer.weight_mu.shape)
         parameters = (layer.weight_mu, layer.weight_rho, layer.bias_mu, layer.bias_rho)
-        outputs = reference.bayes_linear(
-            outputs, *parameters, eps.to(x.dtype), bias_eps.to(x.dtype)
-        )
+        outputs = reference.bayes_linear(outputs, *parameters, *(eps.to(x.dtype) for eps in noise))
         outputs = outputs.tanh() if layer is not layers[-1] else outputs
     return outputs
 
@@ -96,9 +92,7 @@ def test_mixture_is_taken_at_the_weights_of_the_forward():
     out = bnuq.elbo_loss(model, x, y, num_samples=3, batch_weight=1.0, seed=4)
     key, expected = ops.new_seed(4), 0.0
     for stream, layer in enumerate(m for m in model if isinstance(m, bnuq.BayesLinear)):
-        shape = (3, *layer.weight_mu.shape)
-        eps = ops.philox_normal(key, stream << 16, shape).double()
-        bias_eps = ops.philox_normal(key, stream << 16, (3, shape[1]), tag="bias").double()
+        eps, bias_eps = layer_noise(key, stream << 16, 3, *layer.weight_mu.shape)
         for mu, rho, noise in (
             (layer.weight_mu, layer.weight_rho, eps),
             (layer.bias_mu, layer.bias_rho, bias_eps),
@@ -176,10 +170,9 @@ def test_batch_norm_in_training_sees_each_sample_alone():
         weights = []
         for stream, layer in enumerate((first, last)):
             seed = key + torch.tensor([0, t])
-            eps = ops.philox_normal(seed, stream << 16, (1, *layer.weight_mu.shape)).double()[0]
-            bias = ops.philox_normal(seed, stream << 16, (1, layer.out_features), tag="bias")
-            weights.append(layer.weight_mu + softplus(layer.weight_rho) * eps)
-            weights.append(layer.bias_mu + softplus(layer.bias_rho) * bias[0].double())
+            eps, bias_eps = layer_noise(seed, stream << 16, 1, *layer.weight_mu.shape)
+            weights.append(layer.weight_mu + softplus(layer.weight_rho) * eps[0])
+            weights.append(layer.bias_mu + softplus(layer.bias_rho) * bias_eps[0])
         h = x @ weights[0].T + weights[1]
         h = (h - h.mean(0)) / (h.var(0, correction=0) + norm.eps).sqrt()
         nll = nll + cross_entropy(h.tanh() @ weights[2].T + weights[3], y, reduction="sum") / 2
