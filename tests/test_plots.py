@@ -59,7 +59,15 @@ def test_words_of_neighbouring_marks_have_lines_of_their_own():
     marks = {32: "training", 64: "best by NLL", 128: "best by ELBO", 1024: "= N"}
     ax = plots.against_batch_size(sizes, {"a": np.ones(10)}, ylabel="NLL", marks=marks)
     words = {label.get_text() for label in ax.get_xticklabels()}
-    assert {"32\ntraining", "64\n\nbest by NLL", "128\nbest by ELBO", "1024\n= N"} <= words
+    assert {"32\ntraining", "64\n\nbest by NLL", "128\n\n\nbest by ELBO", "1024\n= N"} <= words
+
+
+def test_a_marked_size_without_room_is_named_beside_its_word():
+    marks = {15: "training", 16: "chosen", 17: "best"}
+    sizes = [[2**k] for k in range(1, 11)]
+    ax = plots.against_batch_size(sizes, {"a": np.ones(10)}, ylabel="NLL", marks=marks)
+    words = {label.get_text() for label in ax.get_xticklabels()}
+    assert {"\n15 training", "\n\n16 chosen", "17\n\n\nbest"} <= words
 
 
 def test_no_two_of_many_curves_look_alike():

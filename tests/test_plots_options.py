@@ -8,7 +8,7 @@ from bnuq_ext import plots
 POINT, MAP = {"a": [1.0]}, np.zeros((2, 2))
 REFUSED = {
     "styles": (lambda: plots.entropy_cdf(POINT, styles="red"), "styles must be a dict of label -> arguments, got str"),
-    "classes": (lambda: plots.entropy_cdf(POINT, num_classes=0), "num_classes must be positive"),
+    "classes": (lambda: plots.entropy_cdf(POINT, num_classes=0), "num_classes must be at least 1, got 0"),
     "marks": (lambda: plots.against_batch_size([2], POINT, ylabel="", marks=[2]), "marks must be a dict"),
     "order": (lambda: plots.against_batch_size([8, 2], {"a": [1, 2]}, ylabel=""), r"batch_sizes must ascend, got \[8.0, 2.0\]"),
     "nan": (lambda: plots.segmentation_maps(MAP, np.full((3, 2, 2), np.nan), MAP), r"probs must lie in \[0, 1\], got nan"),
@@ -29,6 +29,22 @@ REFUSED = {
     "a level": (lambda: plots.against_batch_size([2], POINT, ylabel="", levels={"b": 1}), r"levels must name some of the curves \['a'\], got \['b'\]"),
     "a best": (lambda: plots.error_over_epochs(POINT, best={"b": 1}), r"best must name some of the curves \['a'\], got \['b'\]"),
     "plug-in": (lambda: plots.verdict([[0]], [2.0, 3.0], [[0.5, 0.5]]), "plug_in must lie in .*got 2.0"),
+    "entropies": (
+        lambda: plots.entropy_cdf({"a": [0.0, np.nan]}),
+        "a must be finite, got 1 values that are not",
+    ),
+    "level": (
+        lambda: plots.against_batch_size([2], {"a": [1.0]}, ylabel="", levels={"a": "high"}),
+        "levels must be numbers, got str",
+    ),
+    "levels of one curve": (
+        lambda: plots.against_batch_size([2], {"a": [1.0]}, ylabel="", levels={"a": [1, 2]}),
+        "levels must be one number a curve, got 2 of them",
+    ),
+    "infinite size": (
+        lambda: plots.against_batch_size([2, np.inf], {"a": [1.0, 2.0]}, ylabel=""),
+        "batch_sizes must be positive and finite",
+    ),
     "shown": (lambda: plots.stacked_probabilities([[0.5]], shown=0), "shown must be a list of classes, got int"),
     "a class": (lambda: plots.stacked_probabilities([[0.5]], shown=["a"]), "shown must be an integer, got 'a'"),
     "cuts": (lambda: plots.signal_to_noise([1.0, 2.0], cuts=("a",)), "cuts must be numbers, got tuple"),
@@ -58,7 +74,8 @@ def markers(ax):
 
 def test_a_single_point_is_seen():
     assert markers(plots.error_over_epochs({"a": [3.0], "b": [3.0, 2.0]})) == {"a": ".", "b": ""}
-    assert markers(plots.regression_band([1.0], [2.0], [0.1]))["predictive mean"] == "o"
+    (mean,) = plots.regression_band([1.0], [2.0], [0.1]).lines
+    assert mean.get_xydata().tolist() == [[0.5, 2.0], [1.5, 2.0]]
     ax = plots.uncertainty_error([0.0, 1.0], [1.0, 1.0], [0.0, 1.0], window=2)
     assert markers(ax)["their running mean over 2"] == "o"
 
@@ -88,3 +105,42 @@ def test_an_infinite_spread_leaves_the_figure():
 def test_equal_signal_to_noise_ratios_lie_in_the_middle():
     ax = plots.signal_to_noise(np.full(50, 2.0))
     assert ax.get_xlim() == pytest.approx((1, 4), rel=1e-3)
+
+
+def test_legends_are_as_wide_as_their_names_let_them():
+    for letters, columns in ((8, 2), (24, 2), (40, 1)):
+        entropies = {"a" * letters: [0.5], "b" * letters: [1.0]}
+        assert plots.entropy_cdf(entropies).get_legend()._ncols == columns
+    image, probs = np.zeros((4, 4)), np.full((12, 4, 4), 1 / 12)
+    truth = np.arange(16, dtype=np.uint64).reshape(4, 4) % 12
+    for letters, columns in ((4, 8), (22, 4)):
+        names = [f"{k:0{letters}}" for k in range(12)]
+        ax = plots.segmentation_maps(image, probs, image, truth=truth, class_names=names)
+        assert ax.get_legend()._ncols == columns
+        ax.figure.canvas.draw()
+        box, all_of_it = ax.get_legend().get_window_extent(), ax.figure.bbox
+        assert box.x0 >= 0 and box.x1 <= all_of_it.width
+
+
+def test_many_columns_keep_their_colours():
+    for rows, edge in ((100, 0.4), (1000, 0.0)):
+        ax = plots.stacked_probabilities(np.full((rows, 2), 0.5), shown=[0, 1])
+        lines = {(bar.get_edgecolor()[:3] == (1, 1, 1)) * bar.get_linewidth() for bar in ax.patches}
+        assert lines == {edge}
+
+
+def test_thousands_of_points_lie_behind_the_mean():
+    few, many = (
+        plots.regression_band([0, 1], [0, 1], [1, 1], data=np.zeros((2, n))).lines
+        for n in (100, 50_000)
+    )
+    assert many[1].get_markersize() < few[1].get_markersize() == 2 and many[1].get_alpha() == 0.4
+    assert many[1].get_zorder() < many[0].get_zorder()
+
+
+def test_a_narrow_density_reaches_its_height():
+    values = np.random.default_rng(0).normal(size=300)
+    ax = plots.statistic_marginals(values, {"narrow": ("normal", 0.3, 1e-4)})
+    heights = ax.lines[0].get_ydata()
+    np.testing.assert_allclose(heights.max(), 1 / (1e-4 * (2 * np.pi) ** 0.5), rtol=1e-9)
+    assert ax.get_ylim()[1] > heights.max()

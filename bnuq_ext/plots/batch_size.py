@@ -14,6 +14,7 @@ from .canvas import (
     share_axes,
     take_array,
     take_axes,
+    take_numbers,
     take_options,
     take_values,
 )
@@ -51,15 +52,15 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
         ax.plot(batch_sizes, values, marker="o", markersize=4, label=label, **style)
         if label in levels:
             level = {"color": style["color"], "linestyle": "--", "linewidth": 1}
-            ax.axhline(levels[label], label=f"{label}, plug-in BN", **level)
+            ax.axhline(_take_level(op, levels[label]), label=f"{label}, plug-in BN", **level)
     for m in marks:
         ax.axvline(m, color=GREY, linewidth=0.6, zorder=0)
     ax.set_xscale("log", base=2)
     places = sorted({*batch_sizes, *marks})
-    words = _words_below(marks, places)
-    ticks = [f"{m}{words.get(m, '')}" for m in places]
-    shown = _apart(places, marks)
-    ax.set_xticks(places, [t if i in shown else "" for i, t in enumerate(ticks)])
+    shown = {places[i] for i in _apart(places, marks)}
+    words = {m: str(word) if m in shown else f"{m} {word}" for m, word in marks.items()}
+    below = _words_below(words, places)
+    ax.set_xticks(places, [f"{m if m in shown else ''}{below.get(m, '')}" for m in places])
     ax.minorticks_off()
     ax.set(xlabel="batch size M of the statistics", ylabel=ylabel)
     ax.legend(edgecolor="none", framealpha=0.9)
@@ -68,23 +69,29 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
 
 def _take_sizes(op: str, batch_sizes) -> list:
     sizes = take_values(op, "batch_sizes", batch_sizes)
-    if not (sizes > 0).all():
-        refuse(op, "batch_sizes", "be positive", sizes.min())
+    if not ((sizes > 0) & np.isfinite(sizes)).all():
+        refuse(op, "batch_sizes", "be positive and finite", sizes.tolist())
     if (np.diff(sizes) < 0).any():
         refuse(op, "batch_sizes", "ascend", sizes.tolist())
-    return take_array(batch_sizes).tolist()
+    return take_array(batch_sizes).reshape(-1).tolist()
 
 
-def _words_below(marks, places: list) -> dict:
-    """Each mark's word, a line lower than that of the mark before where the two would touch."""
-    words, span, lines, before = {}, _span(places), 1, None
-    for m in sorted(marks):
-        word = str(marks[m])
-        if before is not None:
-            width = DIGIT * (len(word) + len(str(marks[before]))) / 2
-            lines = 2 if lines == 1 and np.log2(m / before) / span < width else 1
-        words[m], before = "\n" * lines + word, m
-    return words
+def _take_level(op: str, value) -> float:
+    value = take_numbers(op, "levels", value)
+    if value.size != 1:
+        refuse(op, "levels", "be one number a curve", f"{value.size} of them")
+    return value.item()
+
+
+def _words_below(words: dict, places: list) -> dict:
+    """Each mark's word, on the first line below where it touches no other."""
+    below, span, ends = {}, _span(places), []
+    for m in sorted(words):
+        place, half = np.log2(m) / span, DIGIT * len(words[m]) / 2
+        line = next((i for i, end in enumerate(ends) if end <= place - half), len(ends))
+        ends[line : line + 1] = [place + half]
+        below[m] = "\n" * (line + 1) + words[m]
+    return below
 
 
 def _span(batch_sizes: list) -> float:

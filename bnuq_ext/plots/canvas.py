@@ -96,6 +96,20 @@ def legend_outside(panels, place: str, **options) -> None:
     panels[0].figure.legend(handles, labels, loc=f"outside {place} center", **options)
 
 
+def legend_columns(labels, inches: float, points: float, most: int) -> int:
+    """How many entries of a legend, in letters of `points`, stand side by side in that width."""
+    # In ems: 0.62 a letter; the handle is two, and gaps are three.
+    entry = points / 72 * (0.62 * max(map(len, labels)) + 5)
+    return min(max(int(inches / entry), 1), most)
+
+
+def dots(count: int, largest: float) -> dict:
+    """Style of so many points: smaller and paler where there are thousands."""
+    size = largest * np.clip((500 / max(count, 1)) ** 0.5, 0.37, 1)
+    alpha = np.clip((2000 / max(count, 1)) ** 0.5, 0.4, 1)
+    return {"marker": "o", "linestyle": "", "ms": size, "mew": 0, "alpha": alpha}
+
+
 def take_array(values, dtype=None):
     """Numbers as numpy has them; a tensor may be on any device, of any dtype, with a gradient."""
     if isinstance(values, Tensor):

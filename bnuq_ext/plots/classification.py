@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..metrics.classification import bins_of, ece
-from ..ops.checks import check_integer, check_positive, check_shape, refuse
+from ..ops.checks import check_integer, check_shape, refuse
 from .canvas import (
     BLUE,
     CLASS_COLORS,
@@ -18,13 +18,14 @@ from .canvas import (
     begin_at,
     check_entries,
     curve_styles,
+    legend_columns,
     share_axes,
     take_array,
     take_axes,
+    take_finite,
     take_numbers,
     take_options,
     take_probs,
-    take_values,
 )
 
 
@@ -40,26 +41,28 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
     Returns:
         Axes.
     """
-    ax = take_axes(ax)
     op = "entropy_cdf"
     check_entries(op, "entropies", entropies)
+    columns = legend_columns([str(label) for label in entropies], 5.4, 8.3, 2)
+    more = max(0, math.ceil(len(entropies) / columns) - 2)
+    ax = take_axes(ax, height=3.6 + 0.17 * more)
     styles = take_options(op, "styles", styles, "arguments")
     for (label, values), style in zip(entropies.items(), curve_styles(CLASS_COLORS), strict=False):
-        values = np.sort(take_values(op, label, values))
+        values = np.sort(take_finite(op, label, values))
         fraction = np.arange(len(values) + 1) / len(values)
         edges = np.concatenate([[0], values])
         if label in styles:  # which may have its linestyle as `ls`
             style = {"color": style["color"]} | styles[label]
         ax.step(edges, fraction, where="post", label=label, **style)
     if num_classes is not None:
-        check_positive(op, "num_classes", num_classes)
+        num_classes = check_integer(op, "num_classes", num_classes, 1)
         ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)
         place = (np.log(num_classes), 0.6)
         ax.annotate(f" log {num_classes}", place, color=GREY, rotation=90, ha="right")
     ax.set(xlabel="predictive entropy [nats]", ylabel="fraction of inputs at or below")
     ax.set_ylim(0, 1.02)
     begin_at(ax, "x", 0)
-    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": columns}
     ax.legend(frameon=False, fontsize="small", **above)
     return ax
 
@@ -102,7 +105,8 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
     ]
     ax.set(xlabel="confidence, the largest probability", ylabel="accuracy, fraction of rows")
     ax.set(xlim=(0, 1), ylim=(0, 1), title=f"ECE {error:.3f} in {num_bins} bins")
-    ax.legend(handles=handles, frameon=False, fontsize="small", loc="upper left")
+    style = {"framealpha": 0.8, "edgecolor": "none", "fontsize": "small"}
+    ax.legend(handles=handles, loc="upper left", **style)
     return ax
 
 
@@ -146,8 +150,10 @@ def stacked_probabilities(probs, *, shown, ax=None):
     others = np.delete(probs, shown, axis=1).sum(1)
     if others.any():
         parts.append(("others", LIGHT_GREY, others))
+    # Of more columns the edges would be most of what is seen.
+    edges = {"edgecolor": "white", "lw": 0.4} if len(probs) <= 100 else {"antialiased": False}
     for label, color, part in parts:
-        ax.bar(columns, part, 1.0, bottom, color=color, edgecolor="white", lw=0.4, label=label)
+        ax.bar(columns, part, 1.0, bottom, color=color, label=label, **edges)
         bottom = bottom + part
     ax.set(xlim=(0.5, len(probs) + 0.5), ylim=(0, 1), xlabel="prediction", ylabel="probability")
     ax.set_xticks(sorted({1, len(probs)}))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..ops.checks import check_integer, refuse
-from .canvas import BLUE, GREY, take_axes, take_numbers, take_one_std, take_values
+from .canvas import BLUE, GREY, dots, take_axes, take_numbers, take_one_std, take_values
 
 # Half the width of the central interval of a Gaussian, in standard deviations.
 HALF_WIDTHS = {"95 %": 1.959964, "50 %": 0.674490}
@@ -63,10 +63,8 @@ def uncertainty_error(
     for level, width in HALF_WIDTHS.items():
         style = {"color": color, "alpha": ALPHAS[level], "linewidth": 0}
         ax.fill_between(rank, 0, width * std, label=f"{level} of the errors, as estimated", **style)
-    # Smaller and paler where there are thousands, so that they do not bury the bands.
-    size, alpha = np.clip([3 * (500 / len(y)) ** 0.5, (2000 / len(y)) ** 0.5], [1.1, 0.4], [3, 1])
-    style = {"color": GREY, "ms": size, "mew": 0, "alpha": alpha, "clip_on": len(y) > 100}
-    ax.plot(rank, error, "o", label="absolute errors", **style)
+    points = dots(len(y), 3)
+    ax.plot(rank, error, color=GREY, clip_on=len(y) > 100, label="absolute errors", **points)
     running = np.convolve(error, np.full(window, 1 / window), "valid")
     label = f"their running mean over {window}"
     style = {"color": "#404040", "marker": "o" if len(running) == 1 else "", "markersize": 3}
@@ -81,7 +79,7 @@ def uncertainty_error(
     top = 1.05 * max((height for height in heights if np.isfinite(height)), default=0)
     ax.set(xlabel="test points, sorted by estimated uncertainty", ylabel=ylabel)
     ax.set(xlim=(1, max(len(y), 2)), ylim=(0, top or 1))
-    ax.legend(frameon=False, fontsize="small", loc="upper left", markerscale=3 / size)
+    ax.legend(frameon=False, fontsize="small", loc="upper left", markerscale=3 / points["ms"])
     return ax
 
 
@@ -109,25 +107,32 @@ def regression_band(
     std, x = _take_std(op, std, mean), _take_like(op, "x", x, mean)
     order = np.argsort(x, kind="stable")
     x, mean, std = x[order], mean[order], std[order]
+    if len(x) == 1:  # which makes no line and no band
+        x, mean, std = x + [-0.5, 0.5], mean.repeat(2), std.repeat(2)
     for level, width in HALF_WIDTHS.items():
         style = {"color": color, "alpha": ALPHAS[level], "linewidth": 0, "label": f"{level} band"}
         ax.fill_between(x, mean - width * std, mean + width * std, **style)
-    # One point makes no line.
-    mark = "o" if len(x) == 1 else ""
-    ax.plot(x, mean, marker=mark, color=color, label="predictive mean")
+    ax.plot(x, mean, color=color, label="predictive mean")
     if constant_std is not None:
         width = HALF_WIDTHS["95 %"] * take_one_std(op, "constant_std", constant_std)
         style = {"color": "black", "linestyle": "--", "linewidth": 1}
         ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
         ax.plot(x, mean - width, **style)
-    if data is not None:
-        if not isinstance(data, Iterable):
-            refuse(op, "data", "hold x and y", type(data).__name__, TypeError)
-        points = [take_numbers(op, f"data[{i}]", v).reshape(-1) for i, v in enumerate(data)]
-        if len(points) != 2 or len(points[0]) != len(points[1]):
-            refuse(op, "data", "be (x, y) of one length", [len(values) for values in points])
-        ax.plot(*points, ".", color="#404040", markersize=4, label="training data")
+    size = 2 if data is None else _draw_data(ax, data)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.margins(x=0)
-    ax.legend(fontsize="small", framealpha=0.8, edgecolor="none")
+    ax.legend(fontsize="small", framealpha=0.8, edgecolor="none", markerscale=2 / size)
     return ax
+
+
+def _draw_data(ax, data) -> float:
+    """Training data behind the lines, which thousands would bury; returns the size of a dot."""
+    op = "regression_band"
+    if not isinstance(data, Iterable):
+        refuse(op, "data", "hold x and y", type(data).__name__, TypeError)
+    points = [take_numbers(op, f"data[{i}]", v).reshape(-1) for i, v in enumerate(data)]
+    if len(points) != 2 or len(points[0]) != len(points[1]):
+        refuse(op, "data", "be (x, y) of one length", [len(values) for values in points])
+    style = dots(len(points[0]), 2)
+    ax.plot(*points, color="#404040", zorder=1.5, label="training data", **style)
+    return style["ms"]

@@ -6,7 +6,7 @@ import textwrap
 import numpy as np
 
 from ..ops.checks import check_shape, refuse
-from .canvas import CLASS_COLORS, GREY, take_array, take_axes, take_probs
+from .canvas import CLASS_COLORS, GREY, legend_columns, take_array, take_axes, take_probs
 
 GAP = 0.05  # between two maps, in widths of one
 
@@ -77,14 +77,14 @@ def segmentation_maps(
         truth = _take_map("truth", truth, shape)
         if truth.dtype.kind not in "biu":
             refuse("segmentation_maps", "truth", "hold integer labels", truth.dtype, TypeError)
-        classes = {"truth": truth, **classes}
+        classes = {"truth": truth.astype(np.int64), **classes}
     maps = {"image": image} | {name: _colored(c, colors) for name, c in classes.items()}
     maps["uncertainty"] = _take_map("uncertainty", uncertainty, shape)
 
     patches = _patches(np.unique([*classes.values()]), names, colors)
-    columns, height = 2 * len(maps), 2.9 * shape[0] / shape[1]
-    around = 0.45 + 0.22 * math.ceil(len(patches) / columns)
-    ax = take_axes(ax, 3.1 * len(maps) + 0.4, height + around)
+    width, height = 3.1 * len(maps) + 0.4, 2.9 * shape[0] / shape[1]
+    columns = legend_columns([p.get_label() for p in patches], width - 1, 10, 2 * len(maps))
+    ax = take_axes(ax, width, height + 0.45 + 0.22 * math.ceil(len(patches) / columns))
     _draw_side_by_side(ax, maps, shape)
     bar = ax.inset_axes([1.01, 0.0, 0.05 / len(maps), 1.0])
     # No longer than the bar is: some 14 letters an inch.

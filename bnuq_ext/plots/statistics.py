@@ -15,6 +15,14 @@ def _take_density(entry) -> tuple:
     return family, *(take_numbers("statistic_marginals", "densities", v) for v in (location, scale))
 
 
+def _points(ends: tuple, family: str, location: float, scale: float):
+    """Over the axis, and closer where a density much narrower than that stands."""
+    near = location + scale * np.linspace(-4, 4, 201)
+    with np.errstate(over="ignore"):
+        near = np.exp(near) if family == "lognormal" else near
+    return np.union1d(np.linspace(*ends, 400), near[(near > ends[0]) & (near < ends[1])])
+
+
 def _density(family: str, location: float, scale: float, points):
     """The density of N(location, scale²), or of what has this as its logarithm."""
     if family not in ("normal", "lognormal"):
@@ -57,11 +65,13 @@ def statistic_marginals(
     heights, edges = np.histogram(values, num_bins, density=True)
     label = f"{len(values)} batches"
     ax.stairs(heights, edges, fill=True, color=BLUE, alpha=0.35, label=label)
-    points = np.linspace(low - margin, high + margin, 400)
+    ends = low - margin, high + margin
     for i, (label, entry) in enumerate(densities.items()):
         color, line = COLORS[(2, 5, 3, 7)[i % 4]], ("-", "--", "-.", ":")[i % 4]
-        ax.plot(points, _density(*_take_density(entry), points), line, color=color, label=label)
-    ax.set(xlabel=xlabel, ylabel="density", xlim=(points[0], points[-1]))
+        entry = _take_density(entry)
+        points = _points(ends, *entry)
+        ax.plot(points, _density(*entry, points), line, color=color, label=label)
+    ax.set(xlabel=xlabel, ylabel="density", xlim=ends)
     begin_at(ax, "y", 0)
     ax.legend(frameon=False, fontsize="small")
     return ax
