@@ -18,6 +18,7 @@ from .calls import stream_of
 from .fingerprint import has_hooks
 from .inputs import expand
 from .ops.linear_chain import Link, bayes_linear_chain
+from .passes import Replicated
 from .samplers import Draw
 
 # Layers that treat every row of an input with two dimensions or more by itself,
@@ -110,9 +111,9 @@ def _is_by_row(module: nn.Module, dim: int) -> bool:
 
 
 def drops_first(modules: list[nn.Module]) -> bool:
-    """Whether dropout comes before the first Bayesian layer of a chain:
-    each sample has masks of its own."""
-    before = takewhile(lambda m: not isinstance(m, BayesLinear), modules)
+    """Whether dropout comes before the first layer of a chain that differs between replicas:
+    each has masks of its own."""
+    before = takewhile(lambda m: not isinstance(m, Replicated), modules)
     return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in before)
 
 

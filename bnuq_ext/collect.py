@@ -7,7 +7,6 @@ from contextlib import closing, suppress
 from typing import NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._version import __version__
@@ -177,11 +176,7 @@ class CollectPass(Pass):
         if x.numel() < 2 * max(x.shape[1], 1):
             self.end_at(key, x)
         self.statistics[key] = layer.batch_statistics(x)
-        weight, bias, eps = layer.affine_parameters()
-        # The very function of train mode, so that deeper layers see what they see in training. It
-        # refuses an eps of 0, which a frozen layer may have.
-        eps = max(eps, torch.finfo(torch.float32).tiny)
-        return layer.finish(F.batch_norm(x, None, None, weight, bias, True, 0.0, eps))
+        return layer.normalise_as_in_training(x)
 
     def end_at(self, key: str, x: Tensor) -> NoReturn:
         """Ends the forward at a call that was given fewer than two values a channel."""

@@ -1,5 +1,7 @@
 """Stochastic batch norm layers: the torch classes, and what they do inside a pass."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .ops.batch_norm import batch_norm_fitted, batch_norm_snapshots
@@ -90,6 +92,16 @@ class Stochastic(Replicated):
         """
         mean, var = channel_moments(x)
         return mean, var, x[:, 0].numel()
+
+    def normalise_as_in_training(self, x: Tensor) -> Tensor:
+        """x by its own statistics, and by the very function of train mode, so that deeper layers
+        see what they see in training."""
+        weight, bias, eps = self.affine_parameters()
+        eps = max(eps, torch.finfo(torch.float32).tiny)  # it refuses 0, which a frozen one may have
+        # With buffers to write to: without, it rounds the statistics as x, if that has 16 bits.
+        own = [self._buffers.get(name) for name in ("running_mean", "running_var")]
+        running = [b if b is None else torch.zeros_like(b) for b in own]
+        return self.finish(F.batch_norm(x, *running, weight, bias, True, 0.0, eps))
 
 
 class StochasticBatchNorm1d(Stochastic, nn.BatchNorm1d):

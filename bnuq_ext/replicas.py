@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .batch_norm_like import averages_rows
 from .chain import drops_first, is_chain
+from .chain_folding import is_stochastic_chain
 from .fingerprint import OURS
 from .forward import Forward
 from .history import made_since, next_node
@@ -52,7 +53,7 @@ def replicas(
 
     The replicas are those of `predict` with the same seed. Training flags are the user's and
     gradients flow. The model must be one that `predict` can fold, which is known of a plain
-    `nn.Sequential` of Bayesian and other layers; of others it is found out in eval at the first
+    `nn.Sequential` of stochastic and other layers; of others it is found out in eval at the first
     call with a shape, once with the training flags as they are and nothing dropped, and again in
     eval, by T replicas and one alone, when parameters have changed. Such a trial does not see all
     that rare values alone set off (README, "One batch or a loop"), nor a flag outside of the model
@@ -165,7 +166,7 @@ class _Session(Pass):
         and whether the input is expanded."""
         modules = modules_of(self.forward.model)
         x = inputs["args"][0] if len(inputs["args"]) == 1 and not inputs["kwargs"] else None
-        if is_chain(modules, x):
+        if is_chain(modules, x) or is_stochastic_chain(modules, x):
             return dict.fromkeys(self.forward.layers, len(x)), {}, drops_first(modules)
         plan = self._plan(inputs, modules)
         return plan.rows, plan.shared, plan.way != "folded"

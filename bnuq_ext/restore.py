@@ -184,6 +184,17 @@ def without_gradients():
 
 
 @contextmanager
+def unhooked_saving():
+    """What is saved for a backward of a trial is no one else's: a checkpoint around the call counts
+    what it is told of, and computes again without a trial."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # then there are none
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        yield
+
+
+@contextmanager
 def uncached():
     """What torch's `parametrize.cached()` keeps is neither used nor added to: the weights of a trial
     have no gradients."""

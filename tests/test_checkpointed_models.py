@@ -100,3 +100,25 @@ def test_a_graph_that_the_model_keeps_does_not_keep_the_model():
     del model
     gc.collect()
     assert alive() is None
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
+        self.inner = nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def forward(self, x):
+        h = self.first(x)
+        return h + self.inner(h)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_first_call_of_all(training):
+    """Whose trial is no part of what the backward computes again."""
+    torch.manual_seed(0)
+    model = bnuq.convert(Residual())
+    bnuq.collect(model, list(torch.randn(40, 5).split(8)), progress=False)
+    model.train(training)
+    again = gradients(model, loss(model, 3, 1, True))
+    torch.testing.assert_close(again, gradients(model, loss(model, 3, 1, False)))

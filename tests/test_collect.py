@@ -128,6 +128,22 @@ def test_outputs_are_bit_for_bit_those_of_train_mode():
         assert not output.requires_grad and output.grad_fn is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_activations_of_16_bits_have_the_statistics_of_train_mode(affine, tracked, dtype):
+    torch.manual_seed(0)
+    options = {"affine": affine, "track_running_stats": tracked}
+    net = nn.Sequential(nn.BatchNorm1d(4, **options), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model, outputs = bnuq.convert(net), []
+    model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    x = (10 + 0.3 * torch.randn(64, 4)).to(dtype)
+    with torch.autocast("cpu", dtype=dtype):
+        bnuq.collect(model, [x, x + 1], 2)
+        for given, output in zip((x, x + 1), outputs, strict=True):
+            assert torch.equal(output, net.train()(given))
+
+
 @pytest.mark.parametrize(
     "layer, shape, count",
     [

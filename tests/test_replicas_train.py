@@ -7,6 +7,7 @@ from test_folding import Plain, prepared
 from torch import nn
 
 import bnuq_ext as bnuq
+from bnuq_ext.proof.standing import StandingFolding
 
 
 def in_training(cls):
@@ -49,6 +50,35 @@ def test_what_dropout_would_have_made_is_no_parameter():
     with bnuq.replicas(model, 3, seed=0):
         assert len(model(ROWS[:N])) == 3 * N
     assert (model.scale == 1).all()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_chains_need_no_trial(monkeypatch, training):
+    """In bfloat16 rounding is as large as what tells replicas apart."""
+    torch.manual_seed(0)
+    layers = [nn.Dropout(0.5), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
+    model = bnuq.convert(nn.Sequential(*layers, nn.Linear(64, 2))).bfloat16()
+    x = torch.randn(40, 3, 6, 6).bfloat16()
+    bnuq.collect(model, list(x.split(8)), progress=False)
+    monkeypatch.setattr(StandingFolding, "prove_in_train", None)
+    model.train(training)
+    with bnuq.replicas(model, 3, seed=0):
+        rows = model(x[:4]).view(3, 4, 2)
+    alone = []
+    for t in range(3):
+        with bnuq.replicas(model.eval(), 1, seed=0, first_replica=t):
+            alone.append(model(x[:4]))
+    close = torch.isclose(rows, torch.stack(alone), rtol=0.02, atol=0.02)
+    assert close.all() if not training else close.float().mean() < 0.5
+
+
+def test_dropout_in_front_of_a_chain_has_masks_for_each_replica():
+    model = bnuq.convert(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(50), nn.Identity()))
+    bnuq.collect(model, [torch.randn(8, 50)], progress=False)
+    with bnuq.replicas(model.train(), 3, seed=0):
+        rows = model(torch.ones(4, 50)).view(3, 4, 50)
+    # Without them two replicas are equal, for there is one snapshot.
+    assert not torch.equal(rows[0], rows[1]) and not torch.equal(rows[1], rows[2])
 
 
 def test_one_replica_is_refused_in_the_name_of_replicas():

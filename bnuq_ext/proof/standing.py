@@ -17,7 +17,14 @@ from ..dropout import Undropped
 from ..fingerprint import has_hooks
 from ..forward import Forward
 from ..passes import DoesNotFold, refutes
-from ..restore import drawn_since, evaluating, preserved_rng, random_states, uncached
+from ..restore import (
+    drawn_since,
+    evaluating,
+    preserved_rng,
+    random_states,
+    uncached,
+    unhooked_saving,
+)
 from ..state import State, is_training
 from ..untraced import uncompiled
 from .agreement import check_replica, tolerance_of
@@ -173,6 +180,7 @@ class StandingFolding(Folding):
         self.keep(plan)
         return plan
 
+    @unhooked_saving()
     @uncached()
     def prove_in_train(self) -> Plan:
         """`prove`, held once to the training flags as they are. What needs gradients or draws
