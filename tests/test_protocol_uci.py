@@ -342,14 +342,6 @@ def test_data_sets(tmp_path):
         uci.tables_at(tmp_path)
     (tmp_path / "uci" / "small.csv").rename(tmp_path / "uci" / "large.2.npz.xz")
     assert {*uci.tables_at(tmp_path)} == {"large", "large.2", "small"}
-    (tmp_path / "uci" / "flat.csv").write_text("1,3\n2,3\n")
-    with pytest.raises(
-        ValueError, match="flat.csv must have a target of more than one value, got 3"
-    ):
-        uci.make_units(TINY, str(tmp_path / "uci" / "flat.csv"))
-    constant = data.Part(torch.zeros(5, 2).double(), torch.ones(5).double())
-    with pytest.raises(ValueError, match="^uci: y must take more than one value, got 1.0$"):
-        uci_search.scale(constant, constant)
 
 
 def test_a_table_of_too_few_rows_is_named(tmp_path):

@@ -63,6 +63,8 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     if not units:
         requirement = f"hold a table whose folds have {least} rows"
         refuse("sensitivity", "data_root", requirement, f"tables of {list(sizes.values())} rows")
+    names = dict.fromkeys(unit.arguments["data"] for unit in units)
+    uci.check_tables("sensitivity", data_root, names, settings)
     return units
 
 

@@ -2,6 +2,7 @@
 (Teye et al. 2018)."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from .uci_search import (
     Found,
     Regression,
     Scaled,
+    check_targets,
     fit_split,
     num_train,
     plain_mean,
@@ -83,10 +85,7 @@ def _name_of(path: Path) -> str | None:
 
 def load(data_root: str | None, name: str) -> Part:
     path = tables_at(data_root)[name]
-    part = data.diabetes() if path is None else data.table(path)
-    if part.y.numel() and part.y.min() == part.y.max():
-        refuse("uci", str(path), "have a target of more than one value", part.y[0].item())
-    return part
+    return data.diabetes() if path is None else data.table(path)
 
 
 def by_size(data_root: str | None) -> dict[str, int]:
@@ -95,12 +94,22 @@ def by_size(data_root: str | None) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
+def check_tables(
+    op: str, data_root: str | None, names: Iterable[str], settings: Regression
+) -> None:
+    """`check_targets` of data sets, which are called by their files."""
+    paths = tables_at(data_root)
+    for name in names:
+        check_targets(op, str(paths[name] or name), load(data_root, name), settings)
+
+
 def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     sizes, least = by_size(data_root), settings.num_folds
     for name, num_rows in sizes.items():
         if (rows := num_train(num_rows)) < least:
             path = str(tables_at(data_root)[name])
             refuse("uci", path, f"have at least {least} training rows, 80 % of all", rows)
+    check_tables("uci", data_root, sizes, settings)
     return [
         Unit(f"{name}-{method}-{split}", {"data": name, "method": method, "split": split})
         for name in sizes

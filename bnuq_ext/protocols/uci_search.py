@@ -94,8 +94,6 @@ def scale(train: Part, test: Part) -> Scaled:
     std, mean = torch.std_mean(train.x, 0, correction=0)
     std = torch.where(std > 0, std, 1.0)
     y_std, y_mean = (v.item() for v in torch.std_mean(train.y, correction=0))
-    if not y_std > 0:
-        refuse("uci", "y", "take more than one value", y_mean)
     x, test_x = (((part.x - mean) / std).float() for part in (train, test))
     return Scaled(x, ((train.y - y_mean) / y_std).float(), test_x, test.y, y_mean, y_std)
 
@@ -109,13 +107,34 @@ def split_of(part: Part, split: int) -> tuple[Part, Part]:
     return take(part, rows[cut:]), take(part, rows[:cut])
 
 
-def folds_of(train: Part, settings: Regression) -> list[Scaled]:
-    """The first `folds_used` of the folds; all of one size,
+def rows_of_folds(num_rows: int, settings: Regression) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The rows (trained on, held out) of the first `folds_used` of the folds; all of one size,
     the rest of the rows is always trained on."""
-    rows = np.random.RandomState(1).permutation(len(train.y))
-    size = len(rows) // settings.num_folds
+    rows = np.random.RandomState(1).permutation(num_rows)
+    size = num_rows // settings.num_folds
     held_out = [slice(k * size, (k + 1) * size) for k in range(settings.folds_used)]
-    return [scale(take(train, np.delete(rows, h)), take(train, rows[h])) for h in held_out]
+    return [(np.delete(rows, h), rows[h]) for h in held_out]
+
+
+def folds_of(train: Part, settings: Regression) -> list[Scaled]:
+    rows = rows_of_folds(len(train.y), settings)
+    return [scale(take(train, trained), take(train, held_out)) for trained, held_out in rows]
+
+
+def check_targets(op: str, name: str, part: Part, settings: Regression) -> None:
+    """Raises for rows of one target alone that a network would be trained on."""
+    for split in range(1, settings.num_splits + 1):
+        y = split_of(part, split)[0].y
+        parts = {f"split {split}": y}
+        for fold, (trained, _) in enumerate(rows_of_folds(len(y), settings), 1):
+            parts[f"fold {fold} of split {split}"] = y[trained]
+        for where, targets in parts.items():
+            # Of equal values the difference is exactly 0, and the deviation need not be.
+            if not (targets - targets[0]).std(correction=0) > 0:
+                requirement = (
+                    f"have a target of more than one value in the training rows of {where}"
+                )
+                refuse(op, name, requirement, targets[0].item())
 
 
 class Choice(NamedTuple):
