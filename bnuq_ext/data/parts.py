@@ -60,15 +60,14 @@ def hold_out(op: str, train: Part, num_validation: int, test: Part) -> Split:
     return Split(take(train, slice(cut)), take(train, slice(cut, None)), test)
 
 
-def check_classes(op: str, split: Split, num_classes: int) -> None:
-    """Raises for a part of the files in `data_root` that has no rows,
-    or labels beyond the classes."""
+def check_classes(op: str, split: Split, num_classes: int, root: str = "data_root") -> None:
+    """Raises for a part of the files in `root` that has no rows, or labels beyond the classes."""
     for name, part in zip(split._fields, split, strict=True):
         if len(part.x) == 0:
-            refuse(op, "data_root", f"hold images for the {name} part", "none")
+            refuse(op, root, f"hold images for the {name} part", "none")
         if part.y.max() >= num_classes:
             requirement = f"hold labels in [0, {num_classes})"
-            refuse(op, "data_root", requirement, f"{part.y.max()} in the {name} part")
+            refuse(op, root, requirement, f"{part.y.max()} in the {name} part")
 
 
 def add_noise(x: Tensor, std: float, *, seed: int) -> Tensor:

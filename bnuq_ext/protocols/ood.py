@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import convert, data, mc_dropout, plug_in, predict
-from ..data.parts import take
+from ..data.parts import check_classes, take
 from ..experiments.fitting import collect_random, device_at_hand
 from ..ops.checks import refuse
 from ..restore import preserved_rng
@@ -163,22 +163,10 @@ def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
 
 def read_images(dataset: str, settings: Settings, data_root: str | None) -> Images:
     """Images (N, C, H, W) in [0, 1]; the known classes are the first ones."""
-    known = settings.num_known
     if dataset == "digits":
-        counts = {"num_train": min(settings.num_train or 400, 400), "num_validation": known}
-        inside = data.digits(**counts, seed=0, classes=range(known))
-        few = 10 - known
-        outside = data.digits(num_train=few, num_validation=few, classes=range(known, 10))
-        train_part, test_parts = inside.train, (inside.test, outside.test)
+        train_part, *test_parts = _digits(settings)
     else:
-        folders = [Path(data_root) / folder for folder in FOLDERS[dataset]]
-        read = data.cifar10 if dataset == "cifar10" else data.mnist
-        split, *others = (read(folder, num_validation=1) for folder in folders)
-        if others:
-            train_part, test_parts = split.train, (split.test, others[0].test)
-        else:
-            train_part, test = take(split.train, split.train.y < known), split.test
-            test_parts = take(test, test.y < known), take(test, test.y >= known)
+        train_part, *test_parts = _from_files(dataset, settings, Path(data_root))
     train_part = take(train_part, slice(settings.num_train))
     inside, outside = (take(part, slice(settings.num_test)) for part in test_parts)
     shape = (-1, *_image_shape(train_part.x))
@@ -187,6 +175,40 @@ def read_images(dataset: str, settings: Settings, data_root: str | None) -> Imag
         data.Part(inside.x.view(shape), inside.y),
         outside.x.view(shape),
     )
+
+
+def _digits(settings: Settings) -> tuple[data.Part, data.Part, data.Part]:
+    """To train on, to test on, and of other classes."""
+    known = settings.num_known
+    counts = {"num_train": min(settings.num_train or 400, 400), "num_validation": known}
+    inside = data.digits(**counts, seed=0, classes=range(known))
+    few = 10 - known
+    outside = data.digits(num_train=few, num_validation=few, classes=range(known, 10))
+    return inside.train, inside.test, outside.test
+
+
+def _from_files(
+    dataset: str, settings: Settings, root: Path
+) -> tuple[data.Part, data.Part, data.Part]:
+    """As `_digits`; raises for folders that hold too few of them."""
+    folders = [root / folder for folder in FOLDERS[dataset]]
+    read = data.cifar10 if dataset == "cifar10" else data.mnist
+    splits = [read(folder, num_validation=1) for folder in folders]
+    for folder, split in zip(folders, splits, strict=True):
+        check_classes("ood", split, 10, str(folder))
+    known = 10 if dataset == "mnist-all" else settings.num_known
+    train_part, _, test = splits[0]
+    parts = {
+        "training images of known classes": take(train_part, train_part.y < known),
+        "test images of known classes": take(test, test.y < known),
+        "test images of unseen classes": (
+            splits[1].test if dataset == "mnist-all" else take(test, test.y >= known)
+        ),
+    }
+    for (name, part), least in zip(parts.items(), (settings.batch_size, 1, 1), strict=True):
+        if len(part.y) < least:
+            refuse("ood", str(folders[0]), f"hold at least {least} {name}", len(part.y))
+    return tuple(parts.values())
 
 
 def _image_shape(x: Tensor) -> tuple[int, ...]:
