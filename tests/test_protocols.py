@@ -64,6 +64,16 @@ def test_figures_of_any_name_are_linked():
     assert "- data_root: /my/data\n" in text
 
 
+def test_a_path_that_is_not_utf_8_is_shown_with_escapes(tmp_path):
+    root = tmp_path / os.fsdecode(b"caf\xff")
+    root.mkdir()
+    found = _run(tmp_path / "run", data_root=root)
+    written = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert written["data_root"] == found["data_root"] == str(root.resolve())
+    assert "caf\\udcff\n" in (tmp_path / "run" / "report.md").read_text()
+    assert _run(tmp_path / "run", data_root=root) == found
+
+
 @pytest.mark.parametrize("jobs", (1, 2))
 def test_goes_on_after_a_failure(tmp_path, jobs):
     settings, root = squares.Settings(fail_at=4), tmp_path / "data"

@@ -174,7 +174,9 @@ def _write(folder: Path, about: dict, report: Report) -> dict:
         "figures": report.figures,
     }
     write_json(folder / "results.json", results)
-    write_whole(folder / "report.md", markdown(about, report).encode())
+    # A path need not be UTF-8.
+    text = markdown(about, report).encode(errors="backslashreplace")
+    write_whole(folder / "report.md", text)
     return results
 
 
