@@ -138,10 +138,11 @@ def test_comparisons_and_losses_come_from_the_numbers():
     words = {"0.0": "worse", "0.25": "level", "0.35": "better"}
     better, level = dict.fromkeys(words, "better"), dict.fromkeys(words, "level")
     scores = {"accuracy": level, "nll": words, "ece": better}
+    unseen = {"accuracy": "level", "nll": "worse", "auroc_entropy": "level"}
     summary = {
         "noisy": words,
         "compared": {"base": dict.fromkeys(digits.SAMPLERS, scores)},
-        "unseen_compared": {"joint": {"nll": "worse", "auroc_entropy": "better"}},
+        "unseen_compared": {"base": {"joint": unseen, "lognormal": {"accuracy": "level"}}},
     }
     lines = digits_report.comparisons(summary)
     assert lines[1].split() == ["noise", "0.0", "0.25", "0.35"]
@@ -152,4 +153,4 @@ def test_comparisons_and_losses_come_from_the_numbers():
     ]
     said = digits_report.losses(summary)
     assert said[1] == "joint against base, NLL: worse at noise 0.0; level at noise 0.25."
-    assert said[3:] == ["joint against plug-in BN, unseen classes: NLL worse."]
+    assert said[3:] == ["joint against base, unseen classes: NLL worse, AUROC H level."]

@@ -86,12 +86,14 @@ def test_words():
                     assert said == word(noisy(std, row, score), noisy(std, baseline, score), score)
     joint = SUMMARY["compared"][digits.PLUG_IN]["joint"]
     assert [joint[k]["0.0"] for k in ("accuracy", "nll", "ece")] == ["better", "worse", "better"]
-    for row in digits.SAMPLERS:
-        found = SUMMARY["unseen_compared"][row]
-        assert list(found) == ["accuracy", "nll", "auroc_entropy"]
-        for score, said in found.items():
-            assert said == word(unseen(row, score), unseen(digits.PLUG_IN, score), score)
-    assert [*SUMMARY["unseen_compared"]["joint"].values()] == ["better", "worse", "better"]
+    for baseline in (digits.PLUG_IN, digits.TEMPERATURE):
+        for row in digits.SAMPLERS:
+            found = SUMMARY["unseen_compared"][baseline][row]
+            assert list(found) == ["accuracy", "nll", "auroc_entropy"]
+            for score, said in found.items():
+                assert said == word(unseen(row, score), unseen(baseline, score), score)
+    joint = SUMMARY["unseen_compared"][digits.PLUG_IN]["joint"]
+    assert [*joint.values()] == ["better", "worse", "better"]
 
 
 def test_text_has_each_row():
@@ -107,7 +109,7 @@ def test_one_seed_compares_nothing():
     settings = replace(SETTINGS, num_seeds=1)
     summary = digits_report.summarise(UNITS, settings)
     assert summary["compared"][digits.PLUG_IN]["joint"]["nll"] == {"0.0": None, "0.35": None}
-    assert {*summary["unseen_compared"]["joint"].values()} == {None}
+    assert {*summary["unseen_compared"][digits.PLUG_IN]["joint"].values()} == {None}
     text = digits_report.text(summary, settings)
     assert text.endswith("\n\nOne seed: nothing to compare.")
     assert "Paired" not in text and "level" not in text and "does not win" not in text

@@ -100,6 +100,7 @@ def test_numbers_are_the_recorded_ones():
         line = cells(RECORDED["unseen"][row][k] for k in digits_report.UNSEEN)
         assert f"| {row} | {line} |" in TEXT
     assert "\n".join(digits_report.comparisons(RECORDED)) in TEXT
+    assert RECORDED["unseen_compared"].keys() == RECORDED["compared"].keys()
     assert f"commit {RECORDED['commit']}" in TEXT
 
 

@@ -36,8 +36,8 @@ def summarise(units: dict, settings: Settings) -> dict:
 
     Returns:
         dict: "noisy"[std][row][score] and "unseen"[row][score] with mean and error over seeds;
-        "compared"[baseline][row][score][std] and "unseen_compared"[row][score] with the words
-        of `compare`.
+        "compared"[baseline][row][score][std] and "unseen_compared"[baseline][row][score] with the
+        words of `compare`.
     """
     seeds = range(settings.num_seeds)
     noisy, unseen = ([units[f"{name}-{s}"] for s in seeds] for name in ("noisy", "unseen"))
@@ -76,11 +76,14 @@ def _of_unseen_classes(units: list[dict]) -> dict:
         "unseen": {row: {k: estimate(column(row, k)) for k in UNSEEN} for row in ROWS},
         # Mutual information has no plug-in to be compared with.
         "unseen_compared": {
-            row: {
-                k: compare(column(row, k), column(PLUG_IN, k), more)
-                for k, more in {"accuracy": True, "nll": False, "auroc_entropy": True}.items()
+            baseline: {
+                row: {
+                    k: compare(column(row, k), column(baseline, k), more)
+                    for k, more in {"accuracy": True, "nll": False, "auroc_entropy": True}.items()
+                }
+                for row in SAMPLERS
             }
-            for row in SAMPLERS
+            for baseline in (PLUG_IN, TEMPERATURE)
         },
     }
 
@@ -124,16 +127,20 @@ def losses(summary: dict) -> list[str]:
     for baseline, rows in summary["compared"].items():
         for row, by_score in rows.items():
             for score, found in by_score.items():
-                words = ("worse",) if score == "accuracy" else ("worse", "level")
-                places = {word: [std for std in found if found[std] == word] for word in words}
+                places = {word: [s for s in found if found[s] == word] for word in _lost(score)}
                 said = [f"{word} at noise {', '.join(at)}" for word, at in places.items() if at]
                 if said:
                     lines.append(f"{row} against {baseline}, {TITLES[score]}: {'; '.join(said)}.")
-    for row, found in summary["unseen_compared"].items():
-        said = [f"{UNSEEN[k]} {word}" for k, word in found.items() if word != "better"]
-        if said:
-            lines.append(f"{row} against {PLUG_IN}, unseen classes: {', '.join(said)}.")
+    for baseline, rows in summary["unseen_compared"].items():
+        for row, found in rows.items():
+            said = [f"{UNSEEN[k]} {word}" for k, word in found.items() if word in _lost(k)]
+            if said:
+                lines.append(f"{row} against {baseline}, unseen classes: {', '.join(said)}.")
     return lines
+
+
+def _lost(score: str) -> tuple[str, ...]:
+    return ("worse",) if score == "accuracy" else ("worse", "level")
 
 
 def text(summary: dict, settings: Settings) -> str:
