@@ -329,6 +329,11 @@ def test_mean_and_error():
     assert results.Estimate(2e-5, 8.4e-7) == "0.000020 ± 0.000001"
     assert results.Estimate(2.0, 0.0) == "2.00 ± 0.00"
     assert results.Estimate.of([0.1] * 3) == "0.10 ± 0.00"
+    assert results.Estimate(-999_999.0, 2.5) == "-999999.00 ± 2.50"
+    assert results.Estimate(-1e6, 2.5) == "-1.000e+06 ± 2.500e+00"
+    assert results.Estimate(12.0, 1.2345e150, mark="= ") == "= 1.200e+01 ± 1.234e+150"
+    assert results.Estimate(1.5e150, math.nan) == "1.500e+150"
+    assert results.Estimate(math.inf, math.nan) == "inf"
     mean, error = significance.mean_and_error([3.0])
     assert mean == 3.0 and math.isnan(error) and results.Estimate(mean, error, 1) == "3.0"
 

@@ -101,7 +101,8 @@ def _cell(value) -> str:
 class Estimate(str):
     """A cell "mean ± standard error", or the mean alone where the error is not known (NaN).
 
-    Of `digits` decimals, or as many as it takes to tell the error from 0; behind a mark.
+    Of `digits` decimals, or as many as it takes to tell the error from 0; behind a mark. From a
+    million on of four significant digits.
     """
 
     mean: float
@@ -111,7 +112,8 @@ class Estimate(str):
         # Equal values have an error of rounding.
         while 1e-12 * abs(mean) < error < math.inf and round(error, digits) == 0:
             digits += 1
-        text = f"{mark}{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
+        form = ".3e" if abs(mean) >= 1e6 or error >= 1e6 else f".{digits}f"
+        text = f"{mark}{mean:{form}}" + ("" if math.isnan(error) else f" ± {error:{form}}")
         cell = super().__new__(cls, text)
         cell.mean, cell.error = mean, error
         return cell
