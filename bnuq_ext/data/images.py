@@ -121,7 +121,7 @@ def camvid(root, *, num_validation=10) -> Split:
         root: folder of train_images.npy.xz and test_images.npy.xz, (n, H, W, 3) uint8, and
             train_labels.npy.xz and test_labels.npy.xz, (n, H, W) uint8; or of the published folders
             train, trainannot, test and testannot of PNG files, which are halved here: images by the
-            mean of 2x2 pixels, labels by every second pixel.
+            mean of 2x2 pixels, labels by the first of them; what fills no 2x2 is cut off.
         num_validation: the last training frames, which become the validation part.
 
     Returns:
@@ -158,17 +158,19 @@ def _frames_of_folder(root: Path, part: str) -> Part:
         if not label.is_file():
             requirement = f"hold {part}annot/{path.name} (to be had from {CAMVID})"
             refuse("camvid", "root", requirement, str(root))
-        images.append(_halve(_image("camvid", path, "RGB")))
-        labels.append(_image("camvid", label, None)[::2, ::2])
-        if images[-1].shape != images[0].shape or labels[-1].shape != images[0].shape[:2]:
-            requirement = f"have the size of {paths[0].name} and one label per pixel"
-            refuse("camvid", str(path), requirement, list(images[-1].shape))
+        image = _image("camvid", path, "RGB")
+        images.append(_halve(image))
+        if images[-1].shape != images[0].shape:
+            refuse("camvid", str(path), f"have the size of {paths[0].name}", list(image.shape))
+        labels.append(_halved_labels(label, image))
     return _frames(np.stack(images), np.stack(labels), root / f"{part}annot")
 
 
 def _frames(images: np.ndarray, labels: np.ndarray, path: Path) -> Part:
-    if labels.size == 0 or labels.max() > 11:
-        refuse("camvid", str(path), "hold labels from 0 to 11", labels.max(initial=0))
+    if labels.size == 0:
+        refuse("camvid", str(path), "hold frames", f"labels of shape {list(labels.shape)}")
+    if labels.max() > 11:
+        refuse("camvid", str(path), "hold labels from 0 to 11", labels.max())
     return Part(_unit(images.transpose(0, 3, 1, 2)), torch.from_numpy(labels.astype(np.int64)))
 
 
@@ -176,6 +178,14 @@ def _halve(image: np.ndarray) -> np.ndarray:
     height, width = (size // 2 for size in image.shape[:2])
     blocks = image[: 2 * height, : 2 * width].reshape(height, 2, width, 2, 3)
     return blocks.mean((1, 3)).round().astype(np.uint8)
+
+
+def _halved_labels(path: Path, image: np.ndarray) -> np.ndarray:
+    labels = _image("camvid", path, None)
+    if labels.shape != image.shape[:2]:
+        requirement = f"hold one label for each pixel of its image {list(image.shape[:2])}"
+        refuse("camvid", str(path), requirement, f"an array of shape {list(labels.shape)}")
+    return labels[:-1:2, :-1:2]  # without the odd row or column that images are halved without
 
 
 def _image(op: str, path: Path, mode: str | None) -> np.ndarray:
