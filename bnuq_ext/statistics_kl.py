@@ -220,7 +220,10 @@ def analytic_statistics(
     factor = finite_population_correction(op, batch_size, dataset_size)
     h = x.to(acc_dtype(x.dtype)).unsqueeze(-1).flatten(2)
     mean = h.mean((0, 2))
-    deviation = h - mean[:, None]
+    # The mean of equal values is rounded, and they would deviate from it.
+    most, least = h.detach().amax((0, 2)), h.detach().amin((0, 2))
+    centre = mean + torch.where(most == least, most - mean.detach(), 0.0)
+    deviation = h - centre[:, None]
     a, c = deviation.mean(2), deviation.square().mean(2)
     var = c.mean(0)
     moments = mean, var, a.square().mean(0), (c - var).square().mean(0)

@@ -189,6 +189,21 @@ def test_analytic_vanishes_for_all_rows_and_for_constant_channels():
     assert gradient.isfinite().all() and gaussian.std.tolist()[1] == gaussian.std_var[1] == 0.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(100, 3), (7, 3, 33)])
+def test_analytic_of_a_constant_whose_mean_is_rounded(shape, dtype):
+    x = skewed(shape).to(dtype)
+    x[:, 1], x[:, 2] = 0.1, 1e30 / 3
+    x = x.requires_grad_()
+    gaussian = bnuq.analytic_statistics(x, 8, 200)
+    for moment in gaussian[1:]:
+        assert moment[0] > 0 and moment[1:].tolist() == [0, 0]
+    torch.testing.assert_close(gaussian.mean[1:].to(dtype), x[0].reshape(3, -1)[1:, 0])
+    (gradient,) = torch.autograd.grad(sum(e.sum() for e in gaussian), x)
+    # That of the mean alone.
+    torch.testing.assert_close(gradient[:, 1:], torch.full_like(x[:, 1:], 3 / x.numel()))
+
+
 def test_analytic_of_nan_is_nan():
     x = torch.rand(8, 2)
     x[3, 0] = torch.nan
