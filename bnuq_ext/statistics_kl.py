@@ -19,6 +19,7 @@ from .ops.checks import (
     broadcasts,
     check_floating,
     check_integer,
+    check_number,
     check_shape,
     check_tensor,
     refuse,
@@ -173,14 +174,13 @@ def implied_prior(l2: float, dataset_size: int, tau: float = 1.0) -> StatisticsG
     """
     op = "implied_prior"
     for name, value in (("l2", l2), ("tau", tau)):
-        one = isinstance(value, Tensor) and value.numel() == 1
-        if isinstance(value, bool) or not (one or isinstance(value, Real)):
-            got = value if isinstance(value, Tensor) else repr(value)
-            refuse(op, name, "be a number", got, TypeError)
+        if not (isinstance(value, Tensor) and value.numel() == 1):
+            check_number(op, name, value)
         if not 0 < value < inf:
             refuse(op, name, "be positive and finite", value)
     dataset_size = check_integer(op, "dataset_size", dataset_size, 1)
-    entries = 0.0, inf, 0.0, 1 / (2 * dataset_size * tau * l2)
+    check_number(op, "dataset_size", dataset_size)
+    entries = 0.0, inf, 0.0, 1 / (2.0 * dataset_size * tau * l2)
     return StatisticsGaussian(*(torch.as_tensor(e, dtype=torch.float64).squeeze() for e in entries))
 
 

@@ -268,6 +268,7 @@ def test_constant_and_best_span_the_normalised_score():
 
 
 BAD = torch.tensor([0.0, math.inf])
+FAR = torch.full((2, 3), 1e200, dtype=torch.float64)
 REFUSED = [
     (
         lambda: metrics.best_pll(MEAN, Y, min_var=-1.0),
@@ -313,6 +314,19 @@ REFUSED = [
     (
         lambda: metrics.fit_noise_variance(MEAN[None, :2], BAD),
         "fit_noise_variance: y must be finite, got 1 values that are not",
+    ),
+    *(
+        (
+            lambda score=score, far=far: metrics.fit_noise_variance(far, Y[:3], score),
+            "fit_noise_variance: samples must have squared distances from y of a finite sum, "
+            "got distances of up to 1e+200",
+        )
+        for score in ("crps", "pll")
+        for far in (FAR, FAR * torch.tensor([[1.0], [-1.0]]))
+    ),
+    (
+        lambda: metrics.t_test([1.0, 10**400]),
+        "t_test: values must fit into floats, got larger numbers",
     ),
     (
         lambda: metrics.normalised_score(torch.ones(2), torch.ones(3), 1.0),

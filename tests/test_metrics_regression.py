@@ -294,6 +294,14 @@ REFUSED = [
         "gaussian_pll: noise_var must be finite and positive, got inf",
     ),
     (
+        lambda: metrics.gaussian_pll(SAMPLES, MEAN, 10**400),
+        "gaussian_pll: noise_var must fit into a float, got a larger number",
+    ),
+    (
+        lambda: metrics.gaussian_crps(MEAN, 10**400, MEAN),
+        "gaussian_crps: std must fit into a float, got a larger number",
+    ),
+    (
         lambda: metrics.gaussian_pll(SAMPLES, MEAN, None),
         "gaussian_pll: noise_var must be a number or a tensor, got NoneType",
     ),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_floating, check_one_of, check_shape, refuse
+from ..ops.checks import check_floating, check_number, check_one_of, check_shape, refuse
 
 # How far beyond 0 and 1 a probability may lie: more than the rounding of any dtype.
 SLACK = 1e-2
@@ -55,6 +55,8 @@ def take_numbers(op: str, name: str, values) -> Tensor:
     try:
         if not is_complex(values):
             return torch.as_tensor(values, dtype=torch.float64)
+    except OverflowError:
+        refuse(op, name, "fit into floats", "larger numbers")
     except (TypeError, ValueError, RuntimeError):
         refuse(op, name, "be numbers or a tensor", repr(values), TypeError)
     refuse(op, name, "be real numbers", repr(values), TypeError)
@@ -121,6 +123,8 @@ def take_scale(op: str, name: str, value: float | Tensor, target: Tensor) -> Ten
     """A standard deviation or variance, as a number or a tensor that fits the targets."""
     if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
         refuse(op, name, "be a number or a tensor", type(value).__name__, TypeError)
+    if isinstance(value, Real):
+        check_number(op, name, value)
     if is_complex(value):
         refuse(op, name, "be real numbers", value.dtype, TypeError)
     value = torch.as_tensor(value, dtype=torch.float64, device=target.device)

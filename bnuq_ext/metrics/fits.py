@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_one_of
+from ..ops.checks import check_one_of, refuse
 from .arguments import check_fittable, take_labels, take_logits, take_samples
 from .regression import gaussian_crps, gaussian_pll
 
@@ -66,6 +66,10 @@ def fit_noise_variance(samples: Tensor, y: Tensor, score: str = "crps") -> float
     error = (y - (mean if score == "crps" else samples)).square()
     if not error.any():
         return 0.0
+    # With any noise variance that is looked at the variances stay below this.
+    if not (2 * (error.sum() + var.sum())).isfinite():
+        got = f"distances of up to {(y - samples).abs().max():.3g}"
+        refuse(op, "samples", "have squared distances from y of a finite sum", got)
 
     def loss(log_var: float) -> float:
         if score == "pll":
