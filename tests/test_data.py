@@ -104,6 +104,19 @@ def test_a_path_must_be_one(call):
         call(None)
 
 
+@pytest.mark.parametrize("name", ["data_batch_3.bin", "test_batch.bin"])
+def test_a_folder_is_no_file_of_cifar10(tmp_path, name):
+    for file in ("data_batch_1.bin", "test_batch.bin"):
+        (tmp_path / file).write_bytes(bytes(2 * 3073))
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    with pytest.raises(ValueError) as caught:
+        data.cifar10(tmp_path, num_validation=1)
+    message = f"cifar10: path must hold records of 3073 bytes, got {path}, a folder"
+    assert str(caught.value) == message
+
+
 def test_missing_scikit_learn_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ModuleNotFoundError) as caught:

