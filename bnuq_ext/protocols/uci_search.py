@@ -131,10 +131,8 @@ def check_targets(op: str, name: str, part: Part, settings: Regression) -> None:
         for where, targets in parts.items():
             # Of equal values the difference is exactly 0, and the deviation need not be.
             if not (targets - targets[0]).std(correction=0) > 0:
-                requirement = (
-                    f"have a target of more than one value in the training rows of {where}"
-                )
-                refuse(op, name, requirement, targets[0].item())
+                requirement = "have a target of more than one value in the training rows of "
+                refuse(op, name, requirement + where, targets[0].item())
 
 
 class Choice(NamedTuple):
