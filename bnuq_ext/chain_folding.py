@@ -26,7 +26,8 @@ _PRODUCTS = {BayesLinear, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}  # in memo
 
 
 def is_stochastic_chain(modules: list[nn.Module], x) -> bool:
-    """Whether a model of these modules treats the rows of x one by one in eval, by its definition."""
+    """Whether a model of these modules treats the rows of x one by one in a pass, by its definition
+    and whatever its training flags."""
     return is_eager() and is_chain(modules, x, _STOCHASTIC) and x.shape[0] > 0
 
 

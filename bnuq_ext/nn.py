@@ -97,8 +97,11 @@ class Stochastic(Replicated):
         """x by its own statistics, and by the very function of train mode, so that deeper layers
         see what they see in training."""
         weight, bias, eps = self.affine_parameters()
-        eps = max(eps, torch.finfo(torch.float32).tiny)  # it refuses 0, which a frozen one may have
-        # With buffers to write to: without, it rounds the statistics as x, if that has 16 bits.
+        eps = max(
+            eps, torch.finfo(torch.float32).tiny
+        )  # a frozen layer's may be 0, which is refused
+        # Stand-ins for the buffers of training: beside float32 weights or buffers alone the
+        # statistics of numbers of 16 bits are kept in float32.
         own = [self._buffers.get(name) for name in ("running_mean", "running_var")]
         running = [b if b is None else torch.zeros_like(b) for b in own]
         return self.finish(F.batch_norm(x, *running, weight, bias, True, 0.0, eps))

@@ -190,7 +190,8 @@ def unhooked_saving():
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # then there are none
         yield
         return
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+    # A node that was given back its own output would keep itself alive.
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
         yield
 
 

@@ -75,12 +75,12 @@ struct ForwardInputs {
   std::optional<Tensor> residual;
 };
 
-// As many rows has the result, for an x of all replicas or of each.
+// T * N, of an x (N, *) that the replicas share, or of one (T * N, *).
 inline int64_t result_rows(const Tensor& x, int64_t T, bool shared) {
   int64_t rows;
   STD_TORCH_CHECK(
       !__builtin_mul_overflow(x.size(0), shared ? T : 1, &rows),
-      "batch_norm: num_samples must fit into 63 bits with the rows of x, got ", T);
+      "batch_norm: num_samples times the rows of x must fit into 63 bits, got num_samples ", T);
   return rows;
 }
 

@@ -122,3 +122,14 @@ def test_the_first_call_of_all(training):
     model.train(training)
     again = gradients(model, loss(model, 3, 1, True))
     torch.testing.assert_close(again, gradients(model, loss(model, 3, 1, False)))
+
+
+def test_a_trial_with_hooks_keeps_nothing():
+    torch.manual_seed(0)
+    model, kept = bnuq.convert(Residual()), []
+    bnuq.collect(model, list(torch.randn(40, 5).split(8)), progress=False)
+    model.inner[0].register_forward_hook(lambda module, x, y: kept.append(weakref.ref(y)))
+    with bnuq.replicas(model, 3, seed=1):
+        model(X).sum().backward()
+    gc.collect()
+    assert len(kept) > 2 and not any(ref() is not None for ref in kept)

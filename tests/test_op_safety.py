@@ -70,7 +70,7 @@ def test_lists_of_a_divergence_are_equally_long():
 @pytest.mark.parametrize("num_samples", [2**62, 2**63 - 1])
 def test_replicas_beyond_all_integers_are_refused(num_samples):
     x, params = normal(4, 4), normal(4, 4)
-    with pytest.raises(RuntimeError, match="num_samples must fit into 63 bits with the rows of x"):
+    with pytest.raises(RuntimeError, match="num_samples times the rows of x must fit into 63 bits"):
         ops.batch_norm_fitted(x, params, SEED, 0, num_samples, "lognormal", shared=True)
     with pytest.raises(RuntimeError, match="not enough memory for a result of 2.76701e.19 numbers"):
         ops.batch_norm_fitted(x[:1], params, SEED, 0, 2**62 + 2**61, "normal", shared=True)

@@ -144,3 +144,5 @@ def test_a_narrow_density_reaches_its_height():
     heights = ax.lines[0].get_ydata()
     np.testing.assert_allclose(heights.max(), 1 / (1e-4 * (2 * np.pi) ** 0.5), rtol=1e-9)
     assert ax.get_ylim()[1] > heights.max()
+    wide = {"a": ("lognormal", 0.0, 300.0), "b": ("normal", 1e308, 5e307)}
+    plots.statistic_marginals(values, wide).figure.canvas.draw()

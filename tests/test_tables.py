@@ -18,8 +18,6 @@ def refusal(function, *arguments, **options):
         function(*arguments, **options)
     return str(caught.value)
 
-    return str(caught.value)
-
 
 def text_table(delimiter, header=""):
     rows = [delimiter.join(map(repr, map(float, row))) for row in np.column_stack([X, Y])]
@@ -33,6 +31,8 @@ def text_table(delimiter, header=""):
         text_table(";", '"a, in cm";"b";"c";"d"\n'),
         text_table("\t", "length a\tb\tc\td\n"),
         text_table(" \t", "length a\tb\tc\td\n").replace("\t", "\t\t", 4),
+        text_table("\t").replace("\n", "\t\n"),
+        "A title of words and more\n" + text_table("\t\t"),
         "\ufeff" + text_table(" "),
         "a b c d\n" + text_table(","),
         '"a; cm",b,c,"d"\n' + "\n".join(f'"{line}"' for line in text_table('","').splitlines()),
@@ -44,6 +44,8 @@ def text_table(delimiter, header=""):
         "semicolon",
         "tabs",
         "blanks and tabs",
+        "tabs behind",
+        "two tabs",
         "blanks",
         "other names",
         "quotes",
@@ -76,6 +78,9 @@ def test_table(tmp_path, content):
         (",a,b\n0,1,2\n", "have 3 names in line 1, got ['', 'a', 'b']"),
         ("a b y\n1 10 20 30\n2 40 50 60\n", "have 4 names in line 1, got ['a', 'b', 'y']"),
         ("a\tb\ty\n1\t\t3\n\t5\t6\n", "have 3 numbers in line 2, got ['1', '', '3']"),
+        ("Title\n1\t\t3\t4\n\t5\t6\t7\n", "have 4 numbers in line 2, got ['1', '', '3', '4']"),
+        ("1\t\t3\n\t5\t6\n", "have 3 numbers in line 1, got ['1', '', '3']"),
+        ("a\tb\ty\n1\t\t3\n4\t\t6\n", "have 3 numbers in line 2, got ['1', '', '3']"),
         ("NA,NA,NA\n4,5,6\n", "have 3 numbers in line 1, got ['NA', 'NA', 'NA']"),
         ("1,2\n4,nan\n", "hold finite numbers, got others in row 1 (from 0)"),
         (

@@ -62,7 +62,7 @@ def table(path) -> Part:
         path: an npz file (npz.xz too) with X (N, Q) and y (N,), of one column also (N, 1); or a
             text file (csv, txt) of N rows with the target in the last column, fields apart by
             comma, semicolon, tab or blanks, in quotes or not, with or without a line above of a
-            title or of a name for each column.
+            name for each column, or of a title (not of one word less than there are columns).
             Lines that begin with # are passed over.
 
     Returns:
@@ -127,23 +127,33 @@ def _below_names(path: Path, rows: list, delimiter: str | None) -> list:
     (line, names), *rows = rows
     width = len(rows[0][1]) if rows else 0
     # One less than there are columns, or one without letters: that column holds names of the rows,
-    # which are no feature. More, apart by blanks: names have some within.
-    fit = len(names) in (1, width) or (not delimiter and len(names) > width)
+    # which are no feature. Of blanks alone any other number may be the words of a title.
+    fit = len(names) in (1, width) or (not delimiter and len(names) != width - 1)
     if rows and not (fit and all(names)):
         refuse("table", str(path), f"have {width} names in line {line}", names)
     return rows
 
 
 def _delimiter(lines: list[str]) -> str | None:
-    """None for blanks; tabs count among those, unless every line has as many: one may lack a
-    number."""
-    tabs = {line.count("\t") for line in lines}
-    marks = ",;\t" if len(tabs) == 1 else ",;"
-    return next((mark for mark in marks if lines and mark in lines[-1]), None)
+    """None for blanks, tabs among them; but tabs where they show that a number is missing, which
+    blanks would not."""
+    if _lacks_some(lines) or _lacks_some(lines[1:]):  # the first may be a title
+        return "\t"
+    return next((mark for mark in ",;" if lines and mark in lines[-1]), None)
+
+
+def _lacks_some(lines: list[str]) -> bool:
+    """Whether a column between tabs is empty in some lines and not in all."""
+    cells = [line.split("\t") for line in lines]
+    if len({len(row) for row in cells}) != 1:
+        return False
+    return any(
+        len({not cell.strip() for cell in column}) == 2 for column in zip(*cells, strict=True)
+    )
 
 
 def _are_names(fields: list[str]) -> bool:
-    """Not numbers; several of them not one word, which stands for what is missing."""
+    """Whether none is a number; several that are all one word (NA, ?) stand for missing numbers."""
     return not any(map(_is_number, fields)) and (len(fields) == 1 or len(set(fields)) > 1)
 
 

@@ -66,7 +66,7 @@ def fit_noise_variance(samples: Tensor, y: Tensor, score: str = "crps") -> float
     error = (y - (mean if score == "crps" else samples)).square()
     if not error.any():
         return 0.0
-    # With any noise variance that is looked at the variances stay below this.
+    # A bound of every variance below: the replicas', and the noise's, of at most error / log 2.
     if not (2 * (error.sum() + var.sum())).isfinite():
         got = f"distances of up to {(y - samples).abs().max():.3g}"
         refuse(op, "samples", "have squared distances from y of a finite sum", got)

@@ -17,9 +17,10 @@ def _take_density(entry) -> tuple:
 
 def _points(ends: tuple, family: str, location: float, scale: float):
     """Over the axis, and closer where a density much narrower than that stands."""
-    near = location + scale * np.linspace(-4, 4, 201)
     with np.errstate(over="ignore"):
-        near = np.exp(near) if family == "lognormal" else near
+        near = location + scale * np.linspace(-4, 4, 201)
+        if family == "lognormal":  # a wide one is steep at 0 alone
+            near = np.exp(near) if scale < 1 else near[:0]
     return np.union1d(np.linspace(*ends, 400), near[(near > ends[0]) & (near < ends[1])])
 
 

@@ -190,20 +190,18 @@ def _digits(settings: Settings) -> tuple[data.Part, data.Part, data.Part]:
 def _from_files(
     dataset: str, settings: Settings, root: Path
 ) -> tuple[data.Part, data.Part, data.Part]:
-    """As `_digits`; raises for folders that hold too few of them."""
+    """As `_digits`; raises where a folder holds too few images."""
     folders = [root / folder for folder in FOLDERS[dataset]]
     read = data.cifar10 if dataset == "cifar10" else data.mnist
     splits = [read(folder, num_validation=1) for folder in folders]
     for folder, split in zip(folders, splits, strict=True):
         check_classes("ood", split, 10, str(folder))
-    known = 10 if dataset == "mnist-all" else settings.num_known
-    train_part, _, test = splits[0]
+    (train_part, _, test), *others = splits
+    known = 10 if others else settings.num_known
     parts = {
         "training images of known classes": take(train_part, train_part.y < known),
         "test images of known classes": take(test, test.y < known),
-        "test images of unseen classes": (
-            splits[1].test if dataset == "mnist-all" else take(test, test.y >= known)
-        ),
+        "test images of unseen classes": others[0].test if others else take(test, test.y >= known),
     }
     for (name, part), least in zip(parts.items(), (settings.batch_size, 1, 1), strict=True):
         if len(part.y) < least:

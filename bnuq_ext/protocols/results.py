@@ -101,8 +101,8 @@ def _cell(value) -> str:
 class Estimate(str):
     """A cell "mean ± standard error", or the mean alone where the error is not known (NaN).
 
-    Of `digits` decimals, or as many as it takes to tell the error from 0; behind a mark. From a
-    million on of four significant digits.
+    Of `digits` decimals, or as many as it takes to tell the error from 0; behind a mark. A mean or
+    an error of a million or more puts both into four significant digits.
     """
 
     mean: float

@@ -97,7 +97,7 @@ def by_size(data_root: str | None) -> dict[str, int]:
 def check_tables(
     op: str, data_root: str | None, names: Iterable[str], settings: Regression
 ) -> None:
-    """`check_targets` of data sets, which are called by their files."""
+    """`check_targets` of these data sets; messages name their files."""
     paths = tables_at(data_root)
     for name in names:
         check_targets(op, str(paths[name] or name), load(data_root, name), settings)
