@@ -97,9 +97,8 @@ class Stochastic(Replicated):
         """x by its own statistics, and by the very function of train mode, so that deeper layers
         see what they see in training."""
         weight, bias, eps = self.affine_parameters()
-        eps = max(
-            eps, torch.finfo(torch.float32).tiny
-        )  # a frozen layer's may be 0, which is refused
+        # A frozen layer's may be 0, which is refused.
+        eps = max(eps, torch.finfo(torch.float32).tiny)
         # Stand-ins for the buffers of training: beside float32 weights or buffers alone the
         # statistics of numbers of 16 bits are kept in float32.
         own = [self._buffers.get(name) for name in ("running_mean", "running_var")]
