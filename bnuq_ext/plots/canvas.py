@@ -98,9 +98,15 @@ def legend_outside(panels, place: str, **options) -> None:
 
 def legend_columns(labels, inches: float, points: float, most: int) -> int:
     """How many entries of a legend, in letters of `points`, stand side by side in that width."""
-    # In ems: 0.62 a letter; the handle is two, and gaps are three.
-    entry = points / 72 * (0.62 * max(map(len, labels)) + 5)
-    return min(max(int(inches / entry), 1), most)
+    check_matplotlib()
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=points)
+    widths = [text_to_path.get_text_width_height_descent(s, font, False)[0] for s in labels]
+    # In heights of a letter: a handle 2, behind it 0.8, between columns 2, around all of them 0.8.
+    fit = (72 * inches + 1.2 * points) / (max(widths) + 4.8 * points)
+    return min(max(int(fit), 1), most)
 
 
 def dots(count: int, largest: float) -> dict:

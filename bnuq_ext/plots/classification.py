@@ -43,7 +43,7 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
     """
     op = "entropy_cdf"
     check_entries(op, "entropies", entropies)
-    columns = legend_columns([str(label) for label in entropies], 5.4, 8.3, 2)
+    columns = legend_columns([str(label) for label in entropies], 5.4, 8.33, 2)
     more = max(0, math.ceil(len(entropies) / columns) - 2)
     ax = take_axes(ax, height=3.6 + 0.17 * more)
     styles = take_options(op, "styles", styles, "arguments")
