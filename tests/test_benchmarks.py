@@ -242,11 +242,11 @@ def test_peak_memory_counts_what_is_alive_at_once():
         del a
         return b.add_(torch.zeros(500).sum())
 
-    # a and b, 4000 bytes each; then b, the 2000 bytes of zeros and the sum's 4. A number is a tensor
-    # for the time of an operator.
-    assert 8000 <= peak_extra_bytes(several) < 8100
+    # a and b, 4000 bytes each, and 12 of the number 1, which an operator makes a tensor of; then b,
+    # the 2000 bytes of zeros and the sum's 4.
+    assert peak_extra_bytes(several) == 8012
     given = torch.ones(100)
-    assert peak_extra_bytes(lambda: given.view(10, 10).t().add_(1)) < 100
+    assert peak_extra_bytes(lambda: given.view(10, 10).t().add_(1)) == 12
     assert peak_extra_bytes(lambda: [torch.ones(100) for _ in range(10)]) == 4000
     assert peak_extra_bytes(lambda: [torch.ones(100).sum() for _ in range(10)]) == 440
 
