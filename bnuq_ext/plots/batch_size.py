@@ -14,7 +14,7 @@ from .canvas import (
     share_axes,
     take_array,
     take_axes,
-    take_numbers,
+    take_one,
     take_options,
     take_values,
 )
@@ -52,7 +52,11 @@ def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, 
         ax.plot(batch_sizes, values, marker="o", markersize=4, label=label, **style)
         if label in levels:
             level = {"color": style["color"], "linestyle": "--", "linewidth": 1}
-            ax.axhline(_take_level(op, levels[label]), label=f"{label}, plug-in BN", **level)
+            ax.axhline(
+                take_one(op, "levels", levels[label], "be one number a curve"),
+                label=f"{label}, plug-in BN",
+                **level,
+            )
     for m in marks:
         ax.axvline(m, color=GREY, linewidth=0.6, zorder=0)
     ax.set_xscale("log", base=2)
@@ -74,13 +78,6 @@ def _take_sizes(op: str, batch_sizes) -> list:
     if (np.diff(sizes) < 0).any():
         refuse(op, "batch_sizes", "ascend", sizes.tolist())
     return take_array(batch_sizes).reshape(-1).tolist()
-
-
-def _take_level(op: str, value) -> float:
-    value = take_numbers(op, "levels", value)
-    if value.size != 1:
-        refuse(op, "levels", "be one number a curve", f"{value.size} of them")
-    return value.item()
 
 
 def _words_below(words: dict, places: list) -> dict:

@@ -160,14 +160,19 @@ def take_probs(op: str, name: str, values):
     return values
 
 
-def take_one_std(op: str, name: str, value) -> float:
-    """One standard deviation."""
+def take_one(op: str, name: str, value, requirement: str = "be one number") -> float:
     value = take_numbers(op, name, value)
     if value.size != 1:
-        refuse(op, name, "be one number", f"{value.size} of them")
-    if not value.item() >= 0:
-        refuse(op, name, "not be negative", value.item())
+        refuse(op, name, requirement, f"{value.size} of them")
     return value.item()
+
+
+def take_one_std(op: str, name: str, value) -> float:
+    """One standard deviation."""
+    value = take_one(op, name, value)
+    if not value >= 0:
+        refuse(op, name, "not be negative", value)
+    return value
 
 
 def check_entries(op: str, name: str, entries) -> None:
