@@ -52,19 +52,20 @@ QUICK = Settings(
 
 def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     """One per data set, split and batch size that a fold can fill."""
-    sizes, least = uci.by_size(data_root), min(settings.batch_sizes)
+    parts, least = uci.by_size(data_root), min(settings.batch_sizes)
     units = [
         Unit(f"{name}-{M}-{split}", {"data": name, "batch_size": M, "split": split})
-        for name, num_rows in sizes.items()
+        for name, part in parts.items()
         for split in range(1, settings.num_splits + 1)
         for M in settings.batch_sizes
-        if settings.fold_rows(num_rows) >= M
+        if settings.fold_rows(len(part.y)) >= M
     ]
     if not units:
         requirement = f"hold a table whose folds have {least} rows"
-        refuse("sensitivity", "data_root", requirement, f"tables of {list(sizes.values())} rows")
-    names = dict.fromkeys(unit.arguments["data"] for unit in units)
-    uci.check_tables("sensitivity", data_root, names, settings)
+        got = f"tables of {[len(part.y) for part in parts.values()]} rows"
+        refuse("sensitivity", "data_root", requirement, got)
+    used = {unit.arguments["data"]: parts[unit.arguments["data"]] for unit in units}
+    uci.check_tables("sensitivity", data_root, used, settings)
     return units
 
 

@@ -2,7 +2,6 @@
 (Teye et al. 2018)."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -88,31 +87,31 @@ def load(data_root: str | None, name: str) -> Part:
     return data.diabetes() if path is None else data.table(path)
 
 
-def by_size(data_root: str | None) -> dict[str, int]:
-    """name -> rows of the data sets, the largest first: the work is then shared evenly."""
-    sizes = {name: len(load(data_root, name).y) for name in tables_at(data_root)}
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+def by_size(data_root: str | None) -> dict[str, Part]:
+    """The data sets by name, the largest first: the work is then shared evenly."""
+    parts = {name: load(data_root, name) for name in tables_at(data_root)}
+    return dict(sorted(parts.items(), key=lambda item: -len(item[1].y)))
 
 
 def check_tables(
-    op: str, data_root: str | None, names: Iterable[str], settings: Regression
+    op: str, data_root: str | None, parts: dict[str, Part], settings: Regression
 ) -> None:
     """`check_targets` of these data sets; messages name their files."""
     paths = tables_at(data_root)
-    for name in names:
-        check_targets(op, str(paths[name] or name), load(data_root, name), settings)
+    for name, part in parts.items():
+        check_targets(op, str(paths[name] or name), part, settings)
 
 
 def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
-    sizes, least = by_size(data_root), settings.num_folds
-    for name, num_rows in sizes.items():
-        if (rows := num_train(num_rows)) < least:
+    parts, least = by_size(data_root), settings.num_folds
+    for name, part in parts.items():
+        if (rows := num_train(len(part.y))) < least:
             path = str(tables_at(data_root)[name])
             refuse("uci", path, f"have at least {least} training rows, 80 % of all", rows)
-    check_tables("uci", data_root, sizes, settings)
+    check_tables("uci", data_root, parts, settings)
     return [
         Unit(f"{name}-{method}-{split}", {"data": name, "method": method, "split": split})
-        for name in sizes
+        for name in parts
         for method in METHODS
         for split in range(1, settings.num_splits + 1)
     ]
