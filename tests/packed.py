@@ -2,6 +2,7 @@
 
 import io
 import lzma
+import struct
 
 import numpy as np
 
@@ -11,3 +12,10 @@ def packed(value):
     file = io.BytesIO()
     np.save(file, value)
     return lzma.compress(file.getvalue())
+
+
+def idx(values):
+    """The bytes of a file of MNIST's format."""
+    values = np.asarray(values)
+    header = struct.pack(f">{values.ndim + 1}I", 0x0800 | values.ndim, *values.shape)
+    return header + values.astype(np.uint8).tobytes()

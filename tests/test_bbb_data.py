@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from packed import idx
 from test_bbb import TINY
 
 from bnuq_ext.experiments import bbb
@@ -30,10 +31,8 @@ def write_idx(folder, rows, num_test=30, label=0):
     folder.mkdir(exist_ok=True)
     for part, count in (("train", rows), ("t10k", num_test)):
         images = generator.integers(0, 256, (count, 2, 3), dtype=np.uint8)
-        header = struct.pack(">I3I", 0x0803, count, 2, 3)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        labels = struct.pack(">II", 0x0801, count) + bytes([label]) * count
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(labels)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx([label] * count))
 
 
 @pytest.mark.parametrize("inside", [".", "mnist"])

@@ -1,10 +1,10 @@
 """Folders of MNIST's files that the protocol of unseen classes cannot use."""
 
-import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from packed import idx
 
 from bnuq_ext.protocols import ood
 
@@ -16,11 +16,9 @@ def write(folder, train, test):
     """Images of 28 by 28 pixels with these labels."""
     folder.mkdir(exist_ok=True)
     for part, labels in (("train", train), ("t10k", test)):
-        header = struct.pack(">4I", 0x0803, len(labels), 28, 28)
-        content = header + bytes(len(labels) * 28 * 28)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(content)
-        content = struct.pack(">2I", 0x0801, len(labels)) + bytes(labels)
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(content)
+        images = np.zeros((len(labels), 28, 28))
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
 
 
 def labels(num_rows, num_classes=10):

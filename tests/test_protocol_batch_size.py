@@ -1,13 +1,13 @@
 """The runner of the batch-size protocol, end to end on tiny images in the format of Fashion-MNIST
 and MNIST."""
 
-import struct
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from packed import idx
 from rates import record_sgd
 from sklearn.metrics import roc_auc_score
 from torch import nn
@@ -23,11 +23,6 @@ TINY = replace(
 )  # fmt: skip
 
 
-def write_idx(path, values):
-    header = b"\0\0\x08" + bytes([values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
-    path.write_bytes(header + values.astype(np.uint8).tobytes())
-
-
 def write_images(root, seed):
     """Each class is a bright stripe at another height; the foreign set has them upright."""
     rng = np.random.default_rng(seed)
@@ -37,8 +32,8 @@ def write_images(root, seed):
         images = rng.integers(0, 90, size=(count, 28, 28))
         for image, label in zip(images, labels, strict=True):
             (image if seed == 0 else image.T)[2 * label + 3 : 2 * label + 6] += 150
-        write_idx(root / f"{part}-images-idx3-ubyte", images)
-        write_idx(root / f"{part}-labels-idx1-ubyte", labels)
+        (root / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
+        (root / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
 
 
 @pytest.fixture(scope="module")

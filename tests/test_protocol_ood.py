@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import scipy.ndimage
 import sklearn.metrics
 import torch
+from packed import idx
 from real_data import REAL, needs_real_data
 
 import bnuq_ext as bnuq
@@ -139,12 +139,6 @@ def test_numbers_survive_json():
     assert torch.equal(again, values.double())
 
 
-def write_idx(path, values):
-    header = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
-    with gzip.open(path, "wb") as file:
-        file.write(header + values.astype(np.uint8).tobytes())
-
-
 @pytest.fixture
 def data_root(tmp_path):
     """Folders of 60 training and 40 test images of MNIST's format."""
@@ -155,8 +149,9 @@ def data_root(tmp_path):
     for name, part, rows in names:
         folder = tmp_path / "data" / name
         folder.mkdir(parents=True, exist_ok=True)
-        write_idx(folder / f"{part}-images-idx3-ubyte.gz", rng.integers(256, size=(rows, 28, 28)))
-        write_idx(folder / f"{part}-labels-idx1-ubyte.gz", np.arange(rows) % 10)
+        images, labels = rng.integers(256, size=(rows, 28, 28)), np.arange(rows) % 10
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
     return folder.parent
 
 
