@@ -6,17 +6,9 @@ import lzma
 import numpy as np
 import pytest
 import torch
+from test_data_files import X, Y, refusal
 
 from bnuq_ext import data
-
-RNG = np.random.default_rng(0)
-X, Y = RNG.normal(size=(6, 3)), RNG.normal(size=6)
-
-
-def refusal(function, *arguments, **options):
-    with pytest.raises(ValueError) as caught:
-        function(*arguments, **options)
-    return str(caught.value)
 
 
 def text_table(delimiter, header=""):
