@@ -194,7 +194,7 @@ class CategoricalMoments:
 
 class GaussianMoments:
     """Running mean and sum of squared deviations (Chan, Golub and LeVeque, 1979), both from the
-    first replica: differences of numbers that are near do not round,
+    first replica where that is finite: differences of numbers that are near do not round,
     however large the numbers are."""
 
     def __init__(self, op: str):
@@ -207,7 +207,7 @@ class GaussianMoments:
         count, total = len(means), self.count + len(means)
         means = means.to(acc_dtype(means.dtype))
         if self.origin is None:
-            self.origin = means[0].clone()  # a view would keep the chunk
+            self.origin = means[0].nan_to_num(0, 0, 0)
         means = means - self.origin
         if means.numel():
             mean, var = (m.view(means.shape[1:]) for m in channel_moments(means.flatten(1)))
@@ -217,7 +217,7 @@ class GaussianMoments:
         if self.mean is not None:
             delta = mean - self.mean
             m2 += self.m2 + delta.square() * (self.count * count / total)
-            mean = self.mean + delta * (count / total)
+            mean = (self.mean * self.count + mean * count) / total  # of infinite ones too
         self.count, self.mean, self.m2 = total, mean, m2
 
     def summary(self) -> dict[str, Tensor]:

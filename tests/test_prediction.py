@@ -1,5 +1,6 @@
 """Prediction: information that is exactly zero, and predictions of samples from anywhere."""
 
+import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -246,9 +247,13 @@ def test_variance_of_means_far_from_zero(chunks):
     torch.testing.assert_close(found["variance"].double(), expected, rtol=1e-5, atol=0)
 
 
-def test_means_that_are_not_finite_stay_so():
-    samples = torch.ones(3, 4, 1)
-    samples[0, 0], samples[1, 1], samples[2, 2] = torch.inf, -torch.inf, torch.nan
-    pred = bnuq.Prediction.from_samples(samples, "gaussian")
-    assert not pred.mean[:3].isfinite().any() and (pred.mean[3] == 1).all()
-    assert pred.variance[:3].isnan().all() and pred.variance[3] == 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_means_that_are_not_finite_stay_so_under_any_chunking(chunk, dtype):
+    values = [torch.inf, -torch.inf, torch.nan, 0, 1, -2.5]
+    samples = torch.tensor(list(itertools.product(values, repeat=3))).T[..., None]  # (3, 216, 1)
+    moments = make_moments("test", "gaussian")
+    for part in samples.to(dtype).split(chunk):
+        moments.add(part)
+    expected = {"mean": samples.mean(0), "variance": samples.var(0, correction=0)}
+    torch.testing.assert_close(moments.summary(), expected, check_dtype=False, equal_nan=True)

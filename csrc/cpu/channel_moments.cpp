@@ -1,9 +1,10 @@
-// Mean and biased variance of each channel, added up in float64 from a channel's first number on:
-// numbers that are near do not cancel, and equal ones have no variance.
+// Mean and biased variance of each channel, added up in float64 from a channel's first number on,
+// if that is finite: numbers that are near do not cancel, and equal ones have no variance.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 #include <vector>
 
@@ -19,6 +20,12 @@ namespace st = torch::stable;
 
 constexpr int64_t kGroup = 256;     // channels of a task at most
 constexpr int64_t kTask = 1 << 16;  // numbers of a task, about
+
+template <typename scalar_t>
+double origin(const scalar_t& first) {
+  const double value = load(first);
+  return std::isfinite(value) ? value : 0;
+}
 
 // A plane of one channel.
 template <typename scalar_t>
@@ -50,7 +57,7 @@ void add_rows(
     double* sum, double* squares, const scalar_t* x, Extent d, int64_t channel, int64_t count,
     int64_t begin, int64_t end) {
   double first[kGroup];
-  for (int64_t c = 0; c < count; ++c) first[c] = load(x[(channel + c) * d.S]);
+  for (int64_t c = 0; c < count; ++c) first[c] = origin(x[(channel + c) * d.S]);
   for (int64_t n = begin; n < end; ++n) {
     const scalar_t* row = x + (n * d.C + channel) * d.S;
     if (d.S == 1) {
@@ -83,7 +90,7 @@ void moments(acc_t* mean, acc_t* var, const scalar_t* x, Extent d) {
     double s = 0, q = 0;
     for (int64_t at = c; at < parts * d.C; at += d.C) s += sums[at], q += squares[at];
     const double shift = s / count, v = q / count - shift * shift;
-    mean[c] = acc_t(load(x[c * d.S]) + shift);
+    mean[c] = acc_t(origin(x[c * d.S]) + shift);
     var[c] = acc_t(v < 0 ? 0 : v);  // keeps a NaN
   }
 }
