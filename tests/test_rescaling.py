@@ -109,6 +109,17 @@ def test_the_banks_own_batch_size_gives_the_banks_own_moments(name):
             torch.testing.assert_close(a, e)
 
 
+@pytest.mark.parametrize("disjoint", [0.0, 0.5, 1.0])
+def test_at_the_banks_own_batch_size_the_centres_are_the_banks(disjoint):
+    bank = random_bank()
+    for key in bank.mean:
+        mean, std = bank.mean[key].double(), bank.var[key].double().sqrt()
+        moments = fit(bank.mean[key], bank.var[key], Rescaling.between(16, 16, 64, disjoint))
+        torch.testing.assert_close(moments.mean, mean.mean(0))
+        torch.testing.assert_close(moments.spread, std.mean(0))
+        torch.testing.assert_close(moments.log_spread, std.log().mean(0))
+
+
 class Collecting(Pass):
     """Notes the batch statistics of every layer."""
 
