@@ -42,14 +42,14 @@ def save(path, tensors: dict[str, Tensor], fields: dict[str, str]) -> None:
     target = os.path.realpath(_check_path("Bank.save", path))
     if not os.path.isdir(os.path.dirname(target)):
         refuse("Bank.save", "path", "lie in a folder that exists", repr(path), FileNotFoundError)
-    if os.path.exists(target):
-        _check_regular("Bank.save", target)
-    replace_whole(target, lambda stream: write(stream, tensors, fields))
+    replace_whole("Bank.save", target, lambda stream: write(stream, tensors, fields))
 
 
-def replace_whole(target: str, write) -> None:
+def replace_whole(op: str, target: str, write) -> None:
     """Let `write` fill a binary stream: `target`, no link, holds its old content or all of the new,
-    and its mode. An error of the disk names it."""
+    and its mode. An error of the disk names it; what is no regular file is refused."""
+    if os.path.exists(target):
+        _check_regular(op, target)
     folder = os.path.dirname(target)
     # In the same folder, so that the renaming stays inside one file system.
     temporary = os.path.join(folder, f".bnuq-{secrets.token_hex(8)}.tmp")

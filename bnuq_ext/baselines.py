@@ -17,7 +17,14 @@ from .interrupts import leaving_nothing_behind
 from .known import know
 from .nn import check_model
 from .ops import new_seed, snapshot_indices
-from .ops.checks import check_callable, check_first_replica, check_integer, check_one_of, refuse
+from .ops.checks import (
+    check_callable,
+    check_first_replica,
+    check_flags,
+    check_integer,
+    check_one_of,
+    refuse,
+)
 from .passes import Pass, running
 from .predict import (
     check_bank_sampler,
@@ -264,6 +271,7 @@ class _Task:
     def __post_init__(self):
         check_likelihood(self.op, self.likelihood, self.noise_var)
         check_callable(self.op, "output_fn", self.output_fn)
+        check_flags(self.op, keep_samples=self.keep, progress=self.progress)
 
     def replicas(self, first_replica, num_samples, seed) -> tuple[int, int]:
         """First replica and number of replicas, checked, with the seed."""

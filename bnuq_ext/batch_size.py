@@ -22,7 +22,7 @@ from .interrupts import leaving_nothing_behind
 from .metrics import mutual_information
 from .metrics.arguments import as_rows_of, check_fittable, label_log_probs, take_labels
 from .nn import require_stochastic_layers
-from .ops.checks import check_integer, refuse
+from .ops.checks import check_flags, check_integer, refuse
 from .predict import predict
 from .prediction import check_likelihood
 from .progress import progress_bar
@@ -161,6 +161,7 @@ def fit_batch_size(
         _size("validation", validation)
     num_rows = _checked_rows(data, num_rows)
     check_key(OP, seed)
+    check_flags(OP, progress=progress)
     device = device_of(model.modules())
     key = draw_key(seed, torch.device("cpu"))
     judge = _Judge(model, device, likelihood, noise_var, key, rows_at_a_time)

@@ -12,6 +12,7 @@ from .nn import check_model
 from .ops import new_seed, philox_normal
 from .ops.checks import (
     acc_dtype,
+    check_flags,
     check_floating,
     check_integer,
     check_named_device,
@@ -113,6 +114,7 @@ class BayesLinear(Replicated, nn.Module):
         op = "BayesLinear"
         in_features = check_integer(op, "in_features", in_features, 1)
         out_features = check_integer(op, "out_features", out_features, 1)
+        check_flags(op, bias=bias)
         check_prior(op, prior)
         check_one_of(op, "estimator", estimator, ESTIMATORS)
         if device is not None:

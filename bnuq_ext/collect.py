@@ -30,6 +30,7 @@ from .nn import require_stochastic_layers
 from .ops.checks import (
     check_callable,
     check_dtype,
+    check_flags,
     check_has_numbers,
     check_integer,
     check_named_device,
@@ -104,6 +105,7 @@ def collect(
     """
     require_stochastic_layers("collect", model)
     _check_arguments(model, num_batches, input_fn, on_nonfinite)
+    check_flags("collect", progress=progress)
     source = find_source("collect", data, batch_size)
     if source.in_order:
         warn(_IN_ORDER)

@@ -238,9 +238,11 @@ def memory_of(tensor: Tensor) -> object:
 
 
 def layout_of(tensor: Tensor) -> tuple | None:
-    """What tells a tensor, with its memory, from a later one at the same address."""
+    """What tells a tensor, with its memory, from a later one at the same address, and whether it gets
+    a gradient."""
     try:
-        return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return tensor.dtype, tensor.requires_grad, *layout
     except (RuntimeError, ValueError, NotImplementedError):
         return None
 

@@ -14,7 +14,7 @@ from .adapters import find_adapter
 from .batch_norm_like import EXCLUDED, Survey, describe, survey
 from .inputs import tensors
 from .nn import STOCHASTIC_CLASSES, Stochastic, check_model, named_stochastic_layers, original_class
-from .ops.checks import check_callable, refuse
+from .ops.checks import check_callable, check_flags, refuse
 from .state import is_training
 from .warn import warn
 
@@ -50,10 +50,11 @@ def convert(
         whose adapter made a new one).
 
     Raises:
-        TypeError: model or filter_fn of another type, or a model that copy.deepcopy refuses.
+        TypeError: an argument of another type, or a model that copy.deepcopy refuses.
         ValueError: no layer to convert, or with `strict` one that cannot be.
     """
     check_model("convert", model)
+    check_flags("convert", inplace=inplace, strict=strict)
     check_callable("convert", "filter_fn", filter_fn)
     found = survey(model)
     candidates = found.convertible | found.excluded
@@ -86,6 +87,7 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         ValueError: it has no stochastic layer, or one with a parametrisation.
     """
     check_model("revert", model)
+    check_flags("revert", inplace=inplace)
     layers = named_stochastic_layers(model)
     if not layers:
         refuse("revert", "model", "contain a stochastic layer", "none")

@@ -3,6 +3,7 @@
 from torch import nn
 
 from .nn import require_stochastic_layers
+from .ops.checks import check_flags
 
 
 def freeze(model: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
@@ -21,10 +22,12 @@ def freeze(model: nn.Module, *, statistics: bool = True, affine: bool = True) ->
         affine: True: weight and bias of the layers get no gradient. False: they do.
 
     Raises:
-        ValueError, TypeError: no model, or one without stochastic layers.
+        ValueError, TypeError: an argument is refused; a model without stochastic layers.
     """
-    for layer in require_stochastic_layers("freeze", model).values():
-        layer.frozen = bool(statistics)
+    layers = require_stochastic_layers("freeze", model)
+    check_flags("freeze", statistics=statistics, affine=affine)
+    for layer in layers.values():
+        layer.frozen = statistics
         layer.training = layer.training and not layer.frozen
         for parameter in layer.parameters(recurse=False):
             parameter.requires_grad_(not affine)

@@ -18,7 +18,7 @@ from .collect import gather
 from .inputs import call, device_of, move, split_batch
 from .interrupts import leaving_nothing_behind
 from .nn import require_stochastic_layers
-from .ops.checks import acc_dtype, check_floating, check_integer, refuse
+from .ops.checks import acc_dtype, check_flags, check_floating, check_integer, refuse
 from .passes import Pass, running
 from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
@@ -153,6 +153,7 @@ def statistics_normality(
     num_batches = check_integer(OP, "num_batches", num_batches, 8)
     rows_at_a_time = check_integer(OP, "rows_at_a_time", rows_at_a_time, 1)
     check_key(OP, seed)
+    check_flags(OP, progress=progress)
     key, device = draw_key(seed, torch.device("cpu")), device_of(model.modules())
     with preserved_rng():
         torch.manual_seed(key)

@@ -21,6 +21,7 @@ from .nn import Stochastic, check_model, named_stochastic_layers
 from .ops.checks import (
     check_callable,
     check_first_replica,
+    check_flags,
     check_has_numbers,
     check_integer,
     check_one_of,
@@ -137,6 +138,7 @@ def predict(
     check_sampler("predict", sampler, batch_size)
     _check_options(sampler, seed, loader, strategy, output_fn)
     check_chunk("predict", chunk)
+    check_flags("predict", keep_samples=keep_samples, progress=progress)
     _check_query(query, sampler, strategy)
     device = device_of(modules)
     check_x("predict", x, device)

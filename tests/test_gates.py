@@ -45,6 +45,7 @@ PICKS = {
     "arange": lambda x: torch.arange(len(x))[x.isnan().any(1)],
     "masked_select": lambda x: torch.arange(len(x)).masked_select(x.isnan().any(1)),
     "threshold": lambda x: (x.nan_to_num(9.0)[:, 0] > 8).nonzero()[:, 0],
+    "cast": lambda x: (x.nan_to_num(9.0)[:, 0] - 8).relu().bool().nonzero()[:, 0],
     "band": lambda x: ((x.nan_to_num(9.0)[:, 0] > 8) & (x.nan_to_num(9.0)[:, 0] < 10)).nonzero()[:, 0],
 }  # fmt: skip
 

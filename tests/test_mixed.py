@@ -123,6 +123,9 @@ RARE = {
     "shifted": lambda h: torch.where(h > 1e6, torch.cat([h[1:], h[:1]]), h),
     "sorted": lambda h: torch.where(h > 1e6, h.sort(0)[0], h),
     "sorted as it was": lambda h: torch.where(h > 1e6, h.sort(dim=0, stable=True)[0], h),
+    "top": lambda h: torch.where(h > 1e6, h.topk(len(h), 0)[0], h),
+    "norms of columns": lambda h: torch.where(h > 1e6, h.renorm(2, 1, 1.0), h),
+    "pseudoinverse": lambda h: torch.where(h > 1e6, torch.linalg.pinv(h).T, h),
     "spectrum": lambda h: torch.where(
         h > 1e6, torch.fft.ifft(torch.fft.fft(h, dim=0) ** 2).real, h
     ),

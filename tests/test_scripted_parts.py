@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import bnuq_ext as bnuq
+from bnuq_ext.fingerprint import fingerprint
+from bnuq_ext.state import modules_of
 
 X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
 BATCHES = list(torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(1)))
@@ -62,3 +64,8 @@ def test_predicts_and_trains(name, kind):
     with bnuq.replicas(bayesian, 3, seed=0):
         expected = nn.functional.cross_entropy(bayesian(X), y.repeat(3))
     torch.testing.assert_close(nll, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_traced_part_can_be_looked_at():
+    modules = modules_of(Branched(compiled("traced")))
+    assert fingerprint(modules) == fingerprint(modules)

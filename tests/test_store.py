@@ -2,7 +2,9 @@
 
 import errno
 import json
+import os
 import re
+import stat
 
 import pytest
 
@@ -52,6 +54,16 @@ def test_a_full_disk_is_said_of_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=re.escape(f"No space left on device: '{path}'")):
         write_json(path, [1])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path):
+    (tmp_path / "pipe").symlink_to(tmp_path / "fifo")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(
+        ValueError, match="store: path must name a regular file, got a special file"
+    ):
+        write_json(tmp_path / "pipe", [1])
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode) and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_figure_that_fails_leaves_the_old_one(tmp_path):

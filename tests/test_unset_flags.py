@@ -81,6 +81,22 @@ def test_a_column_that_is_the_same_in_all_rows_of_the_first_batch():
     assert way(model) == "loop"
 
 
+class Swapped(Norms):
+    """Of the rows of a trial one that a flag chooses is then as another."""
+
+    def forward(self, x, flag):
+        h = self.second(self.first(x))
+        partner = h[torch.arange(len(h) - 1, -1, -1)]
+        return self.head(torch.where(flag.bool().reshape(len(x), -1), partner, h))
+
+
+@pytest.mark.parametrize("unset", FLAGS.values(), ids=FLAGS)
+def test_rows_that_a_flag_makes_equal(unset):
+    x, model = ROWS[:12], collected(bnuq.convert(Swapped().eval()), (ROWS[:12], unset))
+    assert_goes_as_the_loop(model, (x, unset), (x, (1 - unset.int()).to(unset.dtype)))
+    assert way(model) == "loop"
+
+
 class Divided(Centred):
     """Takes no zeros beside the flag."""
 

@@ -17,7 +17,7 @@ def write_json(path: Path, value) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """A reader never sees half of the content."""
-    replace_whole(os.path.realpath(path), lambda stream: stream.write(content))
+    replace_whole("store", os.path.realpath(path), lambda stream: stream.write(content))
 
 
 def save_figures(folder, figures: dict, dpi: int = 120, **options) -> list[str]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from .checks import (
     check_device,
     check_dtype,
+    check_flags,
     check_num_samples,
     check_one_of,
     check_parameter,
@@ -130,8 +131,7 @@ def check_fitted(op, x, params, seed, stream, num_samples, family) -> None:
 
 def check_input(op, x, num_samples, weight, bias, eps, residual, shared) -> None:
     """Checks what both ops take besides the statistics."""
-    if not isinstance(shared, bool):
-        refuse(op, "shared", "be True or False", repr(shared), TypeError)
+    check_flags(op, shared=shared)
     if not shared and x.shape[0] % num_samples != 0:
         refuse(op, "x", f"have a multiple of {num_samples} rows", list(x.shape))
     check_scalar(op, "eps", eps)

@@ -123,6 +123,13 @@ def check_one_of(op: str, name: str, value, choices) -> None:
         refuse(op, name, f"be one of {', '.join(choices)}", repr(value))
 
 
+def check_flags(op: str, **flags) -> None:
+    """Checks that each is True or False: "no" would be true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            refuse(op, name, "be True or False", _readable(value), TypeError)
+
+
 def check_number(op: str, name: str, value, kind: str = "a number") -> None:
     """TypeError for what is no real number, ValueError for an integer beyond every float."""
     if type(value) is float:

@@ -56,8 +56,9 @@ class Gates(DispatchMode):
             super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket not in _COMPARISONS or not _is_new(result, args):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not _compares(func, kwargs) or not _is_new(result, args):
             return result
         if self.reads.constant(args):
             return result
@@ -73,6 +74,12 @@ class Gates(DispatchMode):
         first."""
         places = [i for i, found in enumerate(self.found) if found is value]
         return [{*chosen} for chosen in together_and_alone(places)]
+
+
+def _compares(func, kwargs: dict) -> bool:
+    """Whether an operation makes truth values: a cast does by a comparison with 0."""
+    cast = func is _aten._to_copy.default and kwargs.get("dtype") == torch.bool
+    return cast or func.overloadpacket in _COMPARISONS
 
 
 def _is_new(result, args: tuple) -> bool:

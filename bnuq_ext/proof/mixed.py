@@ -32,11 +32,13 @@ _CHOICES = {
     _aten._pack_padded_sequence,
 }
 _CHOICES_BY = {_aten.index, _aten.index_select, _aten.gather, _aten.embedding, _aten.take}
+_SORTS = {_aten.sort, _aten.topk}
 # What each of these makes of a row hangs on others: along dimensions, or on all of them.
 _ALONG = {
     *(_aten.cumsum, _aten.cumsum_, _aten.cumprod, _aten.cumprod_, _aten.logcumsumexp),
     *(_aten.cummax, _aten.cummin, _aten._softmax, _aten._log_softmax),
-    *(_aten.flip, _aten.roll, _aten._fft_r2c, _aten._fft_c2c, _aten._fft_c2r, _aten.sort),
+    *(_aten.flip, _aten.roll, _aten._fft_r2c, _aten._fft_c2c, _aten._fft_c2r),
+    *_SORTS,
 }
 _WINDOWS = {
     *(_aten.convolution, _aten.avg_pool2d, _aten.avg_pool3d),
@@ -52,7 +54,11 @@ _BATCH_NORMS = {
     *(_aten.native_batch_norm, _aten._native_batch_norm_legit, _aten._batch_norm_with_update),
     *(_aten.cudnn_batch_norm, _aten.miopen_batch_norm),
 }
-_COUNTS = {_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive}
+# Each number that these make hangs on all that they are given.
+_OF_ALL = {
+    *(_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive),
+    _aten.quantize_per_tensor_dynamic,
+}
 # Counts and their sums say where the rows of a group lie, to what reads or multiplies them there.
 _PLACES = {_aten.bincount, _aten.histc, _aten.cumsum}
 _AT_PLACES = _CHOICES_BY | {
@@ -181,7 +187,7 @@ class Mixed(DispatchMode):
         if alone is None or chooses or packet in _FACTORIES:
             return []
         mixing = now.mixing(alone, self.num_samples)
-        if packet is _aten.sort:  # rows may be put back by the places that are its other result
+        if packet in _SORTS:  # rows may be put back by the places that are the other result
             return mixing[:1]
         return list(range(len(now.made))) if mixing and packet in _BATCH_NORMS else mixing
 
@@ -238,15 +244,19 @@ def _operation(func, args: tuple, kwargs: dict, sizes: list, made: list[Tensor])
 
 def _along(func, args: tuple, kwargs: dict) -> list[int]:
     packet = func.overloadpacket
-    if packet in _COUNTS:
+    if packet in _OF_ALL:
         return [args[0].numel()]
+    if packet is _aten.renorm:  # norms of all that shares a place in one dimension
+        return [args[0].numel() // max(args[0].size(args[2]), 1)]
+    if packet is _aten.linalg_pinv:
+        return [*args[0].shape[-2:]]
     if packet in _WINDOWS:
         return [*args[0].shape[2:]]
     if packet in _ATTENTION:
         return [args[1].size(-2)]
     if packet not in _ALONG or not args[0].dim() or args[0].is_nested:
         return []
-    if packet is _aten.sort and not args[0].is_floating_point():  # numbers of experts
+    if packet in _SORTS and not args[0].is_floating_point():  # numbers of experts
         return []
     dims = _dims(func, args, kwargs)
     return [args[0].size(dim) for dim in dims] or [args[0].numel()]

@@ -133,12 +133,12 @@ class Trial(NamedTuple):
             raise DoesNotFold(CARRIES)
         loop, rows = torch.cat([output for output, _ in runs]), runs[0][1].rows
         tolerance = tolerance_of(loop, probe, self.modules)
-        if self.tells:
-            check_informative(torch.stack([output for output, _ in runs]), tolerance)
         folded, seen = self._watched(mode, mixed, self._arguments(probe), both, rows)
         check_equal(folded, loop, tolerance)
         if mixed is not None:
             mixed.check(folded)
+        if self.tells:
+            check_informative(torch.stack([output for output, _ in runs]), tolerance)
         return rows, seen.shared, folded
 
     def _watched(self, mode, mixed: Mixed | None, arguments, draw: Draw, rows=None):
