@@ -1,7 +1,5 @@
 """A bank and the model whose layers it has the statistics of."""
 
-from weakref import WeakKeyDictionary, ref
-
 from torch import nn
 
 from .bank import Bank
@@ -9,8 +7,7 @@ from .batch_norm_like import listed
 from .calls import split_key
 from .nn import named_stochastic_layers, require_stochastic_layers
 from .ops.checks import refuse
-
-_GIVEN: WeakKeyDictionary[nn.Module, ref[Bank]] = WeakKeyDictionary()  # the bank of whole models
+from .state import OWN_BANK
 
 
 def attach(model: nn.Module, bank: Bank) -> None:
@@ -37,7 +34,7 @@ def attach(model: nn.Module, bank: Bank) -> None:
         for layer, old, name in before:
             layer.bank, layer.bank_name = old, name
         raise
-    _GIVEN[model] = ref(bank)
+    vars(model)[OWN_BANK] = bank
 
 
 def find_bank(model: nn.Module, op: str) -> Bank:
@@ -58,7 +55,7 @@ def find_bank(model: nn.Module, op: str) -> Bank:
 def remarks_on_gone_layers(model: nn.Module, bank: Bank) -> list[str]:
     """What to say of the layers of its bank that a model had when it was given it, and has no
     longer: frozen, merged or taken out. A part of a model is run with the bank of the whole."""
-    if _GIVEN.get(model, lambda: None)() is not bank:
+    if vars(model).get(OWN_BANK) is not bank:
         return []
     layers = named_stochastic_layers(model)
     gone = sorted({*_layer_names(layers, bank).values(), *bank.unused} - layers.keys())

@@ -28,6 +28,7 @@ from .prediction import check_likelihood
 from .progress import progress_bar
 from .restore import preserved_rng, without_gradients
 from .samplers import check_key, draw_key
+from .state import OWN_BANK
 from .statistics_kl import (
     StatisticsGaussian,
     channel_kl,
@@ -165,7 +166,7 @@ def fit_batch_size(
     device = device_of(model.modules())
     key = draw_key(seed, torch.device("cpu"))
     judge = _Judge(model, device, likelihood, noise_var, key, rows_at_a_time)
-    with preserved_rng(), without_gradients(), _bank_put_back(layers):
+    with preserved_rng(), without_gradients(), _bank_put_back(model, layers):
         _check_targets("data", data)
         if validation is not None:
             _check_targets("validation", validation)
@@ -239,17 +240,17 @@ def _checked_noise(likelihood, noise_var) -> float | None:
 
 
 @contextmanager
-def _bank_put_back(layers: dict[str, nn.Module]):
+def _bank_put_back(model: nn.Module, layers: dict[str, nn.Module]):
     """Each layer's own bank, or none, is put back after the body, however it ends."""
-    names = ("bank", "bank_name")
-    before = [(m, {n: vars(m)[n] for n in names if n in vars(m)}) for m in layers.values()]
+    names, changed = ("bank", "bank_name", OWN_BANK), (model, *layers.values())
+    before = [(m, {n: vars(m)[n] for n in names if n in vars(m)}) for m in changed]
     try:
         yield
     finally:
-        for layer, found in before:
+        for module, found in before:
             for name in names:
-                vars(layer).pop(name, None)
-            vars(layer).update(found)
+                vars(module).pop(name, None)
+            vars(module).update(found)
 
 
 def _bank(model, data, M: int, num_samples: int, key: int, device) -> Bank:

@@ -15,7 +15,7 @@ from .batch_norm_like import EXCLUDED, Survey, describe, survey
 from .inputs import tensors
 from .nn import STOCHASTIC_CLASSES, Stochastic, check_model, named_stochastic_layers, original_class
 from .ops.checks import check_callable, check_flags, refuse
-from .state import is_training
+from .state import OWN_BANK, is_training
 from .warn import warn
 
 _INPLACE = " (inplace=True needs no copy)"
@@ -107,6 +107,7 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         if isinstance(module, Stochastic):
             originals[id(module)] = _restore(module)
         _remember_excluded(module, False)
+        vars(module).pop(OWN_BANK, None)
     return _replace(model, originals)
 
 

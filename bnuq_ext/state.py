@@ -8,7 +8,8 @@ from torch.nn.parameter import is_lazy
 
 from .contents import CONTAINERS, is_record
 
-OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+OWN_BANK = "_bnuq_bank"  # attribute of a model that `attach` gave a bank: that of its layers, in copies too
+OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, OWN_BANK})
 _DEEPEST = 3  # of containers in containers that are put back
 
 

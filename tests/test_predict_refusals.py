@@ -1,6 +1,8 @@
 """What predict refuses and what it warns of."""
 
+import copy
 import math
+import pickle
 import warnings
 from collections import OrderedDict
 
@@ -356,9 +358,13 @@ class Two(nn.Module):
         return self.second(self.first(x).relu())
 
 
-def test_layers_that_are_gone_since_the_bank_was_collected_are_told_of():
+@pytest.mark.parametrize(
+    "copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_layers_that_are_gone_since_the_bank_was_collected_are_told_of(copied):
     model = bnuq.convert(Two())
     bnuq.collect(model, list(torch.randn(4, 10, 4)), 4, progress=False)
+    model = copied(model)
     options = {"likelihood": "gaussian", "num_samples": 2, "seed": 0}
     part = nn.Sequential(OrderedDict(first=model.first))
     bnuq.predict(part, torch.randn(3, 4), **options)  # with the bank of the whole
@@ -368,3 +374,4 @@ def test_layers_that_are_gone_since_the_bank_was_collected_are_told_of():
         bnuq.predict(model, torch.randn(3, 4), **options)
     (told,) = [t for t in bnuq.doctor(model, torch.randn(3, 4)).warnings if "no longer" in t]
     assert told.startswith("the model no longer has the layers first of its bank")
+    assert not [name for m in bnuq.revert(model).modules() for name in vars(m) if "bnuq" in name]
