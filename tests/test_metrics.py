@@ -145,9 +145,12 @@ def test_equal_replicas_have_exactly_no_information(replicas):
     assert (metrics.mutual_information(probs, reduction="none") == 0).all()
 
 
-def test_information_is_never_negative_beyond_rounding():
-    probs = (30 * draw(5, 1000, 10)).softmax(2)
-    assert metrics.mutual_information(probs, reduction="none").min() > -1e-14
+@pytest.mark.parametrize("scale", [30, 300, 1000])  # among those of the last subnormal ones
+def test_information_lies_between_zero_and_that_of_opposed_certainties(scale):
+    information = metrics.mutual_information(
+        (scale * draw(5, 1000, 10)).softmax(2), reduction="none"
+    )
+    assert -1e-14 < information.min() and information.max() < math.log(5) + 1e-14
 
 
 def test_auroc_matches_scikit_learn_with_ties():

@@ -3,9 +3,8 @@
 N rows, K classes, T replicas; entropies and likelihoods in nats. A row has one output, (N,) or
 (N, 1), or several, (N, *); a single row may also be (). With `reduction="none"` a function returns
 its value per row, with `"mean"` (the default) the mean over the rows. A nan in a row makes its
-value nan (an accuracy takes it for the largest); a fit refuses what is not finite. An argument of
-the wrong shape, dtype or value is a ValueError or a TypeError that names the function
-and the argument.
+value nan; a fit refuses what is not finite. An argument of the wrong shape, dtype or value is a
+ValueError or a TypeError that names the function and the argument.
 """
 
 from .baselines import best_crps as best_crps

@@ -164,6 +164,7 @@ def mutual_information(probs: Tensor, *, reduction: str = "mean") -> Tensor:
     mean = probs[0] + (probs - probs[0]).mean(0)
     positive = probs > 0  # the gradient of 0 log 0 would be nan
     own, shared = (torch.where(positive, p, 1.0) for p in (probs, mean))
+    shared = shared.clamp(min=math.ulp(0.0))  # of numbers that hardly are any it rounds to 0
     divergence = (torch.xlogy(probs, own) - torch.xlogy(probs, shared)).sum(2).mean(0)
     return reduce("mutual_information", divergence, reduction)
 
