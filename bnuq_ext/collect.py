@@ -271,7 +271,7 @@ class _Record:
             got = f"{self.seen}, of which {self.small} too small and {self.nonfinite} not finite"
             refuse(self.op, source.name, "hold a batch with two finite values a channel", got)
         if not self.called:
-            got = "calls of none"
+            got = "calls of none (it may run another network than the one that was converted)"
             refuse(self.op, "model", "call its stochastic layers in eval", got)
         items = source.batch_size or 0
         rows = self._rows(items)

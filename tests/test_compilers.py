@@ -1,5 +1,6 @@
 """Converted models under torch.compile, torch.fx, TorchScript and torch.export."""
 
+import io
 import warnings
 
 import pytest
@@ -148,8 +149,11 @@ def test_predictions_are_exported_for_any_number_of_rows(kind, before):
     if before:
         module(x)
     program = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("n")},))
-    for rows in (torch.randn_like(x), torch.randn(len(x) + 3, *x.shape[1:])):
-        assert_same(program.module()(rows), module(rows))
+    file = io.BytesIO()
+    torch.export.save(program.run_decompositions(), file)
+    for exported in (program, torch.export.load(file)):
+        for rows in (torch.randn_like(x), torch.randn(len(x) + 3, *x.shape[1:])):
+            assert_same(exported.module()(rows), module(rows))
 
 
 @pytest.mark.parametrize("kind", ["mlp", "residual"])

@@ -20,6 +20,7 @@ from .results import Estimate, Report, Table, Unit, required_folder
 TITLE = "Ninety fully connected layers with and without batch norm (Atanov et al. 2018, FC90)"
 WITHOUT_DATA = "digits"
 CLASSES = 10
+SMOOTHED = 20  # steps
 NORMS = {"bn": "with BN", "plain": "without BN"}
 INITS = {"torch": "torch's initialisation", "kept": "variance kept"}
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
@@ -195,8 +196,9 @@ def row(key: tuple[str, str, str], runs: list[dict]) -> list:
 
 
 def draw(found: dict, settings: Settings):
-    """A panel for each activation; losses are means over 20 steps."""
+    """A panel for each activation."""
     figure = new_figure(4.6 * len(settings.activations), 3.8)
+    ylabel = f"training loss (nats), mean over {SMOOTHED} steps"
     panels = figure.subplots(1, len(settings.activations), sharey=True, squeeze=False)[0]
     for ax, activation in zip(panels, settings.activations, strict=True):
         curves = {
@@ -205,7 +207,7 @@ def draw(found: dict, settings: Settings):
             if kind == activation
         }
         levels = {f"chance, log {CLASSES}": math.log(CLASSES)}
-        plots.error_over_epochs(curves, levels=levels, ylabel="training loss (nats)", ax=ax)
+        plots.error_over_epochs(curves, levels=levels, ylabel=ylabel, ax=ax)
         ax.set(xlabel="step", title=f"{settings.num_layers} layers, {activation}")
         ax.label_outer()
     legend_outside(panels, "lower", ncols=2)
@@ -213,8 +215,8 @@ def draw(found: dict, settings: Settings):
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """Mean of each loss and the up to 19 before it."""
-    return [fmean(losses[max(0, i - 19) : i + 1]) for i in range(len(losses))]
+    """Mean of each loss and the ones before it, `SMOOTHED` at the most."""
+    return [fmean(losses[max(0, i - SMOOTHED) : i]) for i in range(1, len(losses) + 1)]
 
 
 def remarks(found: dict, settings: Settings) -> list[str]:

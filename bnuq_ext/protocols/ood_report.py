@@ -264,7 +264,7 @@ def _conditions(case: tuple[str, str], settings) -> str:
         else ""
     )
     return (
-        f"{classes}Trained here for {epochs} epochs on {images} of the training images of the known classes; "
+        f"{classes}Trained here for {epochs} epoch{'s' * (epochs > 1)} on {images} of the training images of the known classes; "
         "what the paper's ± means it does not say (taken as a standard error)."
     )
 

@@ -153,6 +153,8 @@ def claims(score: str, sizes: dict, counts: dict, settings: Settings) -> list[st
 
 def draw(sizes: dict, settings: Settings):
     """Normalised scores against the batch size, a curve a data set."""
+    from matplotlib.ticker import SymmetricalLogLocator
+
     figure = new_figure(9.2, 3.8)
     axes = figure.subplots(1, len(SCORES))
     for ax, score in zip(axes, SCORES, strict=True):
@@ -169,6 +171,8 @@ def draw(sizes: dict, settings: Settings):
         label = f"normalised {score.upper()} [%]"
         if max(map(abs, ax.dataLim.intervaly)) > 10:
             ax.set_yscale("symlog", linthresh=10)
+            locator = SymmetricalLogLocator(base=10, linthresh=10, subs=(1, 2, 5))
+            ax.yaxis.set_major_locator(locator)
             ax.yaxis.set_major_formatter("{x:g}")
             label += ", logarithmic beyond ±10"
         ax.set(xlabel="batch size M", ylabel=label)
