@@ -49,7 +49,9 @@ def model_input(op: str, batch, input_fn: Callable | None = None):
 def split_batch(op: str, batch) -> tuple:
     """A loader's batch as (the model's input, targets or None)."""
     if isinstance(batch, Mapping):
-        return model_input(op, batch), next((batch[k] for k in _TARGETS if k in batch), None)
+        targets = next((batch[k] for k in _TARGETS if k in batch), None)
+        given = _collated((batch.get("input", batch.get("x")), targets))
+        return given or model_input(op, batch), targets
     if isinstance(batch, (tuple, list)) and len(batch) > 0:
         given = isinstance(batch[0], (tuple, Mapping))
         inputs = batch[0] if given else _collated(batch) or model_input(op, batch)

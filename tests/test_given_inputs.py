@@ -256,12 +256,14 @@ def test_pairs_of_a_data_set_become_a_list_in_its_loader():
     torch.testing.assert_close(pred.mean, expected.mean)
     assert pred.targets.tolist() == [[i, -i] for i in range(9)]
     for key in ("input", "x"):
-        for given in ((Pairs.a, Pairs.b), {"a": Pairs.a, "b": Pairs.b}):
+        for given in ((Pairs.a, Pairs.b), [Pairs.a, Pairs.b], {"a": Pairs.a, "b": Pairs.b}):
             pred = bnuq.predict(model, [{key: given, "y": torch.ones(9)}], **options)
             torch.testing.assert_close(pred.mean, expected.mean)
     for images, y in [(torch.ones(3, 4, 4), torch.ones(2)), ("text", torch.ones(2))]:
         with pytest.raises(TypeError, match="a batch must be .* got list of list"):
             bnuq.predict(model, [[[images, images], y]], **options)
+        with pytest.raises(TypeError, match="a batch must be .* got dict with keys"):
+            bnuq.predict(model, [{"x": [images, images], "y": y}], **options)
 
 
 @pytest.mark.filterwarnings("ignore:collect. M is taken as 56, the first size")
