@@ -194,6 +194,10 @@ MADE_ON_PURPOSE = {
         change_entry("var/layer1.bn", dtype="BF16"),
         "have one of the dtypes F32, F64, I64 for",
     ),
+    "list": (
+        change_entry("var/layer1.bn", dtype=["F32"]),
+        "have one of the dtypes F32, F64, I64 for",
+    ),
     "integers": (
         change_entry("count/layer0.bn", dtype="F64"),
         "hold a bank, got Bank: count['layer0.bn'] must be int64, got torch.float64",

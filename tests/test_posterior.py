@@ -159,3 +159,12 @@ def diverged():
 def test_prune_rejects(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_mask_is_taken_off_weights_that_are_nan():
+    model = spread_out()
+    bnuq.prune(model, 0.5)
+    with torch.no_grad():
+        model[0].weight_mu.fill_(torch.nan)
+    bnuq.prune(model, 0.0)
+    assert model[0].weight_mask is None

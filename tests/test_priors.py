@@ -30,6 +30,11 @@ def test_a_prior_is_a_value(prior):
             setattr(prior, field.name, 2.0)
 
 
+def test_defaults_are_those_of_the_docs():
+    assert bnuq.GaussianPrior() == bnuq.GaussianPrior(1.0)
+    assert bnuq.ScaleMixturePrior() == bnuq.ScaleMixturePrior(0.5, 1.0, math.exp(-6))
+
+
 def test_the_first_is_the_broader():
     message = r"ScaleMixturePrior: std1 must be .*std2.*, got 0.5"
     with pytest.raises(ValueError, match=message):

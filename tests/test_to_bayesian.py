@@ -334,3 +334,14 @@ def test_a_forward_that_samples_nothing_is_refused(T):
         bnuq.replicas(model, num_samples=T),
     ):
         model(x)
+
+
+def test_encoders_whose_layers_stay_keep_their_fused_path():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2)
+    made = bnuq.to_bayesian(
+        nn.Sequential(encoder, nn.Linear(8, 2)), lambda name, layer: name == "1"
+    )
+    assert made[0].use_nested_tensor is encoder.use_nested_tensor is True
+    fused = [part.activation_relu_or_gelu for part in made[0].layers]
+    assert fused == [layer.activation_relu_or_gelu] * 2 != [0, 0]
