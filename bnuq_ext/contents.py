@@ -241,8 +241,8 @@ def layout_of(tensor: Tensor) -> tuple | None:
     """What tells a tensor, with its memory, from a later one at the same address, and whether it gets
     a gradient."""
     try:
-        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return tensor.dtype, tensor.requires_grad, *layout
+        kind = tensor.dtype, tensor.requires_grad
+        return kind, tensor.shape, tensor.stride(), tensor.storage_offset()
     except (RuntimeError, ValueError, NotImplementedError):
         return None
 

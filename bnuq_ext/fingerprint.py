@@ -55,7 +55,7 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
         _append_tensors(seen, versions, module)
         before = attributes["_forward_pre_hooks"]
         made = _made_by_hooks(before) if before else ()
-        for name, value in [*attributes.items()]:
+        for name, value in attributes.copy().items():
             if name not in OF_EVERY_MODULE and name not in made:
                 add(name)
                 if type(value) in SCALARS:  # nearly all are
