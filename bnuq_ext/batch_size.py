@@ -118,7 +118,8 @@ def fit_batch_size(
     make that a constant that moves no optimum.
 
     Model, bank, training flags and torch's generators are left as found, whatever happens (without
-    a seed, torch's generator gives one number).
+    a seed, torch's generator gives one number). Meanwhile the model has other banks: no other thread
+    may predict with it, or fit its batch size.
 
     Args:
         model: converted by `convert`; with a bank or without.

@@ -79,6 +79,12 @@ class Known:
         self.examined = self.told = False
         self.samplers = BankSamplers()
 
+    def renew(self, seen: Fingerprint) -> None:
+        """Takes a fingerprint for that of this state, which a trial has put back; meanwhile another
+        thread may have attached a bank."""
+        self.samplers = BankSamplers()
+        self.seen = seen
+
     def tell(self, op: str, active: Pass) -> None:
         """Warns, once, of layers that a forward has called in another thread."""
         if active.missed and not self.told:

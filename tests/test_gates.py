@@ -138,24 +138,27 @@ def test_what_cannot_be_turned_together_is_turned_by_itself(meet):
     assert way(model) == ("loop" if meet else "expanded")
 
 
-def test_what_is_found_and_turned():
+@pytest.mark.parametrize("value", [False, True])
+def test_what_is_found_and_turned(value):
     x, model = torch.tensor([1.0, 2.0, 3.0]), nn.ParameterList([torch.ones(3)])
     weight, reads = model[0], Reads([model], x, 3)
     gates = Gates(reads)
 
     def run(gates=gates):
         with gates:
-            return [x > 5, x > 2, x < 9, weight > 5, x.isnan(), x[:0] > 5]
+            masks = [x > 5, x > 2, x < 9, weight > 5, x[:0] > 5, (x > 5).any(), ~(x > 5)]
+            return [mask.long() for mask in masks]
 
-    plain = [truths.tolist() for truths in run()]
-    assert gates.found == [False, None, True, False, None]
-    assert gates.choices(False) == [{0, 3}, {0}, {3}] and gates.choices(True) == [{2}]
-    turned = [truths.tolist() for truths in run(Gates(reads, gates.found, {0, 3}))]
+    plain = run()
+    assert [found[0] for found in gates.found if found] == [False, None, True, None, False, True]
+    places = [i for i, found in enumerate(gates.found) if found == [value]]
+    assert gates.choices(value) == [{*places}, *({place} for place in places)]
+    turned = run(Gates(reads, gates.found, {*places}))
     for place, (a, b) in enumerate(zip(turned, plain, strict=True)):
-        assert a == ([not truth for truth in b] if place in (0, 4) else b)
-    assert [truths.tolist() for truths in run()] == plain
-    with Gates(reads, gates.found, {0}), pytest.raises(Undecided, match="other compar"):
-        _ = [x > 5 for _ in range(6)]
+        assert torch.equal(a, 1 - b if place in ((2, 6) if value else (0, 5)) else b)
+    torch.testing.assert_close(run(), plain)
+    with Gates(reads, gates.found, {*places}), pytest.raises(Undecided, match="have other masks"):
+        _ = [(x > 9).long() for _ in range(20)]
 
 
 def test_infinities_are_kept_from_what_they_end_the_process_in():

@@ -85,6 +85,7 @@ def by_rows(h):
     return torch.stack([row * 2 for row in h])
 
 
+RECURRENT = nn.LSTM(D, D)
 KERNEL = torch.linspace(-1, 1, D * D * 3).view(D, D, 3)
 
 RARE = {
@@ -123,6 +124,22 @@ RARE = {
     "shifted": lambda h: torch.where(h > 1e6, torch.cat([h[1:], h[:1]]), h),
     "sorted": lambda h: torch.where(h > 1e6, h.sort(0)[0], h),
     "sorted as it was": lambda h: torch.where(h > 1e6, h.sort(dim=0, stable=True)[0], h),
+    "norm along rows": lambda h: torch.where(
+        h > 1e6, nn.functional.layer_norm(h.T, (len(h),)).T, h
+    ),
+    "norm of groups": lambda h: torch.where(
+        h > 1e6, nn.functional.group_norm(h.T[None], 2)[0].T, h
+    ),
+    "pooled without a batch": lambda h: torch.where(
+        h > 1e6, nn.functional.avg_pool2d(h[None], (3, 1), 1, (1, 0))[0], h
+    ),
+    "windows": lambda h: torch.where(
+        h > 1e6, nn.functional.pad(h, (0, 0, 1, 1)).unfold(0, 3, 1).mean(-1), h
+    ),
+    "interpolated": lambda h: torch.where(
+        h > 1e6, nn.functional.interpolate(h.T[None], scale_factor=2, mode="linear")[0].T[::2], h
+    ),
+    "recurrent": lambda h: torch.where(h > 1e6, RECURRENT(h)[0], h),
     "top": lambda h: torch.where(h > 1e6, h.topk(len(h), 0)[0], h),
     "norms of columns": lambda h: torch.where(h > 1e6, h.renorm(2, 1, 1.0), h),
     "pseudoinverse": lambda h: torch.where(h > 1e6, torch.linalg.pinv(h).T, h),

@@ -117,3 +117,29 @@ def test_a_model_is_looked_at_while_another_thread_changes_it():
         finally:
             done.set()
         changing.result()
+
+
+AHEAD: list[bnuq.Bank | None] = []  # by coming forwards: what another thread attaches
+
+
+class Attaching(Branches):
+    def forward(self, x):
+        bank = AHEAD.pop(0) if AHEAD else None
+        if bank is not None:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(bnuq.attach, self, bank).result()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("forwards", [0, 1, 4])  # before: none, or some of the trial
+def test_a_bank_that_another_thread_attaches_while_a_model_is_tried(forwards):
+    options = {"likelihood": "gaussian", "num_samples": 4, "seed": 0}
+    plain, x = Attaching(in_threads=False).eval(), data()[0]
+    expected, model = bnuq.convert(plain), bnuq.convert(plain)
+    other = bnuq.collect(expected, [2 * batch + 1 for batch in data()], 4, progress=False)
+    wanted = bnuq.predict(expected, x, **options).mean
+    bnuq.collect(model, data(), 4, progress=False)
+    AHEAD[:] = [*[None] * forwards, other]
+    assert not torch.allclose(bnuq.predict(model, x, **options).mean, wanted)
+    assert AHEAD == []
+    torch.testing.assert_close(bnuq.predict(model, x, **options).mean, wanted)

@@ -110,6 +110,7 @@ class LateNeighbours(LateGate):
         return h + self.weight() * nn.functional.pad(h, (0, 0, 0, N))[N:]
 
 
+@pytest.mark.usefixtures("by_values_alone")
 def test_the_sample_that_is_run_alone_is_not_always_the_last(monkeypatch):
     monkeypatch.setattr("bnuq_ext.proof.moved._away_from_zero", lambda p: p.detach() * 1.01)
     model = Net(middle=LateNeighbours())

@@ -4,8 +4,8 @@ One replica after another is the definition of the answer. Folding must prove it
 
 1.  A run with T = 1 at the actual size records the rows that each stochastic call sees.
 2.  On three rows, two replicas folded must equal the two one after another, also where flags are set
-    that none of the rows sets, where comparisons that come out alike for all of them are turned, or
-    one replica is scaled; infinities in one must not reach the
+    that none of the rows sets, where masks that come out alike for all of them are turned, or one
+    replica is scaled; infinities in one must not reach the
     other. Among nine replicas a row that lies far out, and rows that are nearly alike, must be
     treated as in one. No output may be made of what an operation makes of both replicas. This is
     tried once per model and trailing shape. If it fails, the input is expanded T-fold and that is
@@ -218,7 +218,7 @@ class Folding:
         if self._unchanged() and not state.written():
             return False
         state.restore()
-        self.known.seen = fingerprint(self.modules)
+        self.known.renew(fingerprint(self.modules))
         return True
 
     def _record(self) -> tuple[Tensor, ReplicaPass, Reads]:

@@ -1,4 +1,4 @@
-"""Comparisons that come out alike for all rows of a trial, and hide what they would set off."""
+"""Truth values that come out alike for all rows of a trial, and hide what they would set off."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from ..inputs import tensors
+from ..inputs import map_tensors, tensors
 from ..passes import Undecided
 from ..reads import DispatchMode, Reads
 from .probe import together_and_alone
 
-_aten = torch.ops.aten
-_COMPARISONS = {
-    *(_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.signbit),
-    *(_aten.isnan, _aten.isinf, _aten.isposinf, _aten.isneginf, _aten.logical_not),
-}
-
 
 class Gates(DispatchMode):
-    """Around `reads`, and so outside of other modes: comparisons of values of rows.
+    """Around `reads`, and so outside of other modes: masks that hang on values of rows, where
+    anything but a mask is made with them.
 
-    The first forward says which come out alike for all: a missing value that none of the rows has,
-    a threshold that all of them pass. Of what it has found some can be turned in others. A model
-    that treats rows one by one does so then too, and what it does with the rows that it chooses
-    shows.
+    The first forward says what of them is alike for all rows: none of them lacks a value, all pass a
+    threshold, are of one kind or shorter than the window. Of what it has found some can be turned in
+    others. A model that treats rows one by one does so then too, and what it does with the rows that
+    it chooses shows.
 
     Args:
         reads: knows which tensors are the same whatever the rows are.
-        found: of each comparison of the first forward its value, or None where values differ; by
-            default that of the first forward inside.
-        turned: numbers of comparisons that give the opposite.
+        found: of each operation of the first forward with such masks their values, or None where
+            they differ, and nothing of one that makes a mask; by default that of the first forward
+            inside.
+        turned: numbers of operations that are given the opposite of masks that are alike.
     """
 
     def __init__(
-        self, reads: Reads, found: list[bool | None] | None = None, turned: Set[int] = frozenset()
+        self,
+        reads: Reads,
+        found: list[list[bool | None]] | None = None,
+        turned: Set[int] = frozenset(),
     ):
         super().__init__()
         self.reads, self.turned = reads, turned
@@ -56,40 +55,38 @@ class Gates(DispatchMode):
             super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not _compares(func, kwargs) or not _is_new(result, args):
-            return result
-        if self.reads.constant(args):
-            return result
-        if not self.recorded:
-            self.found.append(_common(result))
-        elif self.turned and self.place >= len(self.found):  # a loop over rows
-            raise Undecided("replicas together make other comparisons than one")
+        given = args, kwargs or {}
+        masks = list({id(t): t for t in tensors(given) if self._is_mask(t)}.values())
+        if masks and self.recorded and self.turned:
+            given = self._turned(given, masks)
+        result = func(*given[0], **given[1])
+        if masks and not self.recorded:
+            uses = not any(t.dtype == torch.bool for t in tensors(result))
+            self.found.append([*map(_common, masks)] if uses else [])
+        return result
+
+    def _is_mask(self, t: Tensor) -> bool:
+        plain = type(t) is Tensor and t.layout is torch.strided and not t.is_nested
+        return plain and t.dtype == torch.bool and not self.reads.constant(t)
+
+    def _turned(self, given: tuple, masks: list[Tensor]) -> tuple:
+        if self.place >= len(self.found):  # a loop over rows
+            raise Undecided("replicas together have other masks than one")
         place, self.place = self.place, self.place + 1
-        return result.logical_not() if place in self.turned else result
+        if place not in self.turned:
+            return given
+        found = zip(masks, self.found[place], strict=True)
+        alike = {id(mask) for mask, value in found if value is not None}
+        return map_tensors(given, lambda t: t.logical_not() if id(t) in alike else t)
 
     def choices(self, value: bool) -> list[set[int]]:
-        """What to turn of those that gave `value`: all, or where that cannot be, each of the
-        first."""
-        places = [i for i, found in enumerate(self.found) if found is value]
+        """What to turn of what is `value` for all rows: everything, and each of the first."""
+        places = [i for i, found in enumerate(self.found) if value in found]
         return [{*chosen} for chosen in together_and_alone(places)]
 
 
-def _compares(func, kwargs: dict) -> bool:
-    """Whether an operation makes truth values: a cast does by a comparison with 0."""
-    cast = func is _aten._to_copy.default and kwargs.get("dtype") == torch.bool
-    return cast or func.overloadpacket in _COMPARISONS
-
-
-def _is_new(result, args: tuple) -> bool:
-    """Whether a result is a plain tensor, and none of those given."""
-    plain = type(result) is Tensor and result.layout is torch.strided and not result.is_nested
-    return plain and not any(result is t for t in tensors(args))
-
-
-def _common(truths: Tensor) -> bool | None:
-    if not truths.numel():
+def _common(mask: Tensor) -> bool | None:
+    if not mask.numel():
         return None
-    any_true = bool(truths.any())
-    return any_true if any_true == bool(truths.all()) else None
+    any_true = bool(mask.any())
+    return any_true if any_true == bool(mask.all()) else None

@@ -40,10 +40,6 @@ _ALONG = {
     *(_aten.flip, _aten.roll, _aten._fft_r2c, _aten._fft_c2c, _aten._fft_c2r),
     *_SORTS,
 }
-_WINDOWS = {
-    *(_aten.convolution, _aten.avg_pool2d, _aten.avg_pool3d),
-    *(_aten.max_pool2d_with_indices, _aten.max_pool3d_with_indices),
-}
 _ATTENTION = {
     *(_aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention),
     *(_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention),
@@ -54,17 +50,51 @@ _BATCH_NORMS = {
     *(_aten.native_batch_norm, _aten._native_batch_norm_legit, _aten._batch_norm_with_update),
     *(_aten.cudnn_batch_norm, _aten.miopen_batch_norm),
 }
-# Each number that these make hangs on all that they are given.
-_OF_ALL = {
-    *(_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive),
-    _aten.quantize_per_tensor_dynamic,
-}
 # Counts and their sums say where the rows of a group lie, to what reads or multiplies them there.
 _PLACES = {_aten.bincount, _aten.histc, _aten.cumsum}
 _AT_PLACES = _CHOICES_BY | {
     _aten._grouped_mm,
     _aten._embedding_bag,
     _aten._embedding_bag_forward_only,
+}
+
+
+def _last(dims: int) -> Callable[..., list[int]]:
+    return lambda t, *others: [*t.shape[-dims:]]
+
+
+def _padded(t: Tensor, pads: list[int], *others) -> list[int]:
+    dims = [i // 2 for i, pad in enumerate(pads) if pad]
+    return [t.size(-1 - dim) for dim in dims]
+
+
+# Of how many numbers others make one: of all, of some dimensions, of windows in them.
+_SPANS: dict[object, Callable[..., list[int]]] = {
+    **dict.fromkeys(
+        (_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive),
+        lambda t, *others: [t.numel()],
+    ),
+    _aten.quantize_per_tensor_dynamic: lambda t, *others: [t.numel()],
+    _aten.renorm: lambda t, p, dim, most: [t.numel() // max(t.size(dim), 1)],
+    _aten.native_layer_norm: lambda t, shape, *others: [*shape],
+    _aten.native_group_norm: lambda t, w, b, N, C, S, groups, eps: [C * S // groups],
+    _aten.unfold: lambda t, dim, *others: [t.size(dim)],
+    _aten.constant_pad_nd: _padded,
+    **dict.fromkeys((_aten.linalg_pinv, _aten.tril, _aten.triu), _last(2)),
+    **dict.fromkeys((_aten.reflection_pad1d, _aten.replication_pad1d), _last(1)),
+    **dict.fromkeys((_aten.avg_pool2d, _aten.max_pool2d_with_indices, _aten.im2col), _last(2)),
+    **dict.fromkeys((_aten.avg_pool3d, _aten.max_pool3d_with_indices), _last(3)),
+    **dict.fromkeys(
+        (
+            *(_aten.convolution, _aten.grid_sampler_2d, _aten.grid_sampler_3d),
+            *(_aten.upsample_nearest1d, _aten.upsample_nearest2d, _aten.upsample_nearest3d),
+            *(_aten.upsample_linear1d, _aten.upsample_bilinear2d, _aten.upsample_trilinear3d),
+            *(_aten.upsample_bicubic2d, _aten._upsample_bilinear2d_aa),
+        ),
+        lambda t, *others: [*t.shape[2:]],
+    ),
+    **dict.fromkeys(_ATTENTION, lambda query, key, *others: [key.size(-2)]),
+    _aten.mkldnn_rnn_layer: lambda t, *others: [len(t)],
 }
 
 
@@ -244,16 +274,8 @@ def _operation(func, args: tuple, kwargs: dict, sizes: list, made: list[Tensor])
 
 def _along(func, args: tuple, kwargs: dict) -> list[int]:
     packet = func.overloadpacket
-    if packet in _OF_ALL:
-        return [args[0].numel()]
-    if packet is _aten.renorm:  # norms of all that shares a place in one dimension
-        return [args[0].numel() // max(args[0].size(args[2]), 1)]
-    if packet is _aten.linalg_pinv:
-        return [*args[0].shape[-2:]]
-    if packet in _WINDOWS:
-        return [*args[0].shape[2:]]
-    if packet in _ATTENTION:
-        return [args[1].size(-2)]
+    if packet in _SPANS:
+        return _SPANS[packet](*args)
     if packet not in _ALONG or not args[0].dim() or args[0].is_nested:
         return []
     if packet in _SORTS and not args[0].is_floating_point():  # numbers of experts

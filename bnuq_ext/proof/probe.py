@@ -62,12 +62,16 @@ def copies_of_last(probe):
 
 def varied_probes(probe) -> Iterator:
     """Probes of three rows with flags set otherwise: columns that have but one or two values in all
-    of them have others. The first has them in all tensors, the others in one each of the first
-    ones, for a model may not take those of another.
+    of them have others, in some of the rows, and those with one in all rows. The first have them in
+    all tensors, the others in one each of the first ones, for a model may not take those of another,
+    or one may hide another.
     """
-    made = {id(t): varied for t in leading(probe, ROWS) if (varied := _varied(t)) is not None}
-    for keys in together_and_alone(list(made)):
-        yield map_tensors(probe, lambda t, keys=keys: made[id(t)] if id(t) in keys else t)
+    given = leading(probe, ROWS)
+    some = {id(t): varied for t in given if (varied := _varied(t)) is not None}
+    every = {id(t): opposite for t in given if (opposite := _opposite(t)) is not None}
+    for made in (some, every):
+        for keys in together_and_alone(list(made)):
+            yield map_tensors(probe, lambda t, m=made, keys=keys: m[id(t)] if id(t) in keys else t)
 
 
 def together_and_alone(keys: list) -> list[list]:
@@ -75,6 +79,14 @@ def together_and_alone(keys: list) -> list[list]:
     beside another."""
     alone = [[key] for key in keys[:_ALONE]] if len(keys) > 1 else []
     return [keys, *alone] if keys else []
+
+
+def _opposite(t: Tensor) -> Tensor | None:
+    """Of a tensor whose columns have one value each: a one for zero and zero for others."""
+    signed = _SIGNED.get(t.dtype, t.dtype)
+    if not t.numel() or not torch.equal(t[:1].expand_as(t).view(signed), t.view(signed)):
+        return None
+    return (t.view(signed) == 0).to(signed).view(t.dtype)
 
 
 def _varied(t: Tensor) -> Tensor | None:

@@ -171,37 +171,27 @@ class Trial(NamedTuple):
                 check_gradients(parameters, run(both), loop, tolerance)
 
     def _compare_varied(self, probes: Iterator) -> None:
-        """The same where flags are set otherwise: all at once, or one after another."""
-        self._take_first_or_all((varied, nullcontext()) for varied in probes)
+        """The same where flags are set otherwise."""
+        for varied in probes:
+            self._try(varied, nullcontext())
 
     def _compare_turned(self, probe, gates: Gates) -> None:
-        """The same where comparisons that came out alike give the opposite, all that were false and
-        all that were true; outputs need not tell replicas apart then."""
+        """The same where masks that are alike for all rows are the opposite, of what is false and of
+        what is true; outputs need not tell replicas apart then."""
         trial = self._replace(tells=False)
-
-        def turned(places: set[int]):
-            reads = Reads(self.modules, probe, ROWS)
-            return probe, Gates(reads, gates.found, places), Mixed(reads.constant, 2)
-
         for value in (False, True):
-            trial._take_first_or_all(map(turned, gates.choices(value)))
+            for places in gates.choices(value):
+                reads = Reads(self.modules, probe, ROWS)
+                turned = Gates(reads, gates.found, places)
+                trial._try(probe, turned, Mixed(reads.constant, 2))
 
-    def _take_first_or_all(self, variations: Iterator[tuple]) -> None:
-        """Compares with what is varied all at once, or with each by itself, for the model may not take
-        all."""
-        for place, arguments in enumerate(variations):
-            if self._takes(*arguments) and place == 0:
-                return
-
-    def _takes(self, probe, mode, mixed: Mixed | None = None) -> bool:
+    def _try(self, probe, mode, mixed: Mixed | None = None) -> None:
         """Compares, unless the model does not take such numbers."""
         try:
             self._compare(probe, mode, mixed)
-            return True
         except Exception as error:
             if refutes(error):
                 raise
-            return False
 
     def _compare_moved(self, probe) -> bool:
         """Whether the trial could be made with other values of all parameters that count; it must
