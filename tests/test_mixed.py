@@ -139,6 +139,7 @@ RARE = {
     "interpolated": lambda h: torch.where(
         h > 1e6, nn.functional.interpolate(h.T[None], scale_factor=2, mode="linear")[0].T[::2], h
     ),
+    "scattered": lambda h: h.masked_scatter(h > 1e6, h.flip(1)),
     "recurrent": lambda h: torch.where(h > 1e6, RECURRENT(h)[0], h),
     "top": lambda h: torch.where(h > 1e6, h.topk(len(h), 0)[0], h),
     "norms of columns": lambda h: torch.where(h > 1e6, h.renorm(2, 1, 1.0), h),

@@ -71,10 +71,12 @@ def _padded(t: Tensor, pads: list[int], *others) -> list[int]:
 # Of how many numbers others make one: of all, of some dimensions, of windows in them.
 _SPANS: dict[object, Callable[..., list[int]]] = {
     **dict.fromkeys(
-        (_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive),
+        (
+            *(_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive),
+            *(_aten.quantize_per_tensor_dynamic, _aten.masked_scatter),
+        ),
         lambda t, *others: [t.numel()],
     ),
-    _aten.quantize_per_tensor_dynamic: lambda t, *others: [t.numel()],
     _aten.renorm: lambda t, p, dim, most: [t.numel() // max(t.size(dim), 1)],
     _aten.native_layer_norm: lambda t, shape, *others: [*shape],
     _aten.native_group_norm: lambda t, w, b, N, C, S, groups, eps: [C * S // groups],
