@@ -228,7 +228,7 @@ def ragged(h):
     lengths = 1 + (h.abs().sum(1) * 3).long() % 4
     places = torch.arange(4).expand(len(h), 4)
     parts = places[places < lengths[:, None]]
-    starts = lengths.cumsum(0) - lengths
+    starts = nn.functional.pad(lengths, (1, 0))[:-1].cumsum(0)
     table = torch.linspace(-1, 1, 4 * D).view(4, D)
     return h + nn.functional.embedding_bag(parts, table, starts) + parts[starts][:, None]
 

@@ -64,6 +64,8 @@ def _last(dims: int) -> Callable[..., list[int]]:
 
 
 def _padded(t: Tensor, pads: list[int], *others) -> list[int]:
+    if not t.is_floating_point():  # numbers of rows in groups
+        return []
     dims = [i // 2 for i, pad in enumerate(pads) if pad]
     return [t.size(-1 - dim) for dim in dims]
 
@@ -73,7 +75,7 @@ _SPANS: dict[object, Callable[..., list[int]]] = {
     **dict.fromkeys(
         (
             *(_aten.bincount, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive),
-            *(_aten.quantize_per_tensor_dynamic, _aten.masked_scatter),
+            *(_aten.quantize_per_tensor_dynamic, _aten.masked_scatter, _aten.masked_scatter_),
         ),
         lambda t, *others: [t.numel()],
     ),
