@@ -88,6 +88,12 @@ def by_rows(h):
 RECURRENT = nn.LSTM(D, D)
 KERNEL = torch.linspace(-1, 1, D * D * 3).view(D, D, 3)
 
+
+def if_large(operation):
+    """In place of numbers that no row has."""
+    return lambda h: torch.where(h > 1e6, operation(h), h)
+
+
 RARE = {
     "largest": lambda h: torch.where(h.amax() > 1e6, 0, h),
     "largest of a column": lambda h: h / h.amax(0).clamp(min=1e6) * 1e6,
@@ -118,45 +124,33 @@ RARE = {
     "a product": lambda h: h + 1e-9 * h @ (h.T @ h),
     "in vmap": lambda h: torch.vmap(lambda row: row * (1 + 1e-7 * h.sum()))(h),
     "behind a loop": lambda h: RARE["largest"](by_rows(h)),
-    "rolled": lambda h: torch.where(h > 1e6, h.roll(1, 0), h),
-    "rolled as one": lambda h: torch.where(h > 1e6, h.roll(D), h),
-    "turned round": lambda h: torch.where(h > 1e6, h.flip(0), h),
-    "shifted": lambda h: torch.where(h > 1e6, torch.cat([h[1:], h[:1]]), h),
-    "sorted": lambda h: torch.where(h > 1e6, h.sort(0)[0], h),
-    "sorted as it was": lambda h: torch.where(h > 1e6, h.sort(dim=0, stable=True)[0], h),
-    "norm along rows": lambda h: torch.where(
-        h > 1e6, nn.functional.layer_norm(h.T, (len(h),)).T, h
+    "rolled": if_large(lambda h: h.roll(1, 0)),
+    "rolled as one": if_large(lambda h: h.roll(D)),
+    "turned round": if_large(lambda h: h.flip(0)),
+    "shifted": if_large(lambda h: torch.cat([h[1:], h[:1]])),
+    "sorted": if_large(lambda h: h.sort(0)[0]),
+    "sorted as it was": if_large(lambda h: h.sort(dim=0, stable=True)[0]),
+    "norm along rows": if_large(lambda h: nn.functional.layer_norm(h.T, (len(h),)).T),
+    "norm of groups": if_large(lambda h: nn.functional.group_norm(h.T[None], 2)[0].T),
+    "pooled without a batch": if_large(
+        lambda h: nn.functional.avg_pool2d(h[None], (3, 1), 1, (1, 0))[0]
     ),
-    "norm of groups": lambda h: torch.where(
-        h > 1e6, nn.functional.group_norm(h.T[None], 2)[0].T, h
-    ),
-    "pooled without a batch": lambda h: torch.where(
-        h > 1e6, nn.functional.avg_pool2d(h[None], (3, 1), 1, (1, 0))[0], h
-    ),
-    "windows": lambda h: torch.where(
-        h > 1e6, nn.functional.pad(h, (0, 0, 1, 1)).unfold(0, 3, 1).mean(-1), h
-    ),
-    "interpolated": lambda h: torch.where(
-        h > 1e6, nn.functional.interpolate(h.T[None], scale_factor=2, mode="linear")[0].T[::2], h
+    "windows": if_large(lambda h: nn.functional.pad(h, (0, 0, 1, 1)).unfold(0, 3, 1).mean(-1)),
+    "interpolated": if_large(
+        lambda h: nn.functional.interpolate(h.T[None], scale_factor=2, mode="linear")[0].T[::2]
     ),
     "scattered": lambda h: h.masked_scatter(h > 1e6, h.flip(1)),
-    "recurrent": lambda h: torch.where(h > 1e6, RECURRENT(h)[0], h),
-    "top": lambda h: torch.where(h > 1e6, h.topk(len(h), 0)[0], h),
-    "norms of columns": lambda h: torch.where(h > 1e6, h.renorm(2, 1, 1.0), h),
-    "pseudoinverse": lambda h: torch.where(h > 1e6, torch.linalg.pinv(h).T, h),
-    "spectrum": lambda h: torch.where(
-        h > 1e6, torch.fft.ifft(torch.fft.fft(h, dim=0) ** 2).real, h
+    "recurrent": if_large(lambda h: RECURRENT(h)[0]),
+    "top": if_large(lambda h: h.topk(len(h), 0)[0]),
+    "norms of columns": if_large(lambda h: h.renorm(2, 1, 1.0)),
+    "pseudoinverse": if_large(lambda h: torch.linalg.pinv(h).T),
+    "spectrum": if_large(lambda h: torch.fft.ifft(torch.fft.fft(h, dim=0) ** 2).real),
+    "attention": if_large(
+        lambda h: nn.functional.scaled_dot_product_attention(*[h[None, None]] * 3)[0, 0]
     ),
-    "attention": lambda h: torch.where(
-        h > 1e6, nn.functional.scaled_dot_product_attention(*[h[None, None]] * 3)[0, 0], h
-    ),
-    "convolved": lambda h: torch.where(
-        h > 1e6, nn.functional.conv1d(h.T[None], KERNEL, padding=1)[0].T, h
-    ),
-    "pooled": lambda h: torch.where(h > 1e6, nn.functional.max_pool1d(h.T[None], 3, 1, 1)[0].T, h),
-    "averaged": lambda h: torch.where(
-        h > 1e6, nn.functional.avg_pool1d(h.T[None], 3, 1, 1)[0].T, h
-    ),
+    "convolved": if_large(lambda h: nn.functional.conv1d(h.T[None], KERNEL, padding=1)[0].T),
+    "pooled": if_large(lambda h: nn.functional.max_pool1d(h.T[None], 3, 1, 1)[0].T),
+    "averaged": if_large(lambda h: nn.functional.avg_pool1d(h.T[None], 3, 1, 1)[0].T),
     "batch norm by function": lambda h: torch.where(
         h > 1e6, nn.functional.batch_norm(h, None, None, training=True), h
     ),
