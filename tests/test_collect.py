@@ -338,7 +338,10 @@ def test_layers_that_are_not_called(tmp_path):
     bnuq.attach(other, bnuq.Bank.load(tmp_path / "a.bank"))
     assert other.bn.bank.equal(bank) and other.aux[1].bank is other.bn.bank
     model.bn = nn.Identity()
-    error = "collect: model must call its stochastic layers in eval, got calls of none "
+    error = (
+        "collect: model must call its stochastic layers in eval, got calls of none "
+        r"\(it may run another network than the one that was converted\)"
+    )
     with pytest.raises(ValueError, match=error):
         bnuq.collect(model, [torch.randn(6, 4)], 1)
 

@@ -1,4 +1,4 @@
-"""What a model does only where a comparison comes out as it does for no row of the trial."""
+"""What a model does only where a mask is what it is for no row of the trial."""
 
 import pytest
 import torch
