@@ -242,7 +242,8 @@ def _checked_noise(likelihood, noise_var) -> float | None:
 
 @contextmanager
 def _bank_put_back(model: nn.Module, layers: dict[str, nn.Module]):
-    """Each layer's own bank, or none, is put back after the body, however it ends."""
+    """The bank of each layer and of the model, or none, is put back after the body, however it
+    ends."""
     names, changed = ("bank", "bank_name", OWN_BANK), (model, *layers.values())
     before = [(m, {n: vars(m)[n] for n in names if n in vars(m)}) for m in changed]
     try:

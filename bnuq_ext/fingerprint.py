@@ -55,7 +55,7 @@ def fingerprint(modules: list[nn.Module]) -> Fingerprint:
         _append_tensors(seen, versions, module)
         before = attributes["_forward_pre_hooks"]
         made = _made_by_hooks(before) if before else ()
-        for name, value in attributes.copy().items():
+        for name, value in attributes.copy().items():  # another thread may add some
             if name not in OF_EVERY_MODULE and name not in made:
                 add(name)
                 if type(value) in SCALARS:  # nearly all are
@@ -96,6 +96,6 @@ def _append_tensors(seen: list, versions: list, module: nn.Module) -> None:
 def _made_by_hooks(hooks: dict) -> list[str]:
     """Names of the attributes that torch's hooks make of parameters
     and buffers anew before each forward."""
-    given = [*hooks.values()]  # at once: another thread may set one of ours meanwhile
+    given = [*hooks.values()]  # at once: another thread may set one of ours
     found = [hook for hook in given if isinstance(hook, _REPARAMETRISE)]
     return [getattr(hook, "_tensor_name", None) or hook.name for hook in found]

@@ -31,7 +31,7 @@ def model_input(op: str, batch, input_fn: Callable | None = None):
         return made
     found = batch
     if isinstance(batch, Mapping):
-        found = batch.get("input", batch.get("x"))
+        found = _named(batch)
     elif isinstance(batch, (tuple, list)):
         found = batch[0] if batch else None
     if not (is_one_input(found) if isinstance(batch, Mapping) else isinstance(found, Tensor)):
@@ -50,13 +50,18 @@ def split_batch(op: str, batch) -> tuple:
     """A loader's batch as (the model's input, targets or None)."""
     if isinstance(batch, Mapping):
         targets = next((batch[k] for k in _TARGETS if k in batch), None)
-        given = _collated((batch.get("input", batch.get("x")), targets))
+        given = _collated((_named(batch), targets))
         return given or model_input(op, batch), targets
     if isinstance(batch, (tuple, list)) and len(batch) > 0:
         given = isinstance(batch[0], (tuple, Mapping))
         inputs = batch[0] if given else _collated(batch) or model_input(op, batch)
         return inputs, batch[1] if len(batch) > 1 else None
     return model_input(op, batch), None
+
+
+def _named(batch: Mapping):
+    """What a batch has under the names of an input; None without."""
+    return batch.get("input", batch.get("x"))
 
 
 def _collated(batch) -> tuple[Tensor, ...] | None:

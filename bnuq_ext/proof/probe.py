@@ -67,16 +67,15 @@ def varied_probes(probe) -> Iterator:
     or one may hide another.
     """
     given = leading(probe, ROWS)
-    some = {id(t): varied for t in given if (varied := _varied(t)) is not None}
-    every = {id(t): opposite for t in given if (opposite := _opposite(t)) is not None}
-    for made in (some, every):
+    for vary in (_varied, _opposite):
+        made = {id(t): varied for t in given if (varied := vary(t)) is not None}
         for keys in together_and_alone(list(made)):
             yield map_tensors(probe, lambda t, m=made, keys=keys: m[id(t)] if id(t) in keys else t)
 
 
 def together_and_alone(keys: list) -> list[list]:
     """What to vary: all at once, and each of the first by itself, for a model may not take one
-    beside another."""
+    beside another, or one may hide another."""
     alone = [[key] for key in keys[:_ALONE]] if len(keys) > 1 else []
     return [keys, *alone] if keys else []
 
