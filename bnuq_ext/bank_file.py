@@ -221,12 +221,13 @@ def _check_regular(op: str, name: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    # The new name is on the disk only when its folder is.
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    # The new name is on the disk only when its folder is, which it may not be possible to ask for.
+    with suppress(PermissionError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _bad(name: str, requirement: str, got) -> None:

@@ -289,7 +289,7 @@ class _Task:
         check_x(op, self.x, device)
         if sampler is not None:
             require_replicated(op, modules, name)
-            check_bank_sampler(op, sampler, batch_size)
+            batch_size = check_bank_sampler(op, sampler, batch_size)
             return forward_by_bank(op, model, modules, sampler, batch_size, seed, self.output_fn)
         if batch_size is not None:
             refuse(op, "batch_size", "be None without a sampler", batch_size)

@@ -158,13 +158,14 @@ def statistics_normality(
     with preserved_rng():
         torch.manual_seed(key)
         bank, _ = gather(OP, model, source, num_batches, device=device, progress=progress)
-        moments = _MomentsPass(layers, bank, device)
-        with evaluating(modules_of(model)), without_gradients(), running(moments):
-            fetch, starts = fetcher(data), range(0, N, rows_at_a_time)
-            for start in progress_bar(starts, OP, shown=progress):
-                rows = list(range(start, min(start + rows_at_a_time, N)))
-                moments.calls.clear()
-                call(model, move(split_batch(OP, fetch(rows))[0], device))
+        fetch, starts = fetcher(data), range(0, N, rows_at_a_time)
+        with evaluating(modules_of(model)), without_gradients():
+            moments = _MomentsPass(layers, bank, device)
+            with running(moments):
+                for start in progress_bar(starts, OP, shown=progress):
+                    rows = list(range(start, min(start + rows_at_a_time, N)))
+                    moments.calls.clear()
+                    call(model, move(split_batch(OP, fetch(rows))[0], device))
     factor = finite_population_correction(OP, batch_size, N) / batch_size
     observed = observed_statistics(bank)
     found = {n: _judge(bank, n, observed[n], moments.sums[n], factor) for n in bank.names}

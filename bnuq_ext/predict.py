@@ -135,7 +135,7 @@ def predict(
     check_likelihood("predict", likelihood, noise_var)
     num_samples = check_integer("predict", "num_samples", num_samples, 1)
     first_replica = check_first_replica("predict", first_replica, num_samples)
-    check_sampler("predict", sampler, batch_size)
+    batch_size = check_sampler("predict", sampler, batch_size)
     _check_options(sampler, seed, loader, strategy, output_fn)
     check_chunk("predict", chunk)
     check_flags("predict", keep_samples=keep_samples, progress=progress)
@@ -252,11 +252,12 @@ def _layers_by_name(model: nn.Module, modules: list[nn.Module]) -> dict[str, nn.
     return {f"{n} (weights)" if n in by_bank else n: m for n, m in bayesian} | by_bank
 
 
-def check_bank_sampler(op: str, sampler: str, batch_size) -> None:
+def check_bank_sampler(op: str, sampler: str, batch_size) -> int | None:
     """`check_sampler` where no loader is at hand."""
-    check_sampler(op, sampler, batch_size)
+    batch_size = check_sampler(op, sampler, batch_size)
     if sampler == "batch":
         refuse(op, "sampler", "draw from the bank", '"batch"; predict takes a loader')
+    return batch_size
 
 
 def _forward_by_loader(

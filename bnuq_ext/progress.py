@@ -18,10 +18,17 @@ class _Lines:
         sys.stderr.flush()
 
 
+def _is_terminal(stream) -> bool:
+    try:
+        return stream.isatty()
+    except Exception:  # it is closed, or no file
+        return False
+
+
 def progress_bar(*args, shown: bool, **options) -> tqdm:
     """A `tqdm` bar if it is to be shown; where stderr is no terminal it is a line a minute instead,
     none for less."""
-    if shown and sys.stderr is not None and not getattr(sys.stderr, "isatty", bool)():
+    if shown and sys.stderr is not None and not _is_terminal(sys.stderr):
         lines = {"mininterval": _SECONDS, "maxinterval": _SECONDS, "delay": _SECONDS}
         options |= {"file": _Lines(), "position": 0, **lines}
     return tqdm(*args, disable=not shown or sys.stderr is None, **options)

@@ -92,7 +92,7 @@ def replicas(
     num_samples = check_integer(op, "num_samples", num_samples, 1)
     first_replica = check_first_replica(op, first_replica, num_samples)
     check_key(op, seed)
-    check_bank_sampler(op, sampler, batch_size)
+    batch_size = check_bank_sampler(op, sampler, batch_size)
     _check_outer_bodies(model)
     forward = forward_by_bank(op, model, modules, sampler, batch_size, seed, _flat)
     session = _Session(forward._replace(call=_call), first_replica, num_samples)

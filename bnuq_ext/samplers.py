@@ -223,13 +223,14 @@ _PARAMETRIC: dict[str, Callable[[Tables, Rescaling, torch.device], Sampler]] = {
 SAMPLERS = ("bank", "batch", *_PARAMETRIC)
 
 
-def check_sampler(op: str, name: str, batch_size: int | None) -> None:
-    """Checks a sampler's name and whether it takes a batch size."""
+def check_sampler(op: str, name: str, batch_size) -> int | None:
+    """Checks a sampler's name and whether it takes a batch size, which it returns."""
     check_one_of(op, "sampler", name, SAMPLERS)
-    if batch_size is not None and name not in _PARAMETRIC:
+    if batch_size is None:
+        return None
+    if name not in _PARAMETRIC:
         refuse(op, "batch_size", f'be None with sampler "{name}"', batch_size)
-    if batch_size is not None:
-        check_integer(op, "batch_size", batch_size, 1)
+    return check_integer(op, "batch_size", batch_size, 1)
 
 
 def check_key(op: str, seed) -> None:
@@ -261,7 +262,7 @@ def make_sampler(
         ValueError: unknown name, a batch size that the bank or the sampler cannot have, or a
             parametric sampler over a single snapshot.
     """
-    check_sampler(op, name, batch_size)
+    batch_size = check_sampler(op, name, batch_size)
     bank.check_fields()  # the user may have set dataset_size
     if name == "bank":
         return BankSampler(bank, device)

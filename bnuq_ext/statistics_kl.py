@@ -97,7 +97,8 @@ def check_statistics_prior(op: str, prior) -> None:
             requirement = "be a number or a tensor of them"
             refuse(op, f"prior.{name}", requirement, type(value).__name__, TypeError)
     for name in ("mean_var", "std_var"):
-        value = torch.as_tensor(getattr(prior, name))
+        value = getattr(prior, name)
+        value = torch.as_tensor(value, device=getattr(value, "device", "cpu"))
         if not bool((value > 0).all()):
             refuse(op, f"prior.{name}", "be positive", value.tolist())
 
@@ -178,10 +179,13 @@ def implied_prior(l2: float, dataset_size: int, tau: float = 1.0) -> StatisticsG
             check_number(op, name, value)
         if not 0 < value < inf:
             refuse(op, name, "be positive and finite", value)
+    l2, tau = (v.double() if isinstance(v, Tensor) else float(v) for v in (l2, tau))
     dataset_size = check_integer(op, "dataset_size", dataset_size, 1)
     check_number(op, "dataset_size", dataset_size)
-    entries = 0.0, inf, 0.0, 1 / (2.0 * dataset_size * tau * l2)
-    return StatisticsGaussian(*(torch.as_tensor(e, dtype=torch.float64).squeeze() for e in entries))
+    std_var = 1 / (2.0 * dataset_size * tau * l2)
+    options = {"dtype": torch.float64, "device": getattr(std_var, "device", "cpu")}
+    entries = 0.0, inf, 0.0, std_var
+    return StatisticsGaussian(*(torch.as_tensor(e, **options).squeeze() for e in entries))
 
 
 def analytic_statistics(

@@ -1,6 +1,7 @@
 """The bank's file: what is written, where, and that it is the old one or the new one."""
 
 import base64
+import errno
 import io
 import os
 import re
@@ -251,6 +252,19 @@ def test_is_synced_before_and_after_it_is_renamed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", note_replace)
     make_bank().save(tmp_path / "a.bank")
     assert done == ["file", "rename", "folder"]
+
+
+def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch):
+    opened = os.open
+
+    def refuse_folders(path, flags, *mode):
+        if flags & os.O_DIRECTORY:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse_folders)
+    make_bank().save(tmp_path / "a.bank")
+    assert bnuq.Bank.load(tmp_path / "a.bank").equal(make_bank())
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

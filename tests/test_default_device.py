@@ -1,12 +1,14 @@
 """A default device other than the model's, as after torch.set_default_device("cuda"):
-nothing goes there."""
+nothing goes there. And another default dtype."""
 
+import numpy as np
 import pytest
 import torch
 from predicting import DATA, SAMPLERS, X, make_model, predict
 from torch import nn
 
 import bnuq_ext as bnuq
+from bnuq_ext import data, metrics, plots
 
 BATCHES = list(DATA.split(16))
 DATASET = torch.utils.data.TensorDataset(DATA)
@@ -32,8 +34,8 @@ def test_predict(sampler, seed):
 
 def test_collect():
     options = dict(progress=False)
-    for data, more in ((BATCHES, {}), (DATASET, dict(batch_size=16))):
-        actual, expected = on_meta(lambda m: bnuq.collect(m, data, 8, **options, **more))  # noqa: B023
+    for batches, more in ((BATCHES, {}), (DATASET, dict(batch_size=16))):
+        actual, expected = on_meta(lambda m: bnuq.collect(m, batches, 8, **options, **more))  # noqa: B023
         assert actual.equal(expected)
         made = on_meta(lambda m: bnuq.Bank(m[1].bank.mean, m[1].bank.var, 16, batch_size=16))
         assert made[0].equal(made[1])
@@ -89,3 +91,47 @@ def test_reports():
 
     actual, expected = on_meta(run)
     assert actual == expected
+
+
+def test_data_and_scores(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "image.npy", np.full((2, 2), 9, np.uint8))
+    probs, y = torch.tensor([[0.2, 0.8], [0.7, 0.3]]), torch.tensor([1, 0])
+    pred = bnuq.Prediction.from_samples(torch.tensor([[[0.0]], [[1.0]]]), "gaussian", noise_var=0.1)
+    q = bnuq.analytic_statistics(X, 4, 90)
+    prior = bnuq.StatisticsGaussian(0.0, 1.0, 0.0, 1.0)
+
+    def run(_):
+        known = data.digits(classes=[0, 1], num_train=50, num_validation=50)
+        return [
+            *known.train,
+            *data.image_folder(tmp_path),
+            data.add_noise(X, 0.1, seed=1),
+            *bnuq.implied_prior(1e-4, 200),
+            bnuq.statistics_kl(q, prior),
+            *metrics.evaluate(pred, probs[:1, :1]).values(),
+            *metrics.t_test([1.0, 2.0, 3.0]),
+            plots.reliability_diagram(probs, y).get_title(),
+        ]
+
+    for actual, expected in zip(*on_meta(run), strict=True):
+        assert (
+            torch.equal(actual, expected)
+            if isinstance(actual, torch.Tensor)
+            else actual == expected
+        )
+    assert [*data.digits(classes=[0, 1], num_train=50, num_validation=50).train.y.unique()] == [
+        0,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_noise_has_the_data_s_dtype(dtype):
+    expected = data.add_noise(X, 0.1, seed=0)
+    try:
+        torch.set_default_dtype(dtype)
+        assert torch.equal(data.add_noise(X, 0.1, seed=0), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)

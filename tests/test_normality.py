@@ -161,6 +161,13 @@ def test_observed_is_over_the_batches_of_collect():
     torch.testing.assert_close(layer.std_p, lilliefors(bank.var["4"].sqrt())[1])
 
 
+def test_in_inference_mode():
+    model = bnuq.convert(mlp())
+    with torch.inference_mode():
+        found = normality(model, num_batches=8)
+    assert str(found) == str(normality(model, num_batches=8))
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
+from matplotlib.colors import to_hex
 
 from bnuq_ext import plots
 
@@ -122,6 +124,17 @@ def test_legends_are_as_wide_as_their_names_let_them():
         assert box.x0 >= 0 and box.x1 <= all_of_it.width
 
 
+def test_lines_show_on_any_background():
+    line = [0.0, 1.0]
+    with pyplot.style.context("dark_background"):
+        made = [
+            plots.reliability_diagram([[0.2, 0.8], [0.7, 0.3]], [1, 0]).patches[-1].get_edgecolor(),
+            plots.regression_band(line, line, line, constant_std=1.0).lines[-1].get_color(),
+            plots.uncertainty_error(line, line, line, constant_std=1.0).lines[-1].get_color(),
+        ]
+    assert [to_hex(color) for color in made] == ["#ffffff"] * 3
+
+
 def test_many_columns_keep_their_colours():
     for rows, edge in ((100, 0.4), (1000, 0.0)):
         ax = plots.stacked_probabilities(np.full((rows, 2), 0.5), shown=[0, 1])
@@ -146,3 +159,5 @@ def test_a_narrow_density_reaches_its_height():
     assert ax.get_ylim()[1] > heights.max()
     wide = {"a": ("lognormal", 0.0, 300.0), "b": ("normal", 1e308, 5e307)}
     plots.statistic_marginals(values, wide).figure.canvas.draw()
+    with np.errstate(all="raise"):
+        plots.statistic_marginals(values, {"narrow": ("normal", 0.0, 0.01)})

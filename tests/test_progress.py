@@ -1,7 +1,10 @@
 """Progress where stderr is no terminal; that of a terminal is tested with what shows it."""
 
+import io
 import itertools
 import sys
+
+import pytest
 
 from bnuq_ext import progress
 
@@ -38,8 +41,12 @@ def test_a_stderr_that_is_no_file(monkeypatch, capsys):
     assert list(progress.progress_bar(range(5), "tee", shown=True)) == list(range(5))
 
 
-def test_no_stderr_at_all(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)
+@pytest.mark.parametrize("closed", [False, True])
+def test_no_stderr_at_all(monkeypatch, closed):
+    gone = io.StringIO() if closed else None
+    if closed:
+        gone.close()
+    monkeypatch.setattr(sys, "stderr", gone)
     assert list(progress.progress_bar(range(5), "none", shown=True)) == list(range(5))
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import re
 from dataclasses import replace
 
@@ -343,7 +344,8 @@ def test_data_sets(tmp_path):
     with pytest.raises(ValueError, match=r"hold one table small, got \['small.csv', 'small.npz'\]"):
         uci.tables_at(tmp_path)
     (tmp_path / "uci" / "small.csv").rename(tmp_path / "uci" / "large.2.npz.xz")
-    assert {*uci.tables_at(tmp_path)} == {"large", "large.2", "small"}
+    (tmp_path / "uci" / os.fsdecode(b"\xff.csv")).write_text("1,2\n")
+    assert {*uci.tables_at(tmp_path)} == {"large", "large.2", "small", "\\udcff"}
 
 
 def test_a_table_of_too_few_rows_is_named(tmp_path):

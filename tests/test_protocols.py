@@ -197,6 +197,7 @@ def test_the_digest_of_data_is_of_names_and_contents(tmp_path):
     assert first == digest(b="2", a="1") and results.crc32_of_files([]) == 0
     others = [digest(a="1", b="3"), digest(a="1", c="2"), digest(a="12", b=""), digest(a="1")]
     assert len({first, *others}) == 5
+    assert digest(**{os.fsdecode(b"\xff"): "1"}) != digest(**{os.fsdecode(b"\xfe"): "1"})
 
 
 @pytest.mark.parametrize("name", protocols.NAMES)

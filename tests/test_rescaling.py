@@ -5,6 +5,7 @@ Statistical tests give alpha, n and the effect that they would find; seeds are f
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from drawn import random_bank, sampler, statistics
@@ -12,6 +13,7 @@ from predicting import X, equal, make_model, predict
 from torch import nn
 
 import bnuq_ext as bnuq
+from bnuq_ext import known
 from bnuq_ext.moments import Rescaling, fit
 from bnuq_ext.ops import new_seed, philox_normal
 from bnuq_ext.passes import Pass, running
@@ -49,6 +51,20 @@ def test_samplers_rescale_by_the_bank_s_own_sizes(M, disjoint):
         torch.testing.assert_close(mean, expected.float())
         log_spread = moments.log_spread + root * z @ moments.log_deviations
         torch.testing.assert_close(var, (2 * log_spread).exp().float())
+
+
+@pytest.mark.parametrize("make", [np.array, np.int16, torch.tensor])
+def test_batch_sizes_of_any_kind_have_one_sampler(make, monkeypatch):
+    model, made = make_model(), []
+    original = known.make_sampler
+    monkeypatch.setattr(known, "make_sampler", lambda *a: made.append(a) or original(*a))
+    sizes = 64, make(64), make(64)
+    results = [predict(model, sampler="joint", batch_size=M).mean for M in sizes]
+    assert len(made) == 1 and torch.equal(results[0], results[1])
+    for M in sizes:
+        with bnuq.replicas(model, 3, seed=0, sampler="joint", batch_size=M):
+            model(X)
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("alive", [1, 3, 12])

@@ -4,6 +4,7 @@ quadrature and simulated batches."""
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad
@@ -139,6 +140,15 @@ def test_implied_prior_has_the_printed_variances():
     prior = bnuq.implied_prior(0.5e-4, 1000, tau=20.0)
     assert [float(e) for e in prior] == [0.0, math.inf, 0.0, pytest.approx(0.5)]
     assert all(e.dtype == torch.float64 for e in prior)
+
+
+def test_implied_prior_of_small_floats():
+    for make in (np.float16, np.float32, lambda v: torch.tensor(v, dtype=torch.float16)):
+        l2, tau = make(1e-4), make(3.0)
+        expected = 1 / (2.0 * 60_000 * float(tau) * float(l2))
+        assert float(bnuq.implied_prior(l2, 60_000, tau).std_var) == pytest.approx(
+            expected, rel=1e-15
+        )
 
 
 def skewed(shape, seed=0):

@@ -239,7 +239,7 @@ def image_folder(root) -> Part:
             if images[-1].shape != images[0].shape:
                 requirement = f"have the shape of the first image {list(images[0].shape)}"
                 refuse("image_folder", str(path), requirement, list(images[-1].shape))
-    return Part(_unit(np.stack(images).transpose(0, 3, 1, 2)), torch.tensor(labels))
+    return Part(_unit(np.stack(images).transpose(0, 3, 1, 2)), torch.tensor(labels, device="cpu"))
 
 
 def _picture(path: Path) -> np.ndarray:

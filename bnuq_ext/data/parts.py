@@ -89,5 +89,6 @@ def add_noise(x: Tensor, std: float, *, seed: int) -> Tensor:
     if not 0 <= std < math.inf:
         refuse("add_noise", "std", "be finite and not negative", std)
     check_key_range("add_noise", seed)
-    generator = torch.Generator().manual_seed(int(seed))
-    return x + std * torch.randn(x.shape, generator=generator).to(x)
+    generator = torch.Generator("cpu").manual_seed(int(seed))
+    z = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
+    return x + std * z.to(x)

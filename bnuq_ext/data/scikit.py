@@ -33,7 +33,8 @@ def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> S
     if not classes or max(classes) > 9:
         refuse("digits", "classes", "be some of the digits 0 to 9", sorted(classes))
     check_within("digits", "seed", seed, 0, 2**32, "[0, 2^32)")
-    rows = torch.isin(y, torch.tensor(sorted(classes))).nonzero().squeeze(1)
+    kept = torch.tensor(sorted(classes), device="cpu")
+    rows = torch.isin(y, kept).nonzero().squeeze(1)
     counts = [
         check_integer("digits", name, value, 1)
         for name, value in (("num_train", num_train), ("num_validation", num_validation))
@@ -46,8 +47,8 @@ def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> S
         options = {"train_size": count, "stratify": y[some], "random_state": seed}
         return sklearn.model_selection.train_test_split(some, **options)
 
-    train, rest = split(rows, num_train)
-    validation, rest = split(rest, num_validation)
+    train, rest = split(rows, counts[0])
+    validation, rest = split(rest, counts[1])
     return Split(*(take(Part(x, y), some) for some in (train, validation, rest)))
 
 

@@ -54,7 +54,8 @@ def take_numbers(op: str, name: str, values) -> Tensor:
     """A number, a list of them or a tensor, as float64."""
     try:
         if not is_complex(values):
-            return torch.as_tensor(values, dtype=torch.float64)
+            device = values.device if isinstance(values, Tensor) else "cpu"
+            return torch.as_tensor(values, dtype=torch.float64, device=device)
     except OverflowError:
         refuse(op, name, "fit into floats", "larger numbers")
     except (TypeError, ValueError, RuntimeError):

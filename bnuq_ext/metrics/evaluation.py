@@ -2,12 +2,11 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from ..ops.checks import check_tensor, refuse
 from ..prediction import Prediction
-from .arguments import label_log_probs, take_labels, take_targets
+from .arguments import label_log_probs, take_labels, take_numbers, take_targets
 from .classification import accuracy, brier, ece, nll
 from .regression import gaussian_crps, gaussian_nll, gaussian_pll, rmse
 
@@ -57,7 +56,7 @@ def _gaussian(pred: Prediction, y: Tensor) -> dict[str, float]:
     mean, std = pred.mean, pred.total_variance.double().sqrt()
     y = take_targets("evaluate", y, mean)
     scores = {"rmse": rmse(mean, y), "crps": gaussian_crps(mean, std, y)}
-    noise = torch.as_tensor(0.0 if pred.noise_var is None else pred.noise_var)
+    noise = take_numbers("evaluate", "noise_var", 0.0 if pred.noise_var is None else pred.noise_var)
     if (noise > 0).all():
         scores["nll"] = gaussian_nll(mean, std, y)
         if pred.samples is not None:

@@ -93,14 +93,16 @@ def reliability_diagram(probs, y, *, num_bins=15, ax=None):
     )
     seen, edges = count > 0, np.linspace(0, 1, num_bins + 1)
     accuracy, claimed = right[seen] / count[seen], total[seen] / count[seen]
-    error = ece(torch.tensor(probs), torch.tensor(y.astype(np.int64)), num_bins)
+    error = ece(torch.tensor(probs, device="cpu"), torch.from_numpy(y.astype(np.int64)), num_bins)
     left, gap = edges[:-1][seen], "gap to the mean confidence"
     place = {"align": "edge", "width": 1 / num_bins}
     hatched = {"facecolor": "none", "edgecolor": ORANGE, "hatch": "////", "linewidth": 0.8}
     handles = [
         ax.bar(left, accuracy, color=BLUE, alpha=0.5, ec="white", label="accuracy", **place),
         ax.bar(left, claimed - accuracy, bottom=accuracy, label=gap, **place, **hatched),
-        ax.stairs(count / len(y), edges, color="black", label="fraction of rows"),
+        ax.stairs(
+            count / len(y), edges, color=ax.xaxis.label.get_color(), label="fraction of rows"
+        ),
         *ax.plot([0, 1], [0, 1], "--", color=GREY, linewidth=1, label="calibrated"),
     ]
     ax.set(xlabel="confidence, the largest probability", ylabel="accuracy, fraction of rows")

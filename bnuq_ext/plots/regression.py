@@ -75,7 +75,7 @@ def uncertainty_error(
     if constant_std is not None:
         label = "95 %, constant uncertainty"
         heights.append(HALF_WIDTHS["95 %"] * take_one_std(op, "constant_std", constant_std))
-        ax.axhline(heights[-1], color="black", ls="--", lw=1, label=label)
+        ax.axhline(heights[-1], color=ax.xaxis.label.get_color(), ls="--", lw=1, label=label)
     top = 1.05 * max((height for height in heights if np.isfinite(height)), default=0)
     ax.set(xlabel="test points, sorted by estimated uncertainty", ylabel=ylabel)
     ax.set(xlim=(1, max(len(y), 2)), ylim=(0, top or 1))
@@ -115,7 +115,7 @@ def regression_band(
     ax.plot(x, mean, color=color, label="predictive mean")
     if constant_std is not None:
         width = HALF_WIDTHS["95 %"] * take_one_std(op, "constant_std", constant_std)
-        style = {"color": "black", "linestyle": "--", "linewidth": 1}
+        style = {"color": ax.xaxis.label.get_color(), "linestyle": "--", "linewidth": 1}
         ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
         ax.plot(x, mean - width, **style)
     size = 2 if data is None else _draw_data(ax, data)

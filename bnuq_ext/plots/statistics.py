@@ -35,7 +35,8 @@ def _density(family: str, location: float, scale: float, points):
         above = points > 0
         density[above] = _density("normal", location, scale, np.log(points[above])) / points[above]
         return density
-    return np.exp(-0.5 * ((points - location) / scale) ** 2) / (scale * (2 * np.pi) ** 0.5)
+    with np.errstate(under="ignore"):
+        return np.exp(-0.5 * ((points - location) / scale) ** 2) / (scale * (2 * np.pi) ** 0.5)
 
 
 def statistic_marginals(

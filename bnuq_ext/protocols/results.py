@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 import zlib
 from collections.abc import Iterable
 from importlib.resources import files
@@ -85,7 +86,7 @@ def crc32_of_files(paths: Iterable[Path]) -> int:
     for path in paths:
         inside = [f for f in path.rglob("*") if f.is_file()] if path.is_dir() else [path]
         for file in sorted(inside):
-            crc = zlib.crc32(str(file.relative_to(path.parent)).encode(), crc)
+            crc = zlib.crc32(os.fsencode(file.relative_to(path.parent)), crc)
             with open(file, "rb") as content:
                 while block := content.read(2**20):
                     crc = zlib.crc32(block, crc)

@@ -77,9 +77,9 @@ def tables_at(data_root: str | None) -> dict[str, Path | None]:
 
 
 def _name_of(path: Path) -> str | None:
-    """The data set's name, of an npz (npz.xz too) or csv file."""
+    """The data set's name, of an npz (npz.xz too) or csv file; in UTF-8, as a path need not be."""
     parts = re.fullmatch(r"(.+)\.(npz|npz\.xz|csv)", path.name, re.IGNORECASE)
-    return parts and parts[1]
+    return parts and parts[1].encode(errors="backslashreplace").decode()
 
 
 def load(data_root: str | None, name: str) -> Part:
