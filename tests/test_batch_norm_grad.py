@@ -183,3 +183,19 @@ def test_second_derivatives_are_refused(op, device):
     with pytest.raises(NotImplementedError) as caught:
         grad.square().sum().backward()
     assert str(caught.value) == f"{name}: second derivatives are not available"
+
+
+@pytest.fixture
+def new_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+def test_an_empty_batch_has_no_gradient(device):
+    weight, bias = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    statistics = torch.zeros(1, 3, device=device), torch.ones(1, 3, device=device)
+    given = torch.ones(0, 3, device=device), *statistics, ops.new_seed(0, device=device)
+    ops.batch_norm_bank(*given, num_samples=1, weight=weight, bias=bias).sum().backward()
+    assert not weight.grad.any() and not bias.grad.any()

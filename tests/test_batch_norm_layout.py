@@ -198,3 +198,20 @@ def test_a_result_beyond_the_caches_has_the_bits_of_its_parts(dtype, rows, chann
         options = dict(num_samples=1, activation="relu")
         y = ops.batch_norm_bank(part.pop("x"), mean, var, seed, **part, **options)
         assert torch.equal(out.chunk(T)[t], y)
+
+
+def test_shared_blocks_and_replicas_with_a_common_divisor(device):
+    generator, T = torch.Generator().manual_seed(0), 4
+    x = torch.randn(8, 16, 32, 32, generator=generator).to(device)
+    mean, var = (torch.rand(2, T, 16, generator=generator) + 0.1).to(device)
+    statistics = {"mean": mean, "var": var, "snapshot": torch.arange(T, device=device)}
+    together = ops.batch_norm_bank(x, **statistics, shared=True)
+    assert torch.equal(together, ops.batch_norm_bank(x.repeat(T, 1, 1, 1), **statistics))
+
+
+def test_a_view_of_one_row_keeps_channels_last(device):
+    x = torch.randn(2, 6, 3, 3, device=device).contiguous(memory_format=torch.channels_last)[::2]
+    statistics = torch.zeros(1, 6, device=device), torch.ones(1, 6, device=device)
+    snapshot = torch.zeros(1, dtype=torch.int64, device=device)
+    y = ops.batch_norm_bank(x, *statistics, snapshot=snapshot)
+    assert y.is_contiguous(memory_format=torch.channels_last)

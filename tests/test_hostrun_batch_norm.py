@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from hostrun import build
-from hostrun.calls import Kernels, acc_of
+from hostrun.calls import ACTIVATIONS, Kernels, acc_of
 
 from bnuq_ext import ops, reference
 
@@ -140,10 +140,10 @@ def test_matches_reference_in_every_order(kernels, dtype, shape, shared, assert_
     case = Case(dtype, shape, 3, shared, family)
     options = {"residual": which % 2 == 0, "affine": which % 4 < 3}
     expected = case.expected(kernels, activation, **options)
-    for offset in (0, 1):
+    for off in ((), ACTIVATIONS):
         results = []
         for kernels.order in ORDERS:
-            y = case.forward(kernels, offset=offset, slope=SLOPES[activation], **options)
+            y = case.forward(kernels, off=off, slope=SLOPES[activation], **options)
             results.append(y)
         assert_close(results[0], expected)
         assert all(np.array_equal(bits(y), bits(results[0])) for y in results)
@@ -243,10 +243,10 @@ def test_gradients_in_every_order(kernels, dtype, shape, shared, assert_close):
     y = case.forward(kernels, slope=slope) if slope != 1 else None
     expected = expected_gradients(case, kernels, activation)
     terms = shape[0] * shape[2]
-    for offset in (0, 1):
+    for off in ((), ACTIVATIONS):
         results = []
         for kernels.order in ORDERS:
-            results.append(case.backward(kernels, y, offset=offset, slope=slope))
+            results.append(case.backward(kernels, y, off=off, slope=slope))
         for actual, e in zip(results[0][:2], expected[:2], strict=True):
             assert_close(tensor(actual, dtype), e, scale=4)
         assert_close(torch.from_numpy(results[0][2].copy()) / terms, expected[2] / terms)
@@ -275,3 +275,42 @@ def test_gradients_of_few_and_many_replicas(kernels, shared, num_samples, assert
         actual = case.backward(kernels, y, slope=0.0)
         for a, e in zip(actual, expected, strict=True):
             assert_close(torch.from_numpy(a.copy()), e, scale=4)
+
+
+def test_a_slope_above_one(kernels):
+    case = Case("float32", (2, 8, 8), 3, False)
+    z, y = case.forward(kernels), case.forward(kernels, slope=2.0)
+    assert torch.equal(y, torch.where(z < 0, 2 * z, z))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 512)], ids=["columns", "planes"])
+def test_more_replicas_than_blocks(kernels, shape, assert_close):
+    """In groups of two, the last of one."""
+    case = Case("float32", shape, 1601, shared=True)
+    assert_close(case.forward(kernels), case.expected(kernels, "none"))
+
+
+@pytest.mark.parametrize("off", ["x", "residual", "y"])
+@pytest.mark.parametrize(
+    "shape, shared", [((2, 8, 8), False), ((2, 8, 8), True), ((3, 2, 512), True)], ids=str
+)
+def test_each_activation_alone_off_16_bytes(kernels, shape, shared, off, assert_close):
+    case = Case("float32", shape, 3, shared)
+    assert_close(case.forward(kernels, off=[off]), case.expected(kernels, "none"))
+
+
+@pytest.mark.parametrize("off", ["weight", "bias", "mean", "var"])
+def test_each_parameter_alone_off_16_bytes(kernels, off, assert_close):
+    case = Case("float32", (5, 8, 1), 3, False)
+    y = case.forward(kernels, residual=False, off=[off])
+    assert_close(y, case.expected(kernels, "none", residual=False))
+
+
+@pytest.mark.parametrize("off", ["grad_y", "y", "x", "grad_x", "grad_residual"])
+@shared_or_folded
+def test_each_gradient_alone_off_16_bytes(kernels, shared, off):
+    case = Case("float32", (5, 8, 4), 3, shared)
+    y = case.forward(kernels, slope=0.0)
+    results = [case.backward(kernels, y, slope=0.0, off=o) for o in ((), [off])]
+    for expected, actual in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)

@@ -77,7 +77,8 @@ def test_is_the_cpus(kernels, shape, assert_close):
 def test_chunks_give_the_same_bits(kernels, dtype, shape):
     logits = torch.cat([make_logits(shape, dtype, seed) for seed in range(4)])
     mean, variance, _, expected_entropy = kernels.predictive(dtype, bits(logits))
-    for kernels.order, sizes in enumerate([[1] * len(logits), [len(logits) - 1, 1]]):
+    rest = len(logits) - 1
+    for kernels.order, sizes in enumerate([[1] * len(logits), [rest, 1], [1, rest]]):
         if 0 in sizes:
             continue
         state = [np.full(s, np.nan, acc_of(dtype)) for s in state_shapes(logits)]  # not read
@@ -138,3 +139,13 @@ def test_gradients_of_one_output(kernels, shape, which, assert_close):
     mean = kernels.predictive("float32", narrow)[0]
     actual = kernels.predictive_backward("float32", narrow, mean, grads)
     assert_close(tensor(actual, "float32"), expected)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], (3, 2, 4100, 1)], ids=str)
+def test_gradients_where_classes_are_impossible(kernels, shape):
+    logits = make_logits(shape, "float32")
+    logits[:, :, 1::2] = -np.inf
+    results = kernels.predictive("float32", bits(logits))
+    ones = [np.ones_like(r) for r in results]
+    grad = kernels.predictive_backward("float32", bits(logits), results[0], ones)
+    assert np.isfinite(grad).all() and not grad[:, :, 1::2].any()

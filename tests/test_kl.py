@@ -230,20 +230,29 @@ def test_mixture_where_squares_overflow():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("std2", [math.exp(-6), math.exp(-8)])
-def test_mixture_gradient_where_the_narrow_component_fades(std2, dtype):
+@pytest.mark.parametrize("stds", [(1.0, math.exp(-6)), (1.0, math.exp(-8)), (math.exp(-6), 1.0)])
+def test_mixture_gradient_where_the_narrow_component_fades(stds, dtype):
     """Every weight by itself, up to 9 of its deviations: its share falls to 1e-17,
     its precision is 1e5 to 1e7."""
-    mu = (torch.linspace(0.01, 9, 900, dtype=torch.float64) * std2).to(dtype).requires_grad_()
+    mu = (torch.linspace(0.01, 9, 900, dtype=torch.float64) * min(stds)).to(dtype).requires_grad_()
     rho = torch.full_like(mu, -100.0)
-    kl = ops.mixture_kl(mu, rho, ops.new_seed(0), 0, pi=0.5, std1=1.0, std2=std2)
+    kl = ops.mixture_kl(mu, rho, ops.new_seed(0), 0, pi=0.5, std1=stds[0], std2=stds[1])
     w = mu.detach().double().requires_grad_()
-    terms = [math.log(0.5 / std) - w**2 / (2 * std**2) for std in (1.0, std2)]
+    terms = [math.log(0.5 / std) - w**2 / (2 * std**2) for std in stds]
     expected = -torch.logsumexp(torch.stack(terms), 0).sum()
     (grad,), (wanted,) = torch.autograd.grad(kl, mu), torch.autograd.grad(expected, w)
     # A share is exp of up to 45, rounded to 4e-6 of itself in float32.
     rtol = 2e-5 if dtype == torch.float32 else 1e-11
     torch.testing.assert_close(grad.double(), wanted, rtol=rtol, atol=0)
+
+
+def test_mixture_of_rows_longer_than_a_slice(device):
+    mu, rho = make((2, 8200), torch.float32, device)
+    seed = ops.new_seed(-1, 2**33 + 4, device)
+    eps = noise(seed, 1, (2, 8200)).double()
+    expected = reference.mixture_kl(mu.double(), rho.double(), eps, *MIXTURE.values())
+    kl = ops.mixture_kl(mu, rho, seed, STREAM, 1, **MIXTURE)
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("rho", [-100.0, -60.0, 100.0])

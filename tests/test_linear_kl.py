@@ -69,7 +69,7 @@ def compared(x, posterior, T, weights, **tolerance):
             torch.testing.assert_close(actual.double(), expected.double(), **tolerance)
 
 
-@pytest.mark.parametrize("T, N", [(1, 1), (1, 9), (3, 2), (3, 9)])
+@pytest.mark.parametrize("T, N", [(1, 1), (1, 3), (1, 4), (1, 9), (3, 2), (3, 9)])
 @pytest.mark.parametrize("size", [(1, 1), (7, 33), (40, 129)], ids=str)
 @pytest.mark.parametrize("rho", ["narrow", "wide"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

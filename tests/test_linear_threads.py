@@ -82,6 +82,14 @@ def test_with_the_divergence_by_any_number_of_threads(T, set_threads):
     check_threads(set_threads, call_with_kl, draw_all(torch.float32, False, T), T)
 
 
+def test_a_share_of_the_rows_may_end_within_a_pair(set_threads):
+    """Of narrow layers two rows are made at once."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 16), (5824, 16), (5824, 16), (5824,), (5824,)]
+    inputs = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
+    check_threads(set_threads, call, inputs, 2, rtol=1e-4, atol=1e-3)
+
+
 def test_groups_of_replicas_by_any_number_of_threads(set_threads):
     """Of 16-bit activations 7 replicas go together, fewer than 8 threads."""
     generator = torch.Generator().manual_seed(0)

@@ -29,3 +29,12 @@ def test_nan_stays_in_its_output(N, device):
         x = torch.ones(N, 8, device=device)
         y = ops.bayes_linear(x, mu, rho, seed=seed, stream=7, num_samples=3)
         assert y[..., 2].isnan().all() and y[..., [0, 1, 3, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_nan_stays_in_a_gradient_of_16_bits(dtype, device):
+    logits = torch.zeros(2, 3, 4, dtype=dtype, device=device, requires_grad=True)
+    mean = ops.predictive_statistics(logits).mean
+    for nan in NANS:
+        (grad,) = torch.autograd.grad(mean, logits, nan.to(device).expand(3, 4), retain_graph=True)
+        assert grad.isnan().all()

@@ -99,7 +99,7 @@ def test_vectors_match_reference(shape, key, first, device):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (2, 16, 16), (3, 21, 9), (3, 5, 300), (2, 33, 41)], ids=str
+    "shape", [(1, 1, 1), (2, 16, 16), (3, 21, 9), (3, 5, 300), (2, 33, 41), (1, 9, 1050)], ids=str
 )
 def test_weights_match_reference(shape, device):
     key, first, stream = -7, 2**33 + 3, 2**31 + 2

@@ -388,3 +388,10 @@ def test_rejects_state(changes, error, message):
     with pytest.raises(error) as caught:
         ops.predictive_accumulate_(**{**STATE, "logits": LOGITS, "count": 0, **changes})
     assert str(caught.value) == f"predictive_accumulate_: {message}"
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 3), (2, 3, 0)], ids=str)
+def test_nothing_is_accumulated(shape, device):
+    mean, m2, entropy = (torch.zeros(s, device=device) for s in (shape[1:], shape[1:], shape[1:2]))
+    ops.predictive_accumulate_(mean, m2, entropy, torch.zeros(shape, device=device), 0)
+    assert not entropy.any()

@@ -89,7 +89,7 @@ void check_predictive(Extents d, int V) {
 
 int main() {
   const int64_t Ts[] = {1, 2, 20, 100, 100000}, Ns[] = {1, 7, 32, 1024, 1 << 20};
-  const int64_t Cs[] = {1, 3, 10, 64, 257, 1000, 2048, 5000, 200000};
+  const int64_t Cs[] = {1, 3, 10, 64, 257, 1000, 1101, 2048, 4099, 5000, 200000};
   const int64_t Ss[] = {1, 2, 7, 49, 255, 256, 300, 3136, 12544, 1 << 24};
   int count = 0;
   for (int64_t T : Ts)

@@ -21,6 +21,9 @@ def acc_of(dtype):
     return np.float64 if dtype == "float64" else np.float32
 
 
+ACTIVATIONS = ("x", "residual", "y", "grad_y", "grad_x", "grad_residual")
+
+
 def fresh(shape, dtype, offset=0):
     """An array of set bits (NaN in every format), `offset` elements behind a 16-byte boundary."""
     dtype = np.dtype(dtype)
@@ -82,34 +85,35 @@ class Kernels:
 
     # ---- batch norm ----------------------------------------------------------------------------
 
-    def batch_norm(self, dtype, x, num_samples, source, *, offset=0, residual=None, **options):
+    def batch_norm(self, dtype, x, num_samples, source, *, off=(), residual=None, **options):
         """y (T, N, C, S) of x (N, C, S), shared, or (T, N, C, S).
 
         Args:
             source: {"mean", "var" (B, C), "seed" or "snapshot"} or {"params" (4, C), "seed",
                 "stream", "family"}.
+            off: names of what lies an element behind a 16-byte boundary.
             options: weight, bias, eps, slope (1 without activation).
         """
-        y = fresh((num_samples, *x.shape[-3:]), STORAGE[dtype], offset)
-        arguments = batch_norm_arguments(dtype, x, num_samples, source, **options)
-        arguments |= {"x": placed(x, offset), "residual": placed(residual, offset), "y": y}
-        return self.call("batch_norm", [y], **arguments)
+        y = fresh((num_samples, *x.shape[-3:]), STORAGE[dtype], "y" in off)
+        arguments = batch_norm_arguments(dtype, x, num_samples, source, off=off, **options)
+        arguments |= {"x": placed(x, "x" in off), "residual": placed(residual, "residual" in off)}
+        return self.call("batch_norm", [y], **arguments, y=y)
 
     def batch_norm_backward(
-        self, dtype, grad_y, x, y, num_samples, source, *, offset=0, need=(1, 1, 1), **options
+        self, dtype, grad_y, x, y, num_samples, source, *, off=(), need=(1, 1, 1), **options
     ):
         """(grad_x, grad_residual, sums), None for what is not needed;
         `x` tells whether it is shared."""
-        arguments = batch_norm_arguments(dtype, x, num_samples, source, **options)
+        arguments = batch_norm_arguments(dtype, x, num_samples, source, off=off, **options)
         storage, channels = STORAGE[dtype], x.shape[-2]
         results = [
-            fresh(x.shape, storage, offset) if need[0] else None,
-            fresh(x.shape, storage, offset) if need[1] else None,
+            fresh(x.shape, storage, "grad_x" in off) if need[0] else None,
+            fresh(x.shape, storage, "grad_residual" in off) if need[1] else None,
             fresh((2, num_samples, channels), acc_of(dtype)) if need[2] else None,
         ]
         arguments |= dict(zip(("grad_x", "grad_residual", "sums"), results, strict=True))
         given = {"grad_y": grad_y, "y": y, "x": x if need[2] else None}
-        arguments |= {name: placed(array, offset) for name, array in given.items()}
+        arguments |= {name: placed(array, name in off) for name, array in given.items()}
         self.call("batch_norm_backward", [r for r in results if r is not None], **arguments)
         return results
 
@@ -141,13 +145,17 @@ class Kernels:
         return self.call("predictive_backward", [out], **arguments)
 
 
-def batch_norm_arguments(dtype, x, num_samples, source, *, eps=1e-5, slope=1.0, **parameters):
+def batch_norm_arguments(
+    dtype, x, num_samples, source, *, off=(), eps=1e-5, slope=1.0, **parameters
+):
     shared = x.ndim == 3
     rows, channels, positions = x.shape[-3:]
     arguments = {"dtype": dtype, "T": num_samples, "N": rows, "C": channels, "S": positions}
     arguments |= {"shared": shared, "eps": eps, "slope": slope, "B": 0, "stream": 0, "family": 0}
     tables = source | parameters
-    arguments |= {k: placed(v) if isinstance(v, np.ndarray) else v for k, v in tables.items()}
+    arguments |= {
+        k: placed(v, k in off) if isinstance(v, np.ndarray) else v for k, v in tables.items()
+    }
     if "mean" in source:
         arguments["B"] = len(source["mean"])
     else:

@@ -11,7 +11,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from hostrun import build, sanitized_bayes
-from hostrun.calls import STORAGE, Kernels, acc_of
+from hostrun.calls import ACTIVATIONS, STORAGE, Kernels, acc_of
 
 BATCH_NORM = [
     (5, 6, 1),
@@ -51,8 +51,8 @@ def run_batch_norm(kernels, random, dtype, shape, shared):
     bank = {"mean": mean, "var": var, "seed": np.array([1, 2])}
     fitted = {"params": random.random((4, channels)).astype(acc), "seed": np.array([1, 2])}
     fitted |= {"stream": 3, "family": "lognormal"}
-    for source, offset in ((bank, 0), (fitted, 1)):
-        options = {"weight": weight, "offset": offset, "slope": 0.0}
+    for source, off in ((bank, ()), (fitted, ACTIVATIONS)):
+        options = {"weight": weight, "off": off, "slope": 0.0}
         y = kernels.batch_norm(
             dtype, x, num_samples, source, residual=residual, bias=bias, **options
         )
