@@ -31,7 +31,6 @@ from .predict import (
     check_x,
     forward_by_bank,
     require_replicated,
-    unwrapped,
 )
 from .prediction import Prediction, check_likelihood, entropies
 from .predictor import STRATEGIES, Predictor, Request
@@ -39,6 +38,7 @@ from .restore import evaluating, unmoved_by_errors
 from .samplers import check_key, draw_key, snapshots_of
 from .state import modules_of
 from .untraced import uncompiled, untraced
+from .wrappers import unwrapped
 
 _SEEDS = 2**31 - 1
 

@@ -36,6 +36,7 @@ from .statistics_kl import (
     check_statistics_prior,
     observed_statistics,
 )
+from .wrappers import check_unwrapped
 
 OP = "fit_batch_size"
 
@@ -152,6 +153,7 @@ def fit_batch_size(
         equation 1 and appendix 1.2.
     """
     layers = require_stochastic_layers(OP, model)
+    check_unwrapped(OP, model)
     data = as_dataset(OP, "data", data)
     validation = as_dataset(OP, "validation", validation)
     sizes = _checked_sizes(data, candidates)

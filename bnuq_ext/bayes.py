@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .contents import is_freed
 from .nn import check_model
 from .ops import new_seed, philox_normal
 from .ops.checks import (
@@ -22,7 +23,7 @@ from .ops.checks import (
     refuse,
 )
 from .ops.linear import bayes_linear_rows, shaped
-from .ops.modes import autocasted, past_autocast
+from .ops.modes import autocasted, has_values, past_autocast
 from .passes import Replicated
 from .priors import GaussianPrior, check_prior
 from .restore import unmoved_by_errors, without_gradients
@@ -364,6 +365,7 @@ def check_whole(op: str, layers: dict[str, BayesLinear]) -> None:
     for name, layer in layers.items():
         for w in (layer.weight_mu, layer.weight_rho):
             whole = w.shape == (layer.out_features, layer.in_features)
+            whole = whole and not (has_values(w) and is_freed(w))
             if not whole or (type(w) is not nn.Parameter and hasattr(w, "placements")):
                 requirement = (
                     "have its weights whole (gather what is sharded among processes first)"

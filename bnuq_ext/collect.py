@@ -44,6 +44,7 @@ from .restore import evaluating, preserved_rng, without_gradients
 from .state import modules_of
 from .untraced import untraced
 from .warn import warn
+from .wrappers import check_unwrapped
 
 
 @untraced
@@ -375,11 +376,7 @@ _IN_ORDER = (
 
 
 def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            advice = f"put its .module into the place of {name!r}" if name else "give its .module"
-            got = f"{type(module).__name__}; {advice}"
-            refuse("collect", "model", "not be wrapped for several devices", got)
+    check_unwrapped("collect", model)
     check_integer("collect", "num_batches", num_batches, 1)
     check_callable("collect", "input_fn", input_fn)
     check_one_of("collect", "on_nonfinite", on_nonfinite, ("raise", "skip"))

@@ -237,6 +237,14 @@ def memory_of(tensor: Tensor) -> object:
         return tensor
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Whether it has numbers and no memory, as FSDP leaves weights between forwards."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.numel() == 0:
+        return False
+    memory = memory_of(tensor)
+    return memory is not tensor and memory.nbytes() == 0
+
+
 def layout_of(tensor: Tensor) -> tuple | None:
     """What tells a tensor, with its memory, from a later one at the same address, and whether it gets
     a gradient."""

@@ -122,17 +122,17 @@ def copy_model(op: str, model: nn.Module, instead: str = "", memo: dict | None =
         for b in model.buffers()
         if isinstance(b, nn.UninitializedBuffer)
     }
-    memo |= {
-        id(t): t.detach().clone()
-        for module in model.modules()
-        for t in tensors(vars(module))
-        if not t.is_leaf
-    }
     try:
+        memo |= {
+            id(t): t.detach().clone()
+            for module in model.modules()
+            for t in tensors(vars(module))
+            if not t.is_leaf
+        }
         made = copy.deepcopy(model, memo)
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, AssertionError) as error:  # the last of FSDP
         refuse(op, "model", f"be one that copy.deepcopy can copy{instead}", error, TypeError)
     # Some classes copy themselves into train() (torchvision's feature extractors do).
     twins = dict(made.named_modules())

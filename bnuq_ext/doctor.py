@@ -15,6 +15,7 @@ from .norm_calls import BatchNormCounter, count_uncovered
 from .passes import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
 from .state import modules_of
+from .wrappers import unwrapped
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def doctor(model: nn.Module, x) -> DoctorReport:
         TypeError: for a model or an x of another type.
     """
     check_model("doctor", model)
+    model = unwrapped(model)
     check_one_input("doctor", x)
     layers = named_stochastic_layers(model)
     with (

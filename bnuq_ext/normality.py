@@ -30,6 +30,7 @@ from .statistics_kl import (
     gaussian_of_moments,
     observed_statistics,
 )
+from .wrappers import check_unwrapped
 
 OP = "statistics_normality"
 LEVEL = 0.05  # below which p rejects
@@ -144,6 +145,7 @@ def statistics_normality(
     for the test.
     """
     layers = require_stochastic_layers(OP, model)
+    check_unwrapped(OP, model)
     batch_size = check_integer(OP, "batch_size", batch_size, 2)
     data = as_dataset(OP, "data", data)
     source = find_source(OP, data, batch_size)

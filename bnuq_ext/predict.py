@@ -45,6 +45,7 @@ from .samplers import (
 from .state import modules_of
 from .untraced import untraced
 from .warn import warn
+from .wrappers import unwrapped
 
 
 @untraced
@@ -190,18 +191,6 @@ def require_replicated(op: str, modules: list[nn.Module], name: str) -> None:
     if not any([isinstance(module, Replicated) for module in modules]):
         got = "none; run bnuq_ext.convert first, or bnuq_ext.to_bayesian for linear layers"
         refuse(op, name, "contain stochastic batch-norm layers", got)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model out of the wrappers of torch.compile and of data-parallel training, whose forwards
-    wait for other processes, which may predict nothing, or other batches."""
-    while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif "_orig_mod" in model._modules:  # not hasattr: a wrapper may hand on what it wraps has
-            model = model._orig_mod
-        else:
-            return model
 
 
 def forward_by_bank(

@@ -24,6 +24,7 @@ from .pages import keep_freed_pages
 from .prediction import Prediction, check_noise_shape, make_moments, summarise
 from .progress import progress_bar
 from .proof.folding import AT_ONCE, LOOP, Folding, Plan
+from .wrappers import waits_for_others
 
 STRATEGIES = ("auto", "folded", "loop")
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
@@ -169,6 +170,8 @@ class Predictor:
     def _plan(self, folding: Folding) -> Plan:
         strategy, chunk = self.request.strategy, self.request.chunk
         if strategy == "loop" or self.request.count == 1 or chunk == 1:
+            return LOOP
+        if strategy == "auto" and waits_for_others(self.modules):
             return LOOP
         rows = num_rows(self.forward.op, folding.inputs)
         if rows == 0:

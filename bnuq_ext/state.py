@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .contents import CONTAINERS, is_record
+from .contents import CONTAINERS, is_freed, is_record
 
 OWN_BANK = "_bnuq_bank"  # attribute of a model that `attach` gave a bank: that of its layers, in copies too
 OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, OWN_BANK})
@@ -112,8 +112,8 @@ def _content(value) -> list[Tensor]:
 
 
 def _is_filled(value) -> bool:
-    """Whether it is a tensor, and not that of a lazy layer which has never been called."""
-    return isinstance(value, Tensor) and not is_lazy(value)
+    """Whether it is a tensor, and not that of a lazy layer which has never been called, nor freed."""
+    return isinstance(value, Tensor) and not is_lazy(value) and not is_freed(value)
 
 
 def _copy(value, depth: int = 0):

@@ -40,6 +40,7 @@ from .restore import unmoved_by_errors
 from .samplers import Draw, WeightSampler, check_key
 from .state import is_training, modules_of
 from .together import run_together
+from .wrappers import waits_for_others
 
 SCHEMES = ("uniform", "geometric")
 REDUCTIONS = ("mean", "sum")
@@ -191,11 +192,11 @@ def elbo_loss(
     or shapes are new, and one sample's forward after a step of an optimiser. They go one after
     another where rows are coupled, where the model changes itself in train() (batch norm), draws
     other random numbers than dropout's, has backward hooks of modules, computes with a tensor that
-    it has left in a hook or a global, or is wrapped in DistributedDataParallel. In the two ways
-    dropout draws different masks; `torch.use_deterministic_algorithms` keeps the way from depending
-    on the steps before. A trial runs forward hooks, and does not see all that rare values alone set
-    off (README, "One batch or a loop"), nor a flag outside of the model that changes later: there
-    the mean of T calls with one sample is right.
+    it has left in a hook or a global, or waits for other processes (DistributedDataParallel, FSDP).
+    In the two ways dropout draws different masks; `torch.use_deterministic_algorithms` keeps the
+    way from depending on the steps before. A trial runs forward hooks, and does not see all that
+    rare values alone set off (README, "One batch or a loop"), nor a flag outside of the model that
+    changes later: there the mean of T calls with one sample is right.
 
     Backward draws the same weights again, and so does what it computes again
     (`torch.utils.checkpoint`) from the output, or from tensors that the modules keep as attributes,
@@ -294,8 +295,7 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
     # Of two, the sample that is run alone would cost what going together saves. And processes that
     # wait for each other must make the same forwards,
     # which a proof by each one's own rows would not.
-    waiting = nn.parallel.DistributedDataParallel
-    if draw.num_samples == 2 or any(isinstance(module, waiting) for module in modules):
+    if draw.num_samples == 2 or waits_for_others(modules):
         return None
     return run_together(forward, modules, x, draw)
 

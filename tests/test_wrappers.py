@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from predicting import X, make_model, predict
+from predicting import DATA, X, make_model, predict
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from zoo import data_parallel
@@ -43,6 +44,19 @@ def test_predictions_do_without_the_wrapper(wrap, alone, monkeypatch):
         monkeypatch.setattr(cls, "forward", refused)
     assert torch.equal(predict(wrapped).mean, expected.mean)
     assert torch.equal(bnuq.plug_in(wrapped, X, likelihood="categorical").mean, plain.mean)
+    assert str(bnuq.doctor(wrapped, X)) == str(bnuq.doctor(model, X))
+
+
+def test_what_collects_refuses_the_wrapper(alone):
+    wrapped = DistributedDataParallel(make_model())
+    data = torch.utils.data.TensorDataset(DATA)
+    for op, call in {
+        "collect": lambda: bnuq.collect(wrapped, data, batch_size=16),
+        "fit_batch_size": lambda: bnuq.fit_batch_size(wrapped, data, [4], likelihood="categorical"),
+        "statistics_normality": lambda: bnuq.statistics_normality(wrapped, data, 16),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{op}: model must not be wrapped for several devi"):
+            call()
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
@@ -69,14 +83,17 @@ def test_a_loss_goes_through_the_wrapper(alone, num_samples):
 
 
 @pytest.mark.parametrize("name", ["weight_mu", "weight_rho"])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_weights_in_parts_are_refused(alone, name, sharded):
-    """FullyShardedDataParallel leaves a flat part in the layer;
+@pytest.mark.parametrize("kind", ["sharded", "flat", "freed"])
+def test_weights_in_parts_are_refused(alone, name, kind):
+    """FullyShardedDataParallel leaves a flat part in the layer, or one without memory;
     fully_shard one that says the whole's shape."""
     net = nn.Sequential(bnuq.BayesLinear(4, 6), bnuq.BayesLinear(6, 3))
     whole = getattr(net[1], name).detach()
     part, got = whole.flatten()[:9], r"Parameter \[9\]"
-    if sharded:
+    if kind == "freed":
+        part, got = whole.clone(), r"Parameter \[3, 6\]"
+        part.untyped_storage().resize_(0)
+    if kind == "sharded":
         part = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
         got = r"DTensor \[3, 6\]"
     setattr(net[1], name, nn.Parameter(part))
@@ -127,7 +144,9 @@ def test_a_wrapper_that_knows_of_no_new_parameters_is_refused(alone):
     DistributedDataParallel(bnuq.to_bayesian(model))
 
 
-def test_processes_that_wait_for_each_other_make_the_same_forwards(alone):
+@pytest.mark.filterwarnings("ignore:.*was not found:UserWarning")
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_processes_that_wait_for_each_other_make_the_same_forwards(alone, wrap):
     """Of a model that needs a proof, which other rows may fail."""
     calls = []
 
@@ -143,11 +162,42 @@ def test_processes_that_wait_for_each_other_make_the_same_forwards(alone):
     model, x, y = Net(), torch.randn(8, 4), torch.arange(8) % 3
     options = dict(num_samples=4, batch_weight=0.1, seed=1)
     expected = bnuq.elbo_loss(model, x, y, **options).loss
-    wrapped = DistributedDataParallel(model)
+    wrapped = wrap(model)
     for _ in range(2):
         calls.clear()
         torch.testing.assert_close(bnuq.elbo_loss(wrapped, x, y, **options).loss, expected)
         assert calls == [8] * 4
+    if wrap is fully_shard:  # `predict` leaves the other aside
+        calls.clear()
+        pred = bnuq.predict(wrapped, x, likelihood="categorical", num_samples=4)
+        assert calls == [8] * 4 and pred.mean.shape == (8, 3)
+
+
+def test_a_tensor_without_memory_is_no_state(alone):
+    """As FullyShardedDataParallel leaves weights between forwards."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.freed = bnuq.BayesLinear(4, 3), torch.zeros(9)
+            self.freed.untyped_storage().resize_(0)
+
+        def forward(self, x):
+            return self.layer(x).tanh()
+
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    assert bnuq.elbo_loss(Net(), x, y, num_samples=3, batch_weight=0.1).loss.isfinite()
+    assert bnuq.predict(Net(), x, likelihood="categorical").mean.isfinite().all()
+
+
+def test_a_sharded_model_is_converted_in_place(alone):
+    model = fully_shard(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))
+    message = (
+        r"^convert: model must be one that copy.deepcopy can copy \(inplace=True needs no copy\)"
+    )
+    with pytest.raises(TypeError, match=message):
+        bnuq.convert(model)
+    assert isinstance(bnuq.convert(model, inplace=True)[1], bnuq.StochasticBatchNorm1d)
 
 
 def test_replicas_of_a_wrapper_are_those_of_its_module(alone):
