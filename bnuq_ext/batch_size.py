@@ -146,7 +146,8 @@ def fit_batch_size(
         BatchSizeFit.
 
     Raises:
-        ValueError, TypeError: an argument is refused, or the model is not converted.
+        ValueError, TypeError: an argument is refused, or the model is not converted, or wrapped for
+            several devices.
 
     Source: Mukhoti et al., On Batch Normalisation for Approximate Bayesian Inference, section 3,
         which proposes it; objective and divergence from Teye et al. (2018),

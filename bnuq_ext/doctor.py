@@ -68,7 +68,7 @@ def doctor(model: nn.Module, x) -> DoctorReport:
 
     Args:
         model: converted or not; left as it was found, but for what its own forward changes in eval
-            (lazy layers, counters).
+            (lazy layers, counters). Data-parallel wrappers around it are left aside.
         x: its input: a tensor, a tuple of arguments or a dict of keyword arguments.
 
     Returns:

@@ -139,7 +139,8 @@ def statistics_normality(
         StatisticsNormality.
 
     Raises:
-        ValueError, TypeError: an argument is refused, or the model is not converted.
+        ValueError, TypeError: an argument is refused, or the model is not converted, or wrapped for
+            several devices.
 
     Source: Teye et al. (2018), section 3.1, Figure 3 and appendix 1.3, 1.9; Lilliefors (1967)
     for the test.
