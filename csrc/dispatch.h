@@ -20,6 +20,11 @@ inline void check_storage(const Tensor& t) {
       "bnuq: a tensor must have its storage, got one that has been freed");
 }
 
+// The gradient of a divergence.
+inline void check_single(const Tensor& grad) {
+  STD_TORCH_CHECK(grad.numel() == 1, "kl_backward: grad must be a single number");
+}
+
 // Two parameters of the same weights.
 inline void check_alike(const Tensor& mu, const Tensor& rho) {
   STD_TORCH_CHECK(

@@ -94,6 +94,22 @@ def test_the_op_itself_reads_nothing_of_wrong_shapes(case):
         op.bayes_linear_backward(*given, True, True, False)
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    "x_type,type,T,message",
+    [(torch.float32, torch.float64, 3, "in the dtype that x has sums of"),
+     (torch.float64, torch.float32, 3, "in the dtype that x has sums of"),
+     (torch.float32, torch.float32, 0, "be one or more")],
+)  # fmt: skip
+def test_the_op_itself_takes_one_dtype_and_some_replicas(x_type, type, T, message):
+    x, mu, seed = made(4, 20, dtype=x_type), made(9, 20, dtype=type), ops.new_seed(1, 0, "cuda")
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.bnuq.bayes_linear(x, mu, mu, None, None, seed, STREAM, T)
+    with pytest.raises(RuntimeError, match=message):
+        given = (made(T, 4, 9, dtype=type), x, mu, mu, None, seed, STREAM, T)
+        torch.ops.bnuq.bayes_linear_backward(*given, True, True, False)
+
+
 def shifted(x):
     """The same numbers one element further on."""
     room = x.new_zeros(x.numel() + 1)[1:].view(x.shape)
@@ -106,6 +122,7 @@ NOT_PACKED = {  # what takes the place of an operand, and what is said of it
     "half a sigma": ("sigma", lambda sigma: sigma[:64], "sigma must be packed"),
     "no rows": ("base", lambda base: base[:, :0], "x must be packed"),
     "base of 16 bits": ("base", torch.Tensor.half, "must be float32"),
+    "another number of replicas": ("num_samples", lambda T: T + 1, "x must be packed"),
 }
 
 
@@ -114,11 +131,11 @@ def test_the_fused_product_alone_reads_nothing_else_than_its_operands(case):
     name, changed, message = NOT_PACKED[case]
     seed, op = ops.new_seed(1, 0, "cuda"), torch.ops.bnuq
     made_of_both = op.bayes_operands(made(3, 4, 20), made(9, 20))
-    names = ("x", "x_scale", "sigma", "sigma_scale", "base")
-    operands = dict(zip(names, [*made_of_both, made(3, 4, 9)], strict=True))
+    names = ("x", "x_scale", "sigma", "sigma_scale", "base", "seed", "stream", "num_samples")
+    operands = dict(zip(names, [*made_of_both, made(3, 4, 9), seed, STREAM, 3], strict=True))
     operands[name] = changed(operands[name])
     with pytest.raises(RuntimeError, match=message):
-        op.bayes_forward(*operands.values(), seed, STREAM, 3)
+        op.bayes_forward(*operands.values())
 
 
 @pytest.mark.usefixtures("way")

@@ -314,3 +314,10 @@ def test_each_gradient_alone_off_16_bytes(kernels, shared, off):
     results = [case.backward(kernels, y, slope=0.0, off=o) for o in ((), [off])]
     for expected, actual in zip(*results, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_more_parts_than_a_warp_takes_at_a_time(kernels, assert_close):
+    """A channel of 259 tiles: 32 lanes add up eight each."""
+    case = Case("float32", (1, 1, 265_000), 1, shared=True)
+    sums = torch.from_numpy(case.backward(kernels, None, slope=1.0)[2])
+    assert_close(sums / 265_000, expected_gradients(case, kernels, "none")[2] / 265_000)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 FILES = [
     "batch_norm", "batch_norm_errors", "batch_norm_grad", "batch_norm_layout", "batch_norm_library",
     "predictive", "philox", "linear", "kl", "kl_errors", "bayes_forward", "bayes", "posterior", "oracle",
-    "autocast", "nan_payloads",
+    "autocast", "nan_payloads", "op_safety",
 ]  # fmt: skip
 # Left to the run of everything: what takes more than a second and launches what others launch, and
 # what asks about torch's graphs, or a program of its own, instead of kernels.

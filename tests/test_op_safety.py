@@ -120,6 +120,12 @@ def batch_norm_backward(**changes):
     return torch_ops.batch_norm_bank_backward(normal(4, 3), *given.values(), *rest)
 
 
+def fitted_backward(**changes):
+    given = {"x": normal(4, 3), "y": None, "params": normal(4, 3), "seed": SEED} | changes
+    rest = 0, 0, 2, None, 1e-5, 1.0, False, True, False, True
+    torch_ops.batch_norm_fitted_backward(normal(4, 3), *given.values(), *rest)
+
+
 def accumulate(**changes):
     state = {"mean": normal(2, 3), "m2": normal(2, 3), "entropy": normal(2)} | changes
     torch_ops.predictive_accumulate_(*state.values(), normal(4, 2, 3), 0)
@@ -152,7 +158,10 @@ REFUSED = [
         {"mean": STRIDED}, {"var": normal(1, 3, dtype=DOUBLE)}, {"var": normal(2, 3)},
         {"weight": normal(2)}, {"bias": normal(2)},
     ]),
-    (batch_norm, "the bank must not be empty", [{"mean": normal(0, 3), "var": normal(0, 3)}]),
+    (batch_norm, "the bank must not be empty", [
+        {"mean": normal(0, 3), "var": normal(0, 3)} | rows
+        for rows in ({}, {"seed": SEED, "snapshot": None})
+    ]),
     (batch_norm, "give seed or snapshot", [{"snapshot": None}, {"seed": SEED}]),
     (batch_norm, "snapshot must be int64", [
         {"snapshot": indices} for indices in (INDICES[:1], INDICES.int(), INDICES.repeat(2)[::2])
@@ -168,6 +177,11 @@ REFUSED = [
     ]),
     (batch_norm, "x must have 2 dimensions", [{"x": normal(4)}]),
     (batch_norm, "x must have T * N rows", [{"x": normal(5, 3)}]),
+    (fitted_backward, "parameters and statistics must be contiguous", [
+        {"params": params}
+        for params in (normal(4, 2), normal(4, 3, dtype=DOUBLE), normal(4, 6)[:, ::2])
+    ]),
+    (fitted_backward, "seed must be int64", [{"seed": SEED[:1]}]),
     (batch_norm_backward, "x must be given for the sums", [{"x": None}]),
     (batch_norm_backward, "y must be given for an activation", [{"y": None}]),
     (batch_norm_backward, "x must fit grad_y", [{"x": normal(3, 3)}]),

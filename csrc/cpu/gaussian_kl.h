@@ -115,7 +115,7 @@ inline Tensor scalar_like(const Tensor& like, double value) {
 }
 
 inline double value_of(const Tensor& scalar) {
-  STD_TORCH_CHECK(scalar.numel() == 1, "kl_backward: grad must be a single number");
+  check_single(scalar);
   double value = 0;
   dispatch_acc(scalar, [&](auto zero) { value = *scalar.const_data_ptr<decltype(zero)>(); });
   return value;

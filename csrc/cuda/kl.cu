@@ -76,6 +76,7 @@ Tensors gaussian_kl_sum_backward_cuda(
     Tensor grad, Tensors mu, Tensors rho, std::vector<double> prior_std) {
   const GaussianCall call = {mu, rho, prior_std};
   check_on_device_of(call.first(), {grad});
+  check_single(grad);
   const DeviceGuard guard(call.first().get_device_index());
   Tensors grads;
   for (size_t k = 0; k < mu.size(); ++k) {
@@ -143,6 +144,7 @@ Grads mixture_kl_backward_cuda(
     Tensor grad, Tensor mu, Tensor rho, Tensor seed, int64_t stream, int64_t num_samples, double pi,
     double std1, double std2) {
   check_on_device_of(mu, {grad});
+  check_single(grad);
   const MixtureCall call = {mu, rho, seed, stream, num_samples, pi, std1, std2};
   const Tensor grad_mu = torch::stable::empty_like(mu), grad_rho = torch::stable::empty_like(rho);
   dispatch_kl(mu, rho, [&](auto zero) {

@@ -6,8 +6,9 @@ import numpy as np
 
 from .calls import STORAGE, fresh, placed
 
-# N, O, I. Three pieces of 64 columns, as of x so of grad_y, and of 64 rows.
-SHAPES = [(1, 1, 1), (9, 140, 33), (33, 140, 140), (130, 20, 20)]
+# N, O, I. Three pieces of 64 columns, as of x so of grad_y, and of 64 rows; few rows by warps that
+# share a tile.
+SHAPES = [(1, 1, 1), (5, 17, 140), (9, 140, 33), (33, 140, 140), (130, 20, 20)]
 DIRECT_SHAPES = [(1, 17, 33), (9, 40, 20)]
 REST = {"first": 0, "matrix": False, "prior_std": 1.0, "pi": 0.5, "std1": 1.0, "std2": 0.1}
 
@@ -18,9 +19,11 @@ def zeros(shape, dtype):
     return array
 
 
-def run(kernels, name, dtype, results, **arguments):
-    """`results` are the arrays that the kernel writes, by name."""
-    arguments = {k: placed(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+def run(kernels, name, dtype, results, off=0, **arguments):
+    """`results` are the arrays that the kernel writes, by name; `off` is where the others begin."""
+    arguments = {
+        k: placed(v, off) if isinstance(v, np.ndarray) else v for k, v in arguments.items()
+    }
     call = REST | {"T": 2, "N": 0, "shared": False, "stream": 7, "seed": np.array([1, 2])}
     call |= arguments | results | {"kernel": name, "dtype": dtype}
     kernels.call("bayes", list(results.values()), **call)
@@ -39,7 +42,7 @@ def run_products(kernels, random_bits, random, dtype, shape, shared):
     results = {"out": fresh((T, N, O16), np.uint16), "out2": fresh((first, N, I16), np.uint16)}
     results |= {"out3": sigma, "out4": fresh((3,), np.float32)}
     results |= {"partial": fresh((3, 512), np.float32)}
-    run(kernels, "operands", dtype, results, grad=grad, x=x, rho=rho, **sizes)
+    run(kernels, "operands", dtype, results, int(shared), grad=grad, x=x, rho=rho, **sizes)
     noise = {"out": fresh((T, O, I16), np.uint16)}
     run(kernels, "sample_noise", dtype, noise, sigma=sigma, O=O, I=I16)
 

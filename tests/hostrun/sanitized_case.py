@@ -48,7 +48,8 @@ def run_batch_norm(kernels, random, dtype, shape, shared):
     x, residual = (random_bits(random, size, dtype) for _ in range(2))
     weight, bias = random.random((2, channels)).astype(acc)
     mean, var = random.random((2, 4, channels)).astype(acc)
-    bank = {"mean": mean, "var": var, "seed": np.array([1, 2])}
+    rows = {"seed": np.array([1, 2])} if dtype == "float64" else {"snapshot": np.array([3, -1])}
+    bank = {"mean": mean, "var": var} | rows
     fitted = {"params": random.random((4, channels)).astype(acc), "seed": np.array([1, 2])}
     fitted |= {"stream": 3, "family": "lognormal"}
     for source, off in ((bank, ()), (fitted, ACTIVATIONS)):
