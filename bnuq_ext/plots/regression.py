@@ -79,7 +79,8 @@ def uncertainty_error(
     top = 1.05 * max((height for height in heights if np.isfinite(height)), default=0)
     ax.set(xlabel="test points, sorted by estimated uncertainty", ylabel=ylabel)
     ax.set(xlim=(1, max(len(y), 2)), ylim=(0, top or 1))
-    ax.legend(frameon=False, fontsize="small", loc="upper left", markerscale=3 / points["ms"])
+    style = {"framealpha": 0.8, "edgecolor": "none", "fontsize": "small", "loc": "upper left"}
+    ax.legend(markerscale=3 / points["ms"], **style)
     return ax
 
 
