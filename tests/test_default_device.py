@@ -1,6 +1,8 @@
 """A default device other than the model's, as after torch.set_default_device("cuda"):
 nothing goes there. And another default dtype."""
 
+import operator
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from bnuq_ext import data, metrics, plots
 
 BATCHES = list(DATA.split(16))
 DATASET = torch.utils.data.TensorDataset(DATA)
+FEW = {"classes": [0, 1], "num_train": 50, "num_validation": 50}
 
 
 def on_meta(run):
@@ -103,9 +106,8 @@ def test_data_and_scores(tmp_path):
     prior = bnuq.StatisticsGaussian(0.0, 1.0, 0.0, 1.0)
 
     def run(_):
-        known = data.digits(classes=[0, 1], num_train=50, num_validation=50)
         return [
-            *known.train,
+            *data.digits(**FEW).train,
             *data.image_folder(tmp_path),
             data.add_noise(X, 0.1, seed=1),
             *bnuq.implied_prior(1e-4, 200),
@@ -116,15 +118,9 @@ def test_data_and_scores(tmp_path):
         ]
 
     for actual, expected in zip(*on_meta(run), strict=True):
-        assert (
-            torch.equal(actual, expected)
-            if isinstance(actual, torch.Tensor)
-            else actual == expected
-        )
-    assert [*data.digits(classes=[0, 1], num_train=50, num_validation=50).train.y.unique()] == [
-        0,
-        1,
-    ]
+        same = torch.equal if isinstance(actual, torch.Tensor) else operator.eq
+        assert same(actual, expected)
+    assert data.digits(**FEW).train.y.unique().tolist() == FEW["classes"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

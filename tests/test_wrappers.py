@@ -173,7 +173,7 @@ def test_processes_that_wait_for_each_other_make_the_same_forwards(alone, wrap):
         assert calls == [8] * 4 and pred.mean.shape == (8, 3)
 
 
-def test_a_tensor_without_memory_is_no_state(alone):
+def test_a_tensor_without_memory_is_no_state():
     """As FullyShardedDataParallel leaves weights between forwards."""
 
     class Net(nn.Module):
