@@ -5,6 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from os import PathLike
 
 import torch
 from torch import Tensor
@@ -52,6 +53,11 @@ class Bank:
         ValueError, TypeError: an argument is not as above.
     """
 
+    mean: dict[str, Tensor]
+    var: dict[str, Tensor]
+    count: dict[str, Tensor]
+    batch_size: int
+
     def __init__(
         self,
         mean: Mapping[str, Tensor],
@@ -63,7 +69,7 @@ class Bank:
         disjoint: float = 1.0,
         unused: Iterable[str] = (),
         metadata: Mapping[str, str] | None = None,
-    ):
+    ) -> None:
         mean, var = _copied("mean", mean), _copied("var", var)
         count = _copied_count(count, mean)
         self._fill(mean, var, count, batch_size, dataset_size, disjoint, unused, metadata or {})
@@ -158,7 +164,7 @@ class Bank:
             for key in mine
         )
 
-    def on(self, device) -> dict[str, Statistics]:
+    def on(self, device: torch.types.Device) -> dict[str, Statistics]:
         """The tables on a device, copied there once; safe from several threads."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -198,7 +204,7 @@ class Bank:
         self.mean, self.var, self.count = map(_ordinary, (self.mean, self.var, self.count))
         self._start_cache()
 
-    def save(self, path) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         """Write a safetensors file with a SHA-256; `path` holds the old content or all of the new.
 
         Args:
@@ -214,7 +220,7 @@ class Bank:
         bank_file.save(path, *self.to_file())
 
     @classmethod
-    def load(cls, path) -> "Bank":
+    def load(cls, path: str | PathLike[str]) -> "Bank":
         """The bank in a file that `save` wrote. Nothing in the file is run.
 
         Args:

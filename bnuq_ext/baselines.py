@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from .chunks import check_chunk
 from .dropout import Dropping
 from .forward import Forward
-from .inputs import copied, device_of
+from .inputs import Inputs, copied, device_of
 from .interrupts import leaving_nothing_behind
 from .known import know
 from .nn import check_model
@@ -47,11 +48,11 @@ _SEEDS = 2**31 - 1
 @leaving_nothing_behind
 def plug_in(
     model: nn.Module,
-    x,
+    x: Inputs,
     *,
     likelihood: str,
     noise_var: float | Tensor | None = None,
-    output_fn: Callable | None = None,
+    output_fn: Callable[[Any], Tensor] | None = None,
     keep_samples: bool = False,
     progress: bool = False,
 ) -> Prediction:
@@ -79,7 +80,7 @@ def plug_in(
 @leaving_nothing_behind
 def mc_dropout(
     model: nn.Module,
-    x,
+    x: Inputs,
     *,
     likelihood: str,
     num_samples: int = 32,
@@ -88,7 +89,7 @@ def mc_dropout(
     noise_var: float | Tensor | None = None,
     first_replica: int = 0,
     batch_size: int | None = None,
-    output_fn: Callable | None = None,
+    output_fn: Callable[[Any], Tensor] | None = None,
     keep_samples: bool = False,
     progress: bool = False,
 ) -> Prediction:
@@ -128,7 +129,7 @@ def mc_dropout(
 @leaving_nothing_behind
 def ensemble(
     models: Sequence[nn.Module],
-    x,
+    x: Inputs,
     *,
     likelihood: str,
     num_samples: int | None = None,
@@ -139,7 +140,7 @@ def ensemble(
     batch_size: int | None = None,
     strategy: str = "auto",
     chunk: int | str = "auto",
-    output_fn: Callable | None = None,
+    output_fn: Callable[[Any], Tensor] | None = None,
     keep_samples: bool = False,
     progress: bool = False,
 ) -> Prediction:

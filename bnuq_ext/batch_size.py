@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from .attach import attach
 from .bank import Bank
 from .batches import as_dataset, fetcher, find_source, is_dataset
 from .collect import gather
-from .inputs import device_of, move, split_batch
+from .inputs import Data, Inputs, device_of, move, split_batch
 from .interrupts import leaving_nothing_behind
 from .metrics import mutual_information
 from .metrics.arguments import as_rows_of, check_fittable, label_log_probs, take_labels
@@ -62,8 +62,8 @@ class BatchSizeFit:
     batch_sizes: Tensor
     log_likelihood: Tensor
     kl: Tensor
-    nll: Tensor | None
-    mutual_information: Tensor | None
+    nll: Tensor | Any  # for None, as in `Prediction`
+    mutual_information: Tensor | Any
     epistemic_variance: Tensor
     left_out: int
 
@@ -87,12 +87,12 @@ class BatchSizeFit:
 @leaving_nothing_behind
 def fit_batch_size(
     model: nn.Module,
-    data,
+    data: Data,
     candidates: Iterable[int],
     *,
     likelihood: str,
     prior: StatisticsGaussian | Mapping[str, StatisticsGaussian] | None = None,
-    validation=None,
+    validation: Inputs | None = None,
     num_samples: int = 32,
     noise_var: float | None = None,
     num_rows: int | None = None,

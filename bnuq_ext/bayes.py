@@ -25,7 +25,7 @@ from .ops.checks import (
 from .ops.linear import bayes_linear_rows, shaped
 from .ops.modes import autocasted, has_values, past_autocast
 from .passes import Replicated
-from .priors import GaussianPrior, check_prior
+from .priors import GaussianPrior, Prior, check_prior
 from .restore import unmoved_by_errors, without_gradients
 from .samplers import Draw
 from .state import names_of
@@ -104,13 +104,13 @@ class BayesLinear(Replicated, nn.Module):
         out_features: int,
         bias: bool = True,
         *,
-        prior=GaussianPrior(1.0),  # noqa: B008 - immutable
+        prior: Prior = GaussianPrior(1.0),  # noqa: B008 - immutable
         mu_init: float | tuple[float, float] | None = None,
         rho_init: float | tuple[float, float] = -5.0,
         estimator: str = "exact",
-        device=None,
+        device: torch.types.Device = None,
         dtype: torch.dtype | None = None,
-    ):
+    ) -> None:
         super().__init__()
         op = "BayesLinear"
         in_features = check_integer(op, "in_features", in_features, 1)

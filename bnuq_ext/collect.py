@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from .attach import attach
 from .bank import Bank
 from .batches import Source, find_source
 from .inputs import (
+    Data,
     are_images,
     call,
     copied,
@@ -51,12 +52,12 @@ from .wrappers import check_unwrapped
 @leaving_nothing_behind
 def collect(
     model: nn.Module,
-    data,
+    data: Data,
     num_batches: int = 64,
     *,
     batch_size: int | None = None,
     device: torch.device | str | None = None,
-    input_fn: Callable | None = None,
+    input_fn: Callable[[Any], Any] | None = None,
     progress: bool = True,
     on_nonfinite: str = "raise",
 ) -> Bank:

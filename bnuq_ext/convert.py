@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,17 +19,20 @@ from .ops.checks import check_callable, check_flags, refuse
 from .state import OWN_BANK, is_training
 from .warn import warn
 
+# Its class stays, but where the model itself is a layer that is turned.
+Model = TypeVar("Model", bound=nn.Module)
+
 _INPLACE = " (inplace=True needs no copy)"
 _ORIGINAL = "_bnuq_original"  # attribute of a layer that took the place of another object
 
 
 def convert(
-    model: nn.Module,
+    model: Model,
     *,
     inplace: bool = False,
     strict: bool = True,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
-) -> nn.Module:
+) -> Model:
     """The model with its batch-norm layers made stochastic; outside `predict` it behaves as before.
 
     BatchNorm1d/2d/3d and SyncBatchNorm (these types exactly) become StochasticBatchNorm1d/2d/3d
@@ -69,7 +73,7 @@ def convert(
     return _replace(model, made)
 
 
-def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
+def revert(model: Model, *, inplace: bool = False) -> Model:
     """The model with its stochastic layers turned back into what they were, without their bank.
 
     Parameters, buffers, hooks and flags are the current ones; but torch's batch norm cannot hold its
@@ -111,7 +115,7 @@ def revert(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return _replace(model, originals)
 
 
-def copy_model(op: str, model: nn.Module, instead: str = "", memo: dict | None = None) -> nn.Module:
+def copy_model(op: str, model: Model, instead: str = "", memo: dict | None = None) -> Model:
     """A deep copy. `instead`: what else the user can do. `memo`, if given, has the copy of every
     module afterwards."""
     memo = {} if memo is None else memo

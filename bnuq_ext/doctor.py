@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .batch_norm_like import describe, survey
 from .guards import DropoutTrace, warnings_of
-from .inputs import call, check_one_input, copied
+from .inputs import Inputs, call, check_one_input, copied
 from .interrupts import leaving_nothing_behind
 from .nn import check_model, named_stochastic_layers, uncompiled_name
 from .norm_calls import BatchNormCounter, count_uncovered
@@ -58,7 +58,7 @@ class DoctorReport:
 
 
 @leaving_nothing_behind
-def doctor(model: nn.Module, x) -> DoctorReport:
+def doctor(model: nn.Module, x: Inputs) -> DoctorReport:
     """Run one forward, in eval, without gradients; tell which batch norm is not covered
     and what else is wrong.
 

@@ -1,12 +1,18 @@
 """What a model is given: a tensor, a tuple of arguments or a dict of keyword arguments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import Dataset
 
 from .ops.checks import refuse
+
+# As arguments of ours. A tuple, a dict and a loader are iterable.
+Inputs = Tensor | Iterable[Any]
+Data = Dataset[Any] | Iterable[Any]
 
 _TARGETS = ("target", "y", "targets", "label", "labels")  # in a dict, the first that it has
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from traceback import walk_tb
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import _C, overrides
@@ -12,6 +13,9 @@ from torch.utils._python_dispatch import _pop_mode
 from .passes import begun_pass, leave_passes
 from .reads import leave_watchers, num_watchers
 from .warn import is_users
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _end_frames(error: BaseException) -> None:
@@ -36,12 +40,12 @@ def _leave_modes(dispatch: int, functions: int) -> None:
                 pop()
 
 
-def leaving_nothing_behind(function: Callable) -> Callable:
+def leaving_nothing_behind(function: Callable[P, R]) -> Callable[P, R]:
     """The function, after whose errors the thread is again in the pass and in the grad mode that it
     was called in, after interrupts in torch's modes too."""
 
     @wraps(function)
-    def call(*args, **options):
+    def call(*args: P.args, **options: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return function(*args, **options)
         outer, gradients = begun_pass(), torch.is_grad_enabled()

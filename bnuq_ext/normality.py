@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .bank import Bank
 from .batches import as_dataset, fetcher, find_source
 from .collect import gather
-from .inputs import call, device_of, move, split_batch
+from .inputs import Data, call, device_of, move, split_batch
 from .interrupts import leaving_nothing_behind
 from .nn import require_stochastic_layers
 from .ops.checks import acc_dtype, check_flags, check_floating, check_integer, refuse
@@ -103,7 +103,7 @@ class StatisticsNormality:
 @leaving_nothing_behind
 def statistics_normality(
     model: nn.Module,
-    data,
+    data: Data,
     batch_size: int,
     *,
     num_batches: int = 256,

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .adapters import qualified_name
 from .batch_norm_like import describe
 from .bayes import DTYPES, BayesLinear, check_initial, check_whole, require_bayes_layers, sigma_of
-from .convert import copy_model
+from .convert import Model, copy_model
 from .nn import check_model
 from .ops.checks import check_callable, check_fraction, check_one_of, refuse
-from .priors import GaussianPrior, check_prior
+from .priors import GaussianPrior, Prior, check_prior
 from .restore import without_gradients
 from .state import OF_EVERY_MODULE
 
@@ -26,11 +26,11 @@ _LINEAR = {"torch.nn.modules.linear.Linear", "timm.layers.linear.Linear"}
 
 
 def to_bayesian(
-    model: nn.Module,
+    model: Model,
     filter_fn: Callable[[str, nn.Linear], bool] | None = None,
     rho_init: float | tuple[float, float] = -5.0,
-    prior=GaussianPrior(1.0),  # noqa: B008 - immutable
-) -> nn.Module:
+    prior: Prior = GaussianPrior(1.0),  # noqa: B008 - immutable
+) -> Model:
     """A copy of a trained model whose linear layers have a Gaussian around each of their weights.
 
     In eval() it returns what the model returned, until it is trained. Hooks, shared layers and

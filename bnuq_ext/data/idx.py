@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import refuse
-from .parts import Part, Split, as_path, check_file, hold_out
+from .parts import AnyPath, Part, Split, as_path, check_file, hold_out
 
 SOURCE = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/, or torchvision's MNIST/raw; Fashion-MNIST: "
@@ -19,7 +19,7 @@ SOURCE = (
 )
 
 
-def mnist(root, *, num_validation=None) -> Split:
+def mnist(root: AnyPath, *, num_validation: int | None = None) -> Split:
     """MNIST, or a data set in the same four idx files (Fashion-MNIST), plain or gzipped.
 
     Args:
@@ -67,7 +67,7 @@ def _find(root: Path, name: str) -> Path:
     refuse("mnist", "root", requirement, str(root))
 
 
-def read_idx(path) -> Tensor:
+def read_idx(path: AnyPath) -> Tensor:
     """The unsigned bytes of an idx file, gzipped where its name ends in .gz,
     in the shape of its header.
 

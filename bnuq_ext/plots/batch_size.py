@@ -1,5 +1,10 @@
 """Scores against the batch size of the statistics."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from ..ops.checks import check_positive, refuse
@@ -8,6 +13,7 @@ from .canvas import (
     COLORS,
     GREY,
     ORANGE,
+    Values,
     check_entries,
     check_labels,
     curve_styles,
@@ -19,11 +25,22 @@ from .canvas import (
     take_values,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 DIGIT = 0.025  # its width, of that of an axis of 3.5 inches
 ORDER = (BLUE, ORANGE, GREY, *COLORS[1:5])
 
 
-def against_batch_size(batch_sizes, curves, *, ylabel, levels=None, marks=None, ax=None):
+def against_batch_size(
+    batch_sizes: Values,
+    curves: Mapping[Any, Values],
+    *,
+    ylabel: str,
+    levels: Mapping[Any, float] | None = None,
+    marks: Mapping[float, str] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """Curves of some score against the batch size M of the statistics, M on a logarithmic axis.
 
     Args:
@@ -107,7 +124,15 @@ def _apart(batch_sizes: list, marks) -> set[int]:
     return shown
 
 
-def information_and_nll(batch_sizes, information, nll, *, levels=None, marks=None, ax=None):
+def information_and_nll(
+    batch_sizes: Values,
+    information: Mapping[Any, Values],
+    nll: Mapping[Any, Values],
+    *,
+    levels: Mapping[Any, float] | None = None,
+    marks: Mapping[float, str] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """Mutual information and negative log-likelihood against the batch size, side by side.
 
     Args:

@@ -4,10 +4,13 @@ from collections.abc import Iterator, Mapping
 from itertools import cycle, product
 
 import numpy as np
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from ..metrics.arguments import SLACK
 from ..ops.checks import refuse
+
+Values = ArrayLike | Tensor
 
 BLUE, ORANGE, GREY, LIGHT_GREY = "#0072b2", "#d55e00", "#8a8a8a", "#d9d9d9"
 # Stay apart for most colour-blind readers (after Okabe and Ito).

@@ -1,8 +1,11 @@
 """What class probabilities look like: their entropy, their calibration, one image's verdict."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import cycle
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from .canvas import (
     GREY,
     LIGHT_GREY,
     ORANGE,
+    Values,
     begin_at,
     check_entries,
     curve_styles,
@@ -28,8 +32,17 @@ from .canvas import (
     take_probs,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
+
+def entropy_cdf(
+    entropies: Mapping[Any, Values],
+    *,
+    num_classes: int | None = None,
+    styles: Mapping[Any, dict[str, Any]] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """The fraction of inputs whose predictive entropy is at most the abscissa, one curve per entry.
 
     Args:
@@ -67,7 +80,9 @@ def entropy_cdf(entropies, *, num_classes=None, styles=None, ax=None):
     return ax
 
 
-def reliability_diagram(probs, y, *, num_bins=15, ax=None):
+def reliability_diagram(
+    probs: Values, y: Values, *, num_bins: int = 15, ax: Axes | None = None
+) -> Axes:
     """How often the most probable class is right, against its probability.
 
     The bins are those of `metrics.ece`: of equal width, (lower, upper]. The gap from a bin's
@@ -124,7 +139,7 @@ def _take_labelled(op: str, probs, y) -> tuple:
     return probs, y
 
 
-def stacked_probabilities(probs, *, shown, ax=None):
+def stacked_probabilities(probs: Values, *, shown: Iterable[int], ax: Axes | None = None) -> Axes:
     """One column per prediction, its class probabilities stacked;
     the classes not `shown` are one, "others".
 
@@ -171,7 +186,16 @@ def _take_classes(shown) -> list[int]:
     return [check_integer(op, "shown", k, -math.inf) for k in shown]
 
 
-def verdict(image, plug_in, replicas, *, clean=None, truth=None, visible=0.02, ax=None):
+def verdict(
+    image: Values,
+    plug_in: Values,
+    replicas: Values,
+    *,
+    clean: Values | None = None,
+    truth: int | str | None = None,
+    visible: float = 0.02,
+    ax: Axes | None = None,
+) -> Axes:
     """A noisy image, what one network says about it, and what its replicas say.
 
     Args:

@@ -1,11 +1,18 @@
 """Regression: what the uncertainty says beside what the errors are."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..ops.checks import check_integer, refuse
-from .canvas import BLUE, GREY, dots, take_axes, take_numbers, take_one_std, take_values
+from .canvas import BLUE, GREY, Values, dots, take_axes, take_numbers, take_one_std, take_values
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.typing import ColorType
 
 # Half the width of the central interval of a Gaussian, in standard deviations.
 HALF_WIDTHS = {"95 %": 1.959964, "50 %": 0.674490}
@@ -28,8 +35,16 @@ def _take_std(op: str, std, mean):
 
 
 def uncertainty_error(
-    mean, std, y, *, constant_std=None, window=None, ylabel="absolute error", color=BLUE, ax=None
-):
+    mean: Values,
+    std: Values,
+    y: Values,
+    *,
+    constant_std: float | None = None,
+    window: int | None = None,
+    ylabel: str = "absolute error",
+    color: ColorType = BLUE,
+    ax: Axes | None = None,
+) -> Axes:
     """Absolute errors of the test points, sorted by estimated uncertainty, over what it claims.
 
     A half-normal error lies in the dark band half the time and in the light one 95 % of it; where
@@ -85,8 +100,17 @@ def uncertainty_error(
 
 
 def regression_band(
-    x, mean, std, *, data=None, constant_std=None, xlabel="x", ylabel="y", color=BLUE, ax=None
-):
+    x: Values,
+    mean: Values,
+    std: Values,
+    *,
+    data: tuple[Values, Values] | None = None,
+    constant_std: float | None = None,
+    xlabel: str = "x",
+    ylabel: str = "y",
+    color: ColorType = BLUE,
+    ax: Axes | None = None,
+) -> Axes:
     """A predictive distribution over one input: mean, 50 % and 95 % bands, a constant one dashed.
 
     Args:

@@ -1,12 +1,20 @@
 """Segmentation: an image, the classes that its pixels are given, and how sure that is."""
 
+from __future__ import annotations
+
 import math
 import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..ops.checks import check_shape, refuse
-from .canvas import CLASS_COLORS, GREY, legend_columns, take_array, take_axes, take_probs
+from .canvas import CLASS_COLORS, GREY, Values, legend_columns, take_array, take_axes, take_probs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.typing import ColorType
 
 GAP = 0.05  # between two maps, in widths of one
 
@@ -37,16 +45,16 @@ def _colored(labels, colors):
 
 
 def segmentation_maps(
-    image,
-    probs,
-    uncertainty,
+    image: Values,
+    probs: Values,
+    uncertainty: Values,
     *,
-    truth=None,
-    class_names=None,
-    colors=None,
-    label="variance, mean over the classes",
-    ax=None,
-):
+    truth: Values | None = None,
+    class_names: Sequence[str] | None = None,
+    colors: Sequence[ColorType] | None = None,
+    label: str = "variance, mean over the classes",
+    ax: Axes | None = None,
+) -> Axes:
     """An image, its true classes where given, the most probable ones, and their uncertainty.
 
     Args:

@@ -1,9 +1,26 @@
 """Batch statistics: how they are distributed, and what was fitted to them."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from ..ops.checks import check_integer, refuse
-from .canvas import BLUE, COLORS, begin_at, check_mapping, take_axes, take_finite, take_numbers
+from .canvas import (
+    BLUE,
+    COLORS,
+    Values,
+    begin_at,
+    check_mapping,
+    take_axes,
+    take_finite,
+    take_numbers,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def _take_density(entry) -> tuple:
@@ -40,8 +57,13 @@ def _density(family: str, location: float, scale: float, points):
 
 
 def statistic_marginals(
-    values, densities, *, xlabel="batch mean of one unit", num_bins="auto", ax=None
-):
+    values: Values,
+    densities: Mapping[Any, tuple[str, float, float]],
+    *,
+    xlabel: str = "batch mean of one unit",
+    num_bins: int | str = "auto",
+    ax: Axes | None = None,
+) -> Axes:
     """Histogram of one unit's batch statistic over many batches, under the densities fitted to it.
 
     The axis spans the values, so a density that is much too wide shows as a flat line.

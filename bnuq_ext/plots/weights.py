@@ -1,6 +1,10 @@
 """Weights with a posterior: histograms, signal-to-noise ratios, the error in training."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from itertools import cycle
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -9,6 +13,7 @@ from .canvas import (
     BLUE,
     COLORS,
     GREY,
+    Values,
     begin_at,
     check_entries,
     check_labels,
@@ -21,10 +26,20 @@ from .canvas import (
     take_values,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.typing import ColorType
+
 
 def error_over_epochs(
-    errors, *, levels=None, best=None, colors=None, ylabel="test error [%]", ax=None
-):
+    errors: Mapping[Any, Values],
+    *,
+    levels: Mapping[Any, float] | None = None,
+    best: Mapping[Any, int] | None = None,
+    colors: Mapping[Any, ColorType] | None = None,
+    ylabel: str = "test error [%]",
+    ax: Axes | None = None,
+) -> Axes:
     """Curves of an error against the epoch, counted from 1.
 
     Args:
@@ -68,7 +83,15 @@ def error_over_epochs(
     return ax
 
 
-def weight_histograms(weights, *, limit=0.3, num_bins=120, initial=None, colors=None, ax=None):
+def weight_histograms(
+    weights: Mapping[Any, Values],
+    *,
+    limit: float = 0.3,
+    num_bins: int = 120,
+    initial: Values | None = None,
+    colors: Mapping[Any, ColorType] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """One histogram of weights per entry, one under the other, over the same bins.
 
     Args:
@@ -121,7 +144,13 @@ def _note(ax, text: str) -> None:
     ax.annotate(text, (0.015, 0.93), bbox=blank, **words)
 
 
-def signal_to_noise(snr, *, cuts=(0.25, 0.5, 0.75, 0.95), num_bins=120, ax=None):
+def signal_to_noise(
+    snr: Values,
+    *,
+    cuts: Sequence[float] = (0.25, 0.5, 0.75, 0.95),
+    num_bins: int = 120,
+    ax: Axes | None = None,
+) -> Axes:
     """Histogram of the weights' signal-to-noise ratios over their distribution function.
 
     Args:
