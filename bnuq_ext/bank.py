@@ -33,7 +33,7 @@ class Bank:
 
     Row b of every tensor comes from mini-batch b, so that correlations between layers are kept. The
     keys are the layers' names; the second call of a layer in one forward has the key `name#1`. A
-    bank is not to be changed: make a new one.
+    bank is not to be changed, but for `dataset_size`: make a new one.
 
     Args:
         mean: {key: (B, C)} batch means; floating, finite. Copied to the CPU, float32

@@ -59,7 +59,9 @@ class Prediction:
     targets: Any = None
 
     def __post_init__(self):
-        if self.noise_var is not None and not isinstance(self.noise_var, Tensor):
+        if isinstance(self.noise_var, Tensor):  # which may be a parameter that training moves on
+            self.noise_var = self.noise_var.detach().clone()
+        elif self.noise_var is not None:
             self.noise_var = float(self.noise_var)
 
     @property

@@ -1,5 +1,6 @@
 """Prediction: information that is exactly zero, and predictions of samples from anywhere."""
 
+import copy
 import itertools
 from fractions import Fraction
 
@@ -259,3 +260,18 @@ def test_means_that_are_not_finite_stay_so_under_any_chunking(chunk, dtype):
     samples = samples.to(acc_dtype(dtype))
     expected = {"mean": samples.mean(0), "variance": samples.var(0, correction=0)}
     torch.testing.assert_close(moments.summary(), expected, equal_nan=True)
+
+
+def test_a_learned_noise_variance_is_kept_as_it_was():
+    log_std = torch.zeros(1, requires_grad=True)
+    variances = {"parameter": log_std, "function of one": (2 * log_std).exp()}
+    samples = torch.randn(5, 4, 3)
+    found = {
+        name: bnuq.Prediction.from_samples(samples, "gaussian", noise)
+        for name, noise in variances.items()
+    }
+    with torch.no_grad():
+        log_std.add_(1)
+    for name, before in (("parameter", 0.0), ("function of one", 1.0)):
+        assert found[name].noise_var.item() == before
+        assert not copy.deepcopy(found[name]).total_variance.requires_grad
