@@ -85,15 +85,8 @@ def _empty(mixin: type, original: type) -> nn.Module:
 
 
 class NormAct(SwappedClass):
-    """timm's batch norm with drop and activation."""
-
-    def finish(self, y: Tensor) -> Tensor:
-        return self.act(self.drop(y))
-
-
-class SyncNormAct(SwappedClass):
-    """timm's synchronised one, which its function for conversion alone gives a drop
-    and an activation."""
+    """timm's batch norm with drop and activation; a synchronised one has them only from timm's
+    function for conversion."""
 
     def finish(self, y: Tensor) -> Tensor:
         for name in ("drop", "act"):
@@ -149,7 +142,7 @@ _TRANSFORMERS = {
 _BUILT_IN = {
     "timm.layers.norm_act.BatchNormAct2d": NormAct,
     "timm.models.layers.norm_act.BatchNormAct2d": NormAct,
-    "timm.layers.norm_act.SyncBatchNormAct": SyncNormAct,
+    "timm.layers.norm_act.SyncBatchNormAct": NormAct,
     "timm.layers.norm_act.FrozenBatchNormAct2d": FrozenNormAct,
     "torchvision.ops.misc.FrozenBatchNorm2d": Frozen,
     **{
