@@ -271,8 +271,8 @@ class ReplicaPass(Pass):
             self.largest = max(self.largest, x.numel() * x.element_size())
         shared = draw.num_samples > 1 and self._is_shared(key, x)
         y = layer.replicate(x, draw, key, stream, shared)
-        if draw.spoil is not None:
-            draw.spoil(y.unflatten(0, (draw.num_samples, -1)))
+        if draw.tap is not None:
+            draw.tap(y.unflatten(0, (draw.num_samples, -1)))
         return y
 
     def statistic(self, layer: nn.Module, kind: str, own: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Draw(NamedTuple):
         tables: {key: Statistics | Fitted}, the key naming a layer's call.
         trial: whether the replicas are made up for a trial, where they have to differ visibly:
             BayesLinear widens its posterior then.
-        spoil: changes in place what every stochastic call gives in a trial, (T, rows, ...).
+        tap: is shown what every stochastic call gives, (T, rows, ...); a trial's changes it in place.
     """
 
     num_samples: int
@@ -66,7 +66,7 @@ class Draw(NamedTuple):
     snapshot: Tensor | None
     tables: dict[str, Statistics | Fitted]
     trial: bool = False
-    spoil: Callable[[Tensor], None] | None = None
+    tap: Callable[[Tensor], None] | None = None
 
     def statistics(self, key: str, stream: int) -> Statistics:
         """Mean and biased variance (T, C) of each replica in a layer's call."""

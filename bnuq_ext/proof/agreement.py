@@ -82,7 +82,7 @@ def check_apart(
     for replica, sign in product((0, 1), (1, -1)):
         for size in (_LARGE,) if finite else (math.inf, _LARGE):
             try:
-                outputs = run(draw._replace(spoil=partial(_fill, replica, sign * size))).chunk(2)
+                outputs = run(draw._replace(tap=partial(_fill, replica, sign * size))).chunk(2)
             except Exception:
                 continue
             check_equal(outputs[1 - replica], expected[1 - replica], tolerance)
@@ -112,8 +112,8 @@ def check_scaled(
     """
     expected = folded.chunk(2)
     for replica, all_up in ((0, True), (1, False)):
-        both = draws[-1]._replace(spoil=partial(_scale, replica, all_up))
-        one = draws[replica]._replace(spoil=partial(_scale, 0, all_up))
+        both = draws[-1]._replace(tap=partial(_scale, replica, all_up))
+        one = draws[replica]._replace(tap=partial(_scale, 0, all_up))
         try:
             outputs, own = run(both).chunk(2), alone(one)
         except Exception:  # a forward that takes no such values tells nothing
@@ -134,7 +134,7 @@ def _magnifies_rounding(
     the sine of one."""
     # What coarse dtypes may differ by is less.
     share = tolerance / (10 if tolerance > 1e-3 else 100)
-    nudged = alone(draw._replace(spoil=partial(_nudge, draw.spoil, share)))
+    nudged = alone(draw._replace(tap=partial(_nudge, draw.tap, share)))
     try:
         check_equal(nudged, own, tolerance / 4)
     except DoesNotFold:
@@ -142,8 +142,8 @@ def _magnifies_rounding(
     return False
 
 
-def _nudge(spoil: Callable[[Tensor], None], share: float, y: Tensor) -> None:
-    spoil(y)
+def _nudge(tap: Callable[[Tensor], None], share: float, y: Tensor) -> None:
+    tap(y)
     y *= 1 + share * _waves(y)
 
 
@@ -189,9 +189,9 @@ def check_crowd(
             statistics in turns, and no layer draws weights.
     """
     try:
-        first = alone(draws[0]._replace(spoil=crowd.first))
-        last = [alone(draw._replace(spoil=crowd.others)) for draw in draws[-3:-1]]
-        outputs = run(draws[-1]._replace(spoil=crowd.first)).chunk(len(draws) - 1)
+        first = alone(draws[0]._replace(tap=crowd.first))
+        last = [alone(draw._replace(tap=crowd.others)) for draw in draws[-3:-1]]
+        outputs = run(draws[-1]._replace(tap=crowd.first)).chunk(len(draws) - 1)
     except Exception:  # a forward that takes no such values tells nothing
         return
     if not all(output.isfinite().all() for output in (first, *last)):

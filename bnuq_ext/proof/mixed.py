@@ -143,7 +143,7 @@ class Operation(NamedTuple):
 
 
 class Over:
-    """How many stochastic calls are over, as a draw's `spoil` is told."""
+    """A draw's `tap` that counts the stochastic calls that are over."""
 
     calls = 0
 
@@ -186,7 +186,7 @@ class Mixed(DispatchMode):
 
     def watched(self, draw: Draw) -> Draw:
         """The draw for the next forward, which tells when a stochastic call is over."""
-        return draw._replace(spoil=self.over)
+        return draw._replace(tap=self.over)
 
     def check(self, output: Tensor) -> None:
         """Raises DoesNotFold if an output of the last forward is made of such numbers."""
