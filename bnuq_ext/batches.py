@@ -163,7 +163,7 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
     batch_sampler = loader.batch_sampler
     if batch_sampler is None and isinstance(loader.sampler, torch_data.BatchSampler):
         batch_sampler = loader.sampler  # of a data set that takes many rows at once
-    generators, start = [loader.generator], partial(_apart, loader)
+    generators, start = [loader.generator], partial(_with_own_workers, loader)
     if batch_sampler is None or isinstance(loader.dataset, torch_data.IterableDataset):
         # The data set makes its own batches, or its own order: another pass would give the same.
         rows = None if batch_sampler is None else _size(loader.dataset)
@@ -188,7 +188,7 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
     )
 
 
-def _apart(loader: torch_data.DataLoader) -> torch_data.DataLoader:
+def _with_own_workers(loader: torch_data.DataLoader) -> torch_data.DataLoader:
     """The loader, or where it keeps its workers one with its own: a loop that is in the middle of a
     pass by those would lose batches, and their generators go on from pass to pass."""
     if not loader.persistent_workers:
