@@ -207,7 +207,6 @@ def predictor(network: nn.Module, part: data.Part, blocks: float, settings: Sett
 
 def evaluate(pred, part: data.Part, settings: Settings, device) -> dict:
     """Scores over all labelled pixels of all frames."""
-    counts = torch.zeros(len(CLASSES), len(CLASSES), dtype=torch.int64)
     probs, labels, variances, borders = [], [], [], []
     for x, y in zip(part.x.split(5), part.y.split(5), strict=True):
         found = pred(x.to(device))
@@ -216,10 +215,10 @@ def evaluate(pred, part: data.Part, settings: Settings, device) -> dict:
         variances.append(uncertainty(found).cpu()[known])
         labels.append(y[known])
         borders.append(near_border(y, settings.border)[known])
-        pairs = labels[-1] * len(CLASSES) + probs[-1].argmax(1)
-        counts += pairs.bincount(minlength=len(CLASSES) ** 2).view_as(counts)
     probs, y, variance, border = map(torch.cat, (probs, labels, variances, borders))
-    wrong = probs.argmax(1) != y
+    guess = probs.argmax(1)
+    wrong, pairs = guess != y, y * len(CLASSES) + guess
+    counts = pairs.bincount(minlength=len(CLASSES) ** 2).view(len(CLASSES), -1)
     scores = {
         "accuracy": 1 - wrong.double().mean().item(),
         "mean_iou": mean_iou(counts),
