@@ -74,29 +74,29 @@ def sources(settings: Settings, data_root: str) -> list[Path]:
 def compute(unit: Unit, settings: Settings, data_root: str | None) -> dict:
     """One network of one draw of the data: its scores, and its predictions on a grid."""
     seed = settings.seed + unit.arguments["run"]
-    parts = make_data(settings, seed)
-    scale = Scale(*parts[0])
+    (x, y), (validation_x, validation_y), (test_x, test_y) = make_data(settings, seed)
+    scale = Scale(x, y)
     with preserved_rng():
         torch.manual_seed(seed)
         network = make_network(unit.arguments["method"], settings)
         train(network, scale, settings)
         sample = make_sampler(network, unit.arguments["method"], scale, settings, seed)
-        validation, test = sample(parts[1][0]), sample(parts[2][0])
+        validation, test = sample(validation_x), sample(test_x)
         grid = torch.linspace(-GRID, GRID, 281)
         on_grid = sample(grid)
-    noise_var = metrics.fit_noise_variance(validation, parts[1][1])
-    constant_var = metrics.fit_constant_variance(validation.mean(0), parts[1][1])
+    noise_var = metrics.fit_noise_variance(validation, validation_y)
+    constant_var = metrics.fit_constant_variance(validation.mean(0), validation_y)
     var, mean = torch.var_mean(on_grid, 0, correction=0)
     inside = grid.abs() <= EDGE
     return {
-        "x": parts[0][0].tolist(),
-        "y": parts[0][1].tolist(),
+        "x": x.tolist(),
+        "y": y.tolist(),
         "grid": grid.tolist(),
         "mean": mean.tolist(),
         "std": (var + noise_var).sqrt().tolist(),
         "constant_std": constant_var**0.5,
         "noise_std": noise_var**0.5,
-        **run_scores(test, parts[2][1], noise_var, constant_var),
+        **run_scores(test, test_y, noise_var, constant_var),
         "std_inside": var[inside].mean().sqrt().item(),
         "std_outside": var[~inside].mean().sqrt().item(),
     }
