@@ -5,7 +5,6 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from os import PathLike
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from . import bank_file
 from .forks import free_in_children
 from .ops.checks import (
+    AnyPath,
     acc_dtype,
     check_floating,
     check_fraction,
@@ -204,7 +204,7 @@ class Bank:
         self.mean, self.var, self.count = map(_ordinary, (self.mean, self.var, self.count))
         self._start_cache()
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: AnyPath) -> None:
         """Write a safetensors file with a SHA-256; `path` holds the old content or all of the new.
 
         Args:
@@ -220,7 +220,7 @@ class Bank:
         bank_file.save(path, *self.to_file())
 
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> "Bank":
+    def load(cls, path: AnyPath) -> "Bank":
         """The bank in a file that `save` wrote. Nothing in the file is run.
 
         Args:

@@ -51,7 +51,7 @@ class Prediction:
     mean: Tensor
     variance: Tensor
     noise_var: float | Tensor | None = None
-    # "Any" for None: with that, type checkers would object to every use.
+    # "Any" stands for None, with which type checkers would object to every use.
     entropy: Tensor | Any = None
     mutual_information: Tensor | Any = None
     samples: Tensor | Any = None

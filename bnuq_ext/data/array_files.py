@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..ops.checks import refuse
-from .parts import AnyPath, Part, as_path, check_file
+from ..ops.checks import AnyPath, refuse
+from .parts import Part, as_path, check_file
 
 # What numpy, zipfile and lzma raise for a file that is cut short, overwritten or something else.
 # Numpy reads an npy file's header as Python, and in part by Python's own tokenizer.

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.checks import refuse
-from .parts import AnyPath, Part, Split, as_path, check_file, hold_out
+from ..ops.checks import AnyPath, refuse
+from .parts import Part, Split, as_path, check_file, hold_out
 
 SOURCE = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/, or torchvision's MNIST/raw; Fashion-MNIST: "

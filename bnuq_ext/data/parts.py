@@ -1,7 +1,6 @@
 """What a data set is here: parts of inputs and targets."""
 
 import math
-from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +31,6 @@ class Split(NamedTuple):
     train: Part
     validation: Part
     test: Part
-
-
-AnyPath = str | PathLike[str]
 
 
 def as_path(op: str, name: str, value) -> Path:

@@ -175,6 +175,9 @@ def check_fraction_value(op: str, name: str, value) -> None:
         refuse(op, name, "lie in [0, 1]", value)
 
 
+AnyPath = str | os.PathLike[str]
+
+
 def check_path(op: str, name: str, value) -> None:
     if not isinstance(value, (str, os.PathLike)):
         refuse(op, name, "be a str or an os.PathLike", type(value).__name__, TypeError)
