@@ -14,8 +14,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from .contents import SCALARS, Contents, identity, layout_of, memory_of, version_of
 from .optimizer_steps import STEPS, steps_of, watch_optimizers
 from .state import OF_EVERY_MODULE
+from .structure import OURS
 
-OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = {kind: getattr(every_module, f"_global{kind}") for kind in HOOKS}
 _REPARAMETRISE = (BasePruningMethod, SpectralNorm, WeightNorm)

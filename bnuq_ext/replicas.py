@@ -13,7 +13,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from .batch_norm_like import averages_rows
 from .chain import drops_first, is_chain
 from .chain_folding import is_stochastic_chain
-from .fingerprint import OURS
 from .forward import Forward
 from .history import made_since, next_node
 from .inputs import expand, num_rows, tensors
@@ -35,6 +34,7 @@ from .proof.folding import Plan
 from .proof.standing import StandingFolding
 from .samplers import check_key
 from .state import is_training, modules_of
+from .structure import OURS
 from .untraced import untraced
 
 

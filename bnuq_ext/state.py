@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .contents import CONTAINERS, is_freed, is_record
+from .structure import Structure
 
 OWN_BANK = "_bnuq_bank"  # attribute of a model that `attach` gave a bank: that of its layers, in copies too
 OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, OWN_BANK})
@@ -46,21 +47,26 @@ def is_training(module: nn.Module) -> bool:
 
 
 class State:
-    """A model's buffers, frozen parameters and plain attributes,
+    """A model's structure, buffers, frozen parameters and plain attributes,
     to put back what a forward has changed."""
 
     def __init__(self, modules: list[nn.Module]):
+        self.structures = [Structure(module) for module in modules]
         self.saved = [
             (m, _copies(_attributes(m)), _copies(m._buffers), _copies(_frozen(m))) for m in modules
         ]
 
     def written(self) -> bool:
-        """Whether the content of a tensor has changed, by way of `.data` too, of which no version
-        tells, or the state of a generator."""
+        """Whether the structure has changed, the content of a tensor, by way of `.data` too, of which
+        no version tells, or the state of a generator."""
+        if any([structure.changed() for structure in self.structures]):
+            return True
         pairs = [pair for _, *both in self.saved for saved in both for pair in saved.values()]
         return any(not _equal(now, before) for v, before in pairs for now in _content(v))
 
     def restore(self) -> None:
+        for structure in self.structures:
+            structure.restore()
         with torch.no_grad():
             for module, attributes, buffers, frozen in self.saved:
                 for name in _attributes(module).keys() - attributes.keys():
