@@ -4,7 +4,7 @@ chosen by the ELBO."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -22,7 +22,7 @@ from .interrupts import leaving_nothing_behind
 from .metrics import mutual_information
 from .metrics.arguments import as_rows_of, check_fittable, label_log_probs, take_labels
 from .nn import require_stochastic_layers
-from .ops.checks import check_flags, check_integer, refuse
+from .ops.checks import check_callable, check_flags, check_integer, refuse
 from .predict import predict
 from .prediction import check_likelihood
 from .progress import progress_bar
@@ -98,6 +98,7 @@ def fit_batch_size(
     num_rows: int | None = None,
     seed: int | None = None,
     rows_at_a_time: int = 256,
+    output_fn: Callable[[Any], Tensor] | None = None,
     progress: bool = True,
 ) -> BatchSizeFit:
     """The evidence lower bound, and the validation NLL,
@@ -140,6 +141,7 @@ def fit_batch_size(
             None for all.
         seed: of all draws: the same seed, the same result. None draws it from torch's generator.
         rows_at_a_time: inputs that go through the model together.
+        output_fn: see `predict`.
         progress: show a bar on stderr; where that is no terminal, a line a minute.
 
     Returns:
@@ -167,9 +169,10 @@ def fit_batch_size(
     num_rows = _checked_rows(data, num_rows)
     check_key(OP, seed)
     check_flags(OP, progress=progress)
+    check_callable(OP, "output_fn", output_fn)
     device = device_of(model.modules())
     key = draw_key(seed, torch.device("cpu"))
-    judge = _Judge(model, device, likelihood, noise_var, key, rows_at_a_time)
+    judge = _Judge(model, device, likelihood, noise_var, key, rows_at_a_time, output_fn)
     with preserved_rng(), without_gradients(), _bank_put_back(model, layers):
         _check_targets("data", data)
         if validation is not None:
@@ -295,8 +298,11 @@ class _Scores(NamedTuple):
 class _Judge:
     """Scores the replicas of a model's bank on rows of a data set."""
 
-    def __init__(self, model, device, likelihood: str, noise_var, key: int, rows_at_a_time: int):
+    def __init__(
+        self, model, device, likelihood: str, noise_var, key: int, rows_at_a_time: int, output_fn
+    ):
         self.model, self.device, self.likelihood = model, device, likelihood
+        self.output_fn = output_fn
         self.noise_var, self.key, self.rows_at_a_time = noise_var, key, rows_at_a_time
 
     def both(self, data, rows: list[int], validation, num_samples: int) -> tuple:
@@ -314,7 +320,7 @@ class _Judge:
             inputs, y = split_batch(OP, fetch(rows[start : start + step]))
             pred = predict(
                 self.model, move(inputs, self.device), likelihood=self.likelihood, num_samples=num_samples,
-                seed=self.key, keep_samples=True,
+                seed=self.key, output_fn=self.output_fn, keep_samples=True,
             )  # fmt: skip
             totals += self._sums(pred.samples.double(), y)
         log_likelihood, nll, count, information, variance, values = totals.tolist()

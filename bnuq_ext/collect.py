@@ -71,9 +71,10 @@ def collect(
 
     Args:
         model: converted by `convert`.
-        data: a DataLoader or any iterable of batches (a tensor, a tuple whose first entry is one,
-            or a dict with one under "input" or "x"); with `batch_size` a map-style data set, or its
-            tensors in a tuple. A loader that shuffles is gone through again when it has too few
+        data: a DataLoader or any iterable of batches (an input, (input, targets), or a dict with the
+            input under "input" or "x"; the input a tensor, or beside targets or in a dict a tuple
+            of arguments or a dict of keyword arguments); with `batch_size` a map-style data set, or
+            its tensors in a tuple. A loader that shuffles is gone through again when it has too few
             batches; anything else that ends early gives a smaller bank. Without `batch_size` the
             tensors of a tuple are batches, targets too. A smaller last batch is a snapshot too
             (drop_last=True leaves it out, and so do samplers that rescale to a `batch_size`).

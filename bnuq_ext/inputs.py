@@ -18,51 +18,42 @@ _TARGETS = ("target", "y", "targets", "label", "labels")  # in a dict, the first
 
 
 def model_input(op: str, batch, input_fn: Callable | None = None):
-    """The model's input in a batch: what `input_fn` makes of it, else its first or only tensor.
-
-    Args:
-        op: who asks, for the message.
-        batch: a tensor; a tuple or list whose first entry is one; a dict with one, or a tuple of
-            arguments or a dict of keyword arguments, under "input" or "x".
-        input_fn: batch -> tensor, tuple of arguments, or dict of keyword arguments.
-
-    Returns:
-        a tensor, a tuple or a dict, for `call`.
-    """
-    if input_fn is not None:
-        made = input_fn(batch)
-        if not is_one_input(made):
-            got = type(made).__name__
-            refuse(op, "input_fn", "return a tensor, a tuple or a dict", got, TypeError)
-        return made
-    found = batch
-    if isinstance(batch, Mapping):
-        found = _named(batch)
-    elif isinstance(batch, (tuple, list)):
-        found = batch[0] if batch else None
-    if not (is_one_input(found) if isinstance(batch, Mapping) else isinstance(found, Tensor)):
-        others = "input_fn takes it out of anything else"
-        if op != "collect":  # takes no input_fn
-            others = "or a tuple (input, targets) whose input is a tuple or a dict; a generator makes it of others"
-        requirement = (
-            "be a tensor, a tuple whose first entry is one, or a dict with one under 'input' or 'x' "
-            f"({others})"
-        )
-        refuse(op, "a batch", requirement, _describe(batch), TypeError)
-    return found
+    """The model's input in a batch: what `input_fn`, batch -> tensor, tuple of arguments or dict of
+    keyword arguments, makes of it, else that of `split_batch`; for `call`."""
+    if input_fn is None:
+        return split_batch(op, batch)[0]
+    made = input_fn(batch)
+    if not is_one_input(made):
+        refuse(op, "input_fn", "return a tensor, a tuple or a dict", type(made).__name__, TypeError)
+    return made
 
 
 def split_batch(op: str, batch) -> tuple:
-    """A loader's batch as (the model's input, targets or None)."""
+    """A batch as (the model's input, targets or None).
+
+    Args:
+        op: who asks, for the message.
+        batch: an input, or (input, targets); or a dict with an input under "input" or "x". An input
+            is a tensor, a tuple of arguments or a dict of keyword arguments, the latter two only
+            beside targets or in a dict.
+    """
     if isinstance(batch, Mapping):
-        targets = next((batch[k] for k in _TARGETS if k in batch), None)
-        given = _collated((_named(batch), targets))
-        return given or model_input(op, batch), targets
-    if isinstance(batch, (tuple, list)) and len(batch) > 0:
-        given = isinstance(batch[0], (tuple, Mapping))
-        inputs = batch[0] if given else _collated(batch) or model_input(op, batch)
-        return inputs, batch[1] if len(batch) > 1 else None
-    return model_input(op, batch), None
+        found, targets = _named(batch), next((batch[k] for k in _TARGETS if k in batch), None)
+    elif isinstance(batch, (tuple, list)) and len(batch) > 0:
+        found, targets = batch[0], batch[1] if len(batch) > 1 else None
+    else:
+        found, targets = (batch if isinstance(batch, Tensor) else None), None
+    found = _collated(found, targets) or found
+    if not is_one_input(found):
+        others = "input_fn takes it out of anything else"
+        if op != "collect":  # the others take no input_fn
+            others = "a generator or a data set of your own makes it of others"
+        requirement = (
+            "be a tensor, a tuple (input, targets), or a dict with the input under 'input' or 'x', "
+            f"the input being a tensor, a tuple or a dict ({others})"
+        )
+        refuse(op, "a batch", requirement, _describe(batch), TypeError)
+    return found, targets
 
 
 def _named(batch: Mapping):
@@ -70,13 +61,12 @@ def _named(batch: Mapping):
     return batch.get("input", batch.get("x"))
 
 
-def _collated(batch) -> tuple[Tensor, ...] | None:
+def _collated(found, targets) -> tuple[Tensor, ...] | None:
     """The arguments that a DataLoader has collated from a data set's tuples into a list: each has a
     row per target, which a list of images of several sizes has not."""
-    first, targets = batch[0], batch[1] if len(batch) > 1 else None
-    if isinstance(first, list) and isinstance(targets, Tensor) and targets.dim() > 0:
-        if all(isinstance(t, Tensor) and t.shape[:1] == targets.shape[:1] for t in first):
-            return tuple(first)
+    if isinstance(found, list) and isinstance(targets, Tensor) and targets.dim() > 0:
+        if all(isinstance(t, Tensor) and t.shape[:1] == targets.shape[:1] for t in found):
+            return tuple(found)
     return None
 
 

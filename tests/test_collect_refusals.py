@@ -227,8 +227,8 @@ def test_refuses_models():
 
 
 BATCH = (
-    "a batch must be a tensor, a tuple whose first entry is one, or a dict with one under 'input' or 'x' "
-    "(input_fn takes it out of anything else), got "
+    "a batch must be a tensor, a tuple (input, targets), or a dict with the input under 'input' or 'x', "
+    "the input being a tensor, a tuple or a dict (input_fn takes it out of anything else), got "
 )
 NO_ROWS = "an input must hold a tensor with rows (wrap a model of other objects), got none in "
 SOURCE = "data must be a loader, an iterable of batches, or a data set, got "

@@ -1,6 +1,7 @@
 """What replicas are given: each the caller's input, which stays as it is,
 in the caller's classes."""
 
+import warnings
 from collections import OrderedDict, UserDict
 from types import MappingProxyType
 
@@ -264,6 +265,77 @@ def test_pairs_of_a_data_set_become_a_list_in_its_loader():
             bnuq.predict(model, [[[images, images], y]], **options)
         with pytest.raises(TypeError, match="a batch must be .* got dict with keys"):
             bnuq.predict(model, [{"x": [images, images], "y": y}], **options)
+
+
+class Named(Pair):
+    """Gives and takes names."""
+
+    def forward(self, a, b):
+        return {"logits": super().forward(a, b)}
+
+
+ENTRIES = {
+    "(tuple, y)": lambda a, b, y: ((a, b), y),
+    "(dict, y)": lambda a, b, y: ({"a": a, "b": b}, y),
+    "a dict of a tuple": lambda a, b, y: {"x": (a, b), "target": y},
+    "a dict of a dict": lambda a, b, y: {"input": {"a": a, "b": b}, "label": y},
+}
+
+
+class Entries(torch.utils.data.Dataset):
+    def __init__(self, make):
+        generator = torch.Generator().manual_seed(0)
+        self.make, (self.a, self.b) = make, torch.randn(2, 24, 4, generator=generator)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        return self.make(self.a[i], self.b[i], i % 6)
+
+
+@pytest.mark.parametrize("make", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("by_loader", [True, False])
+def test_all_that_take_data_take_several_arguments_beside_targets(make, by_loader):
+    torch.manual_seed(0)
+    model, data = bnuq.convert(Named()).eval(), Entries(make)
+    batches = torch.utils.data.DataLoader(data, 8) if by_loader else data
+    size = None if by_loader else 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of data in order
+        bank = bnuq.collect(model, batches, 3, batch_size=size, progress=False)
+    z = model.linear(data.a - 2 * data.b)
+    if by_loader:
+        torch.testing.assert_close(bank.mean["norm"], z.view(3, 8, 6).mean(1).detach())
+    options = {"likelihood": "categorical", "output_fn": lambda out: out["logits"]}
+    pred = bnuq.predict(model, torch.utils.data.DataLoader(data, 8), num_samples=3, **options)
+    assert pred.targets.tolist() == [i % 6 for i in range(24)]
+    found = bnuq.statistics_normality(model, data, 8, num_batches=8, progress=False)
+    moments = found.layers["norm"].analytic
+    torch.testing.assert_close(moments.mean, z.double().mean(0).detach(), rtol=1e-4, atol=1e-5)
+    fit = bnuq.fit_batch_size(
+        model, data, [8, 12], num_samples=4, seed=0, progress=False, **options
+    )
+    plain = bnuq.convert(Pair()).eval()
+    plain.load_state_dict(model.state_dict())
+    options["output_fn"] = None
+    expected = bnuq.fit_batch_size(
+        plain,
+        Entries(ENTRIES["(tuple, y)"]),
+        [8, 12],
+        num_samples=4,
+        seed=0,
+        progress=False,
+        **options,
+    )
+    assert torch.equal(fit.log_likelihood, expected.log_likelihood) and model.norm.bank is bank
+
+
+def test_an_output_fn_of_the_batch_size_must_be_callable():
+    model = bnuq.convert(nn.Sequential(nn.BatchNorm1d(4)))
+    data, options = (torch.randn(9, 4), torch.arange(9) % 4), {"likelihood": "categorical"}
+    with pytest.raises(TypeError, match="^fit_batch_size: output_fn must be callable, got int$"):
+        bnuq.fit_batch_size(model, data, [4], output_fn=3, **options)
 
 
 @pytest.mark.filterwarnings("ignore:collect. M is taken as 56, the first size")
