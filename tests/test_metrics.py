@@ -298,12 +298,12 @@ REFUSED = [
     (
         lambda: metrics.ece(PROBS, Y * 255),
         ValueError,
-        "ece: y must lie in [0, 2) (mask ignored labels out first), got [0, 255]",
+        "ece: y must lie in [0, 2) (evaluate leaves its ignore_index out), got [0, 255]",
     ),
     (
         lambda: metrics.nll(PROBS, Y * -100),
         ValueError,
-        "nll: y must lie in [0, 2) (mask ignored labels out first), got [-100, 0]",
+        "nll: y must lie in [0, 2) (evaluate leaves its ignore_index out), got [-100, 0]",
     ),
     (lambda: metrics.ece(PROBS, Y, 0), ValueError, "ece: num_bins must be at least 1, got 0"),
     (

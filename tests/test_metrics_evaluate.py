@@ -1,5 +1,7 @@
 """evaluate: the scores of a prediction are those of its parts."""
 
+import math
+
 import pytest
 import torch
 from normals import draw
@@ -152,3 +154,45 @@ def test_no_classes_are_refused(score):
             score(torch.zeros(shape), torch.zeros(shape[0], dtype=torch.long))
         requirement = f"probs must have shape (N, K) with K > 0, got {list(shape)}"
         assert str(caught.value) == f"{score.__name__}: {requirement}"
+
+
+@pytest.mark.parametrize("ignored", [255, -100, 1])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("place", [(), (4, 2)], ids=["rows", "pixels"])
+def test_ignored_labels_are_left_out(place, kept, ignored):
+    logits = 2 * draw(5, 20, 3, *place)
+    y = torch.arange(20 * len(torch.ones(place).flatten())).view(20, *place) % 3
+    y[3:9] = ignored
+    pred = Prediction.from_samples(logits, "categorical")
+    flat = logits.movedim(2, -1)[:, y != ignored]
+    expected = Prediction.from_samples(flat, "categorical")
+    if not kept:
+        pred.samples = expected.samples = None
+    before = y.clone()
+    found = metrics.evaluate(pred, y, ignore_index=ignored)
+    assert found == pytest.approx(metrics.evaluate(expected, y[y != ignored]), rel=1e-6)
+    assert torch.equal(y, before) and pred.mean.shape == logits.shape[1:]
+    everything = metrics.evaluate(pred, y.clamp(0, 2), ignore_index=77)
+    assert everything == metrics.evaluate(pred, y.clamp(0, 2))
+
+
+def test_nothing_but_ignored_labels_has_scores_of_nan():
+    pred = Prediction.from_samples(draw(5, 4, 3), "categorical")
+    found = metrics.evaluate(pred, torch.full((4,), 255), ignore_index=255)
+    assert len(found) == 6 and all(math.isnan(value) for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y", "index", "error", "text"),
+    [
+        ("categorical", torch.zeros(4).long(), 1.5, TypeError, "ignore_index must be an integer, got 1.5"),
+        ("gaussian", torch.zeros(4, 3), 0, ValueError, 'ignore_index must be None with likelihood "gaussian", got 0'),
+        ("categorical", torch.zeros(3).long(), 255, ValueError, r"y must have shape \[4\], got \[3\]"),
+        ("categorical", torch.full((4,), 7), 255, ValueError, r"y must lie in \[0, 3\), got \[7, 7\]"),
+        ("categorical", torch.full((4,), 255.0), 1, TypeError, "y must be a tensor of integer labels"),
+    ],
+)  # fmt: skip
+def test_ignored_labels_are_refused(likelihood, y, index, error, text):
+    pred = Prediction.from_samples(draw(5, 4, 3), likelihood)
+    with pytest.raises(error, match=f"^evaluate: {text}"):
+        metrics.evaluate(pred, y, ignore_index=index)

@@ -78,7 +78,7 @@ def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
     y = y.to(probs.device, torch.int64)
     if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < probs.shape[1]:
         found = [int(y.min()), int(y.max())]
-        hint = " (mask ignored labels out first)" if {-100, 255} & {*found} else ""
+        hint = " (evaluate leaves its ignore_index out)" if {-100, 255} & {*found} else ""
         refuse(op, "y", f"lie in [0, {probs.shape[1]}){hint}", found)
     return y
 

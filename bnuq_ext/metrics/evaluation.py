@@ -1,17 +1,18 @@
 """The scores that fit a prediction."""
 
 import math
+from dataclasses import replace
 
 from torch import Tensor
 
-from ..ops.checks import check_tensor, refuse
+from ..ops.checks import check_integer, check_shape, check_tensor, refuse
 from ..prediction import Prediction
 from .arguments import label_log_probs, take_labels, take_numbers, take_targets
 from .classification import accuracy, brier, ece, nll
 from .regression import gaussian_crps, gaussian_nll, gaussian_pll, rmse
 
 
-def evaluate(pred: Prediction, y: Tensor) -> dict[str, float]:
+def evaluate(pred: Prediction, y: Tensor, ignore_index: int | None = None) -> dict[str, float]:
     """The mean over the data of each score that the prediction's likelihood has.
 
     Categorical: accuracy, nll, brier, ece (15 bins), entropy, mutual_information, of the mean
@@ -26,14 +27,35 @@ def evaluate(pred: Prediction, y: Tensor) -> dict[str, float]:
     Args:
         pred: what `predict` or `Prediction.from_samples` returned.
         y: (N, *) integer labels, or targets of the shape of `pred.mean`, (N,) for (N, 1) too.
+        ignore_index: a label that is left out, of pixels that nobody has labelled; categorical only.
 
     Returns:
-        name -> value; nats, or for rmse and crps the unit of y.
+        name -> value; nats, or for rmse and crps the unit of y. The mean of no labels is nan.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype or value.
     """
     if not isinstance(pred, Prediction):
         refuse("evaluate", "pred", "be a Prediction", type(pred).__name__, TypeError)
     check_tensor("evaluate", "y", y)
+    if ignore_index is not None:
+        ignore_index = check_integer("evaluate", "ignore_index", ignore_index, -math.inf)
+        if pred.likelihood != "categorical":
+            refuse("evaluate", "ignore_index", 'be None with likelihood "gaussian"', ignore_index)
+        pred, y = _labelled(pred, y, ignore_index)
     return (_categorical if pred.likelihood == "categorical" else _gaussian)(pred, y)
+
+
+def _labelled(pred: Prediction, y: Tensor, ignored: int) -> tuple[Prediction, Tensor]:
+    """The labels (N,) but the ignored ones, and the prediction there as one of N rows."""
+    check_shape("evaluate", "y", y, (pred.mean.shape[0], *pred.mean.shape[2:]))
+    y = y.to(pred.mean.device)
+    kept = y != ignored
+    fields = {name: getattr(pred, name)[kept] for name in ("entropy", "mutual_information")}
+    fields |= {name: getattr(pred, name).movedim(1, -1)[kept] for name in ("mean", "variance")}
+    if pred.samples is not None:
+        fields["samples"] = pred.samples.movedim(2, -1)[:, kept]
+    return replace(pred, **fields), y[kept]
 
 
 def _categorical(pred: Prediction, y: Tensor) -> dict[str, float]:
