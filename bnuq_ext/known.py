@@ -60,6 +60,7 @@ class Known:
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
         told: whether it was said that one calls layers in another thread.
+        outputs_seen: whether its outputs were looked at; see `warn_of_probabilities`.
         samplers: of its bank.
     """
 
@@ -76,7 +77,7 @@ class Known:
         self.checked_in_train: dict = {}
         self.changes = 0
         self.planning = threading.RLock()
-        self.examined = self.told = False
+        self.examined = self.told = self.outputs_seen = False
         self.samplers = BankSamplers()
 
     def renew(self, seen: Fingerprint) -> None:
@@ -125,13 +126,13 @@ class KnownChain:
         seen: which modules it has, with which bank.
         samplers: of its bank.
         largest: by the shape of an input, see `Plan`.
-        predictions: as of any model.
+        predictions, outputs_seen: as of any model.
     """
 
     def __init__(self, seen: list):
         self.seen, self.samplers = seen, BankSamplers()
         self.largest: dict[torch.Size, int] = {}
-        self.predictions = 0
+        self.predictions, self.outputs_seen = 0, False
 
 
 class BankSamplers:
@@ -204,7 +205,7 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
             known.planning = before.planning
             if before.modules == known.modules:
                 known.examined, known.changes = before.examined, before.changes
-                known.told = before.told
+                known.told, known.outputs_seen = before.told, before.outputs_seen
             if before.seen.structure == seen.structure:
                 known.earlier_plans, known.generation = before.earlier_plans, before.generation + 1
                 known.checked_in_train = before.checked_in_train

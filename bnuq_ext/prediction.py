@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, log
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .inputs import move
 from .ops import predictive_accumulate_, predictive_statistics
 from .ops.channel_moments import channel_moments
 from .ops.checks import (
@@ -20,14 +21,20 @@ from .ops.checks import (
     check_tensor,
     refuse,
 )
+from .ops.modes import has_values, is_captured
+from .warn import warn
 
 LIKELIHOODS = ("categorical", "gaussian")
+_PER_ROW = ("mean", "variance", "entropy", "mutual_information")
 
 
 @dataclass(eq=False)
 class Prediction:
     """The predictive distribution of T replicas at N inputs.
     An attribute that does not apply is None.
+
+    `pred[rows]` is that at some of the inputs, `pred.to(device)` that on another device; torch.save
+    and torch.load keep one.
 
     Attributes:
         likelihood: "categorical" or "gaussian".
@@ -63,6 +70,40 @@ class Prediction:
             self.noise_var = self.noise_var.detach().clone()
         elif self.noise_var is not None:
             self.noise_var = float(self.noise_var)
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    def __getitem__(self, rows) -> Prediction:
+        """The prediction at some of the inputs.
+
+        Args:
+            rows: an index, a slice, a mask (N,), or a list or tensor of indices.
+
+        Returns:
+            a Prediction of copies with as many rows, one for an index; targets that are no tensor
+            of N rows are left out.
+
+        Raises:
+            IndexError: as of a tensor of N rows.
+        """
+        device = rows.device if isinstance(rows, Tensor) else "cpu"
+        chosen = torch.arange(len(self), device=device)[rows].reshape(-1).to(self.mean.device)
+        noise, y = self.noise_var, self.targets
+        changed = {
+            n: v.index_select(0, chosen) for n in _PER_ROW if (v := getattr(self, n)) is not None
+        }
+        if self.samples is not None:
+            changed["samples"] = self.samples.index_select(1, chosen)
+        if isinstance(noise, Tensor):
+            noise = noise.expand(self.mean.shape).index_select(0, chosen.to(noise.device))
+        has_rows = isinstance(y, Tensor) and len(y) == len(self)
+        y = y.index_select(0, chosen.to(y.device)) if has_rows else None
+        return replace(self, **changed, noise_var=noise, targets=y)
+
+    def to(self, device: torch.device | str) -> Prediction:
+        """The prediction with its tensors on a device, targets too."""
+        return replace(self, **{name: move(value, device) for name, value in vars(self).items()})
 
     @property
     def total_variance(self) -> Tensor | Any:
@@ -105,8 +146,13 @@ class Prediction:
             refuse(op, "samples", "have at least 2 classes", list(samples.shape))
         with torch.no_grad():
             summary = summarise(op, likelihood, samples)
+            if likelihood == "categorical":
+                warn_of_probabilities(op, "samples", samples[0])
         check_noise_shape(op, noise_var, summary["mean"])
         return cls(likelihood, len(samples), noise_var=noise_var, samples=samples, **summary)
+
+
+torch.serialization.add_safe_globals([Prediction])  # for torch.load, which unpickles no other class
 
 
 def check_likelihood(op: str, likelihood, noise_var) -> None:
@@ -170,6 +216,20 @@ def check_logits(op: str, shape: torch.Size) -> None:
     if shape[1] < 2:  # the softmax of one is 1, whatever the network says
         requirement = "have at least 2 classes (of one logit z, output_fn can make [0, z])"
         refuse(op, "the output", requirement, list(shape))
+
+
+def warn_of_probabilities(op: str, name: str, logits: Tensor) -> None:
+    """Warns where a replica's logits (N, K, *) are probabilities, whose softmax is nearly uniform;
+    not where values cannot be asked for."""
+    if logits.numel() == 0 or not has_values(logits) or is_captured(logits.device):
+        return
+    slack = max(1e-4, 8 * torch.finfo(logits.dtype).eps)
+    sums = logits.sum(1, dtype=acc_dtype(logits.dtype))
+    if ((sums - 1).abs() < slack).all() and (logits >= 0).all():
+        warn(
+            f"{op}: {name} look like probabilities (none is negative, over the classes they sum to 1), and "
+            'likelihood "categorical" takes logits: give their logarithm (to predict by output_fn=torch.log)'
+        )
 
 
 class CategoricalMoments:

@@ -20,8 +20,15 @@ from .chunks import (
 from .forward import Forward
 from .inputs import copied, is_one_input, move, num_rows, split_batch
 from .ops.checks import refuse
+from .ops.modes import is_recorded
 from .pages import keep_freed_pages
-from .prediction import Prediction, check_noise_shape, make_moments, summarise
+from .prediction import (
+    Prediction,
+    check_noise_shape,
+    make_moments,
+    summarise,
+    warn_of_probabilities,
+)
 from .progress import progress_bar
 from .proof.folding import AT_ONCE, LOOP, Folding, Plan
 from .wrappers import waits_for_others
@@ -162,10 +169,19 @@ class Predictor:
         shape = list(outputs.shape[1:])
         if done == 0:
             self.shape = shape
+            self._look_at(outputs)
         if shape != self.shape:  # boxes of a detector; they might broadcast
             requirement = "have the same shape in all replicas (output_fn can pad it)"
             refuse(self.forward.op, "the output", requirement, f"{shape} after {self.shape}")
         return outputs
+
+    def _look_at(self, outputs: Tensor) -> None:
+        known = self.forward.known
+        if self.likelihood == "gaussian" or known.outputs_seen or is_recorded():
+            return
+        if outputs.dim() > 2:
+            warn_of_probabilities(self.forward.op, "the outputs", outputs[0])
+        known.outputs_seen = True  # not where the warning is an error, and somebody has caught it
 
     def _plan(self, folding: Folding) -> Plan:
         strategy, chunk = self.request.strategy, self.request.chunk
