@@ -1,6 +1,8 @@
 """The names, order and defaults of arguments that users write."""
 
 import inspect
+import pydoc
+import re
 
 import pytest
 
@@ -30,7 +32,7 @@ SIGNATURES = {
     "first_replica=0, batch_size=None, strategy='auto', chunk='auto', output_fn=None, keep_samples=False, "
     "progress=False",
     "fit_batch_size": "model, data, candidates, *, likelihood, prior=None, validation=None, num_samples=32, "
-    "noise_var=None, num_rows=None, seed=None, rows_at_a_time=256, progress=True",
+    "noise_var=None, num_rows=None, seed=None, rows_at_a_time=256, output_fn=None, progress=True",
     "freeze": "model, *, statistics=True, affine=True",
     "implied_prior": "l2, dataset_size, tau=1.0",
     "kl_divergence": "model, num_samples=1, seed=None",
@@ -83,3 +85,12 @@ def test_types_of_all_arguments_and_of_the_result(function):
     signature = inspect.signature(function)
     types = [signature.return_annotation, *(p.annotation for p in signature.parameters.values())]
     assert inspect.Signature.empty not in types
+
+
+@pytest.mark.parametrize("module", [bnuq, bnuq.data, bnuq.metrics, bnuq.ops, bnuq.plots])
+def test_help_lists_what_is_public(module):
+    names = {n for n, v in vars(module).items() if n[0] != "_" and not inspect.ismodule(v)}
+    help_text = pydoc.render_doc(module, "%s", renderer=pydoc.plaintext)
+    public = {*module.__all__} - {"__version__", "data", "metrics", "ops", "plots"}
+    assert public == names
+    assert all(re.search(rf"^    (class )?{n}(\(| =)", help_text, re.M) for n in public)

@@ -7,24 +7,42 @@ value nan; a fit refuses what is not finite. An argument of the wrong shape, dty
 ValueError or a TypeError that names the function and the argument.
 """
 
-from .baselines import best_crps as best_crps
-from .baselines import best_pll as best_pll
-from .baselines import fit_constant_variance as fit_constant_variance
-from .baselines import normalised_score as normalised_score
-from .classification import accuracy as accuracy
-from .classification import auroc as auroc
-from .classification import brier as brier
-from .classification import categorical_pll as categorical_pll
-from .classification import ece as ece
-from .classification import mutual_information as mutual_information
-from .classification import nll as nll
-from .classification import predictive_entropy as predictive_entropy
-from .evaluation import evaluate as evaluate
-from .fits import fit_noise_variance as fit_noise_variance
-from .fits import fit_temperature as fit_temperature
-from .regression import ensemble_crps as ensemble_crps
-from .regression import gaussian_crps as gaussian_crps
-from .regression import gaussian_nll as gaussian_nll
-from .regression import gaussian_pll as gaussian_pll
-from .regression import rmse as rmse
-from .significance import t_test as t_test
+from .baselines import best_crps, best_pll, fit_constant_variance, normalised_score
+from .classification import (
+    accuracy,
+    auroc,
+    brier,
+    categorical_pll,
+    ece,
+    mutual_information,
+    nll,
+    predictive_entropy,
+)
+from .evaluation import evaluate
+from .fits import fit_noise_variance, fit_temperature
+from .regression import ensemble_crps, gaussian_crps, gaussian_nll, gaussian_pll, rmse
+from .significance import t_test
+
+__all__ = [
+    "accuracy",
+    "auroc",
+    "best_crps",
+    "best_pll",
+    "brier",
+    "categorical_pll",
+    "ece",
+    "ensemble_crps",
+    "evaluate",
+    "fit_constant_variance",
+    "fit_noise_variance",
+    "fit_temperature",
+    "gaussian_crps",
+    "gaussian_nll",
+    "gaussian_pll",
+    "mutual_information",
+    "nll",
+    "normalised_score",
+    "predictive_entropy",
+    "rmse",
+    "t_test",
+]

@@ -7,20 +7,30 @@ An argument of the wrong shape or value is a ValueError, of another type a TypeE
 matplotlib every function raises ModuleNotFoundError.
 """
 
-from .batch_size import against_batch_size as against_batch_size
-from .batch_size import information_and_nll as information_and_nll
-from .canvas import BLUE as BLUE
-from .canvas import COLORS as COLORS
-from .canvas import GREY as GREY
-from .canvas import ORANGE as ORANGE
-from .classification import entropy_cdf as entropy_cdf
-from .classification import reliability_diagram as reliability_diagram
-from .classification import stacked_probabilities as stacked_probabilities
-from .classification import verdict as verdict
-from .regression import regression_band as regression_band
-from .regression import uncertainty_error as uncertainty_error
-from .segmentation import segmentation_maps as segmentation_maps
-from .statistics import statistic_marginals as statistic_marginals
-from .weights import error_over_epochs as error_over_epochs
-from .weights import signal_to_noise as signal_to_noise
-from .weights import weight_histograms as weight_histograms
+from .batch_size import against_batch_size, information_and_nll
+from .canvas import BLUE, COLORS, GREY, ORANGE
+from .classification import entropy_cdf, reliability_diagram, stacked_probabilities, verdict
+from .regression import regression_band, uncertainty_error
+from .segmentation import segmentation_maps
+from .statistics import statistic_marginals
+from .weights import error_over_epochs, signal_to_noise, weight_histograms
+
+__all__ = [
+    "BLUE",
+    "COLORS",
+    "GREY",
+    "ORANGE",
+    "against_batch_size",
+    "entropy_cdf",
+    "error_over_epochs",
+    "information_and_nll",
+    "regression_band",
+    "reliability_diagram",
+    "segmentation_maps",
+    "signal_to_noise",
+    "stacked_probabilities",
+    "statistic_marginals",
+    "uncertainty_error",
+    "verdict",
+    "weight_histograms",
+]
