@@ -43,7 +43,7 @@ OP = "fit_batch_size"
 
 @dataclass(frozen=True, eq=False)
 class BatchSizeFit:
-    """What `fit_batch_size` found for each of P batch sizes; float64.
+    """What `fit_batch_size` found for each of P batch sizes, float64; shown as a table.
 
     Attributes:
         batch_sizes: (P,) int64, ascending.
@@ -82,6 +82,16 @@ class BatchSizeFit:
     def best_by_nll(self) -> int | None:
         """M with the least validation NLL; the smallest of equals."""
         return None if self.nll is None else int(self.batch_sizes[self.nll.argmin()])
+
+    def __repr__(self) -> str:
+        names = ("log_likelihood", "kl", "elbo", "nll", "mutual_information", "epistemic_variance")
+        columns = {name: v.tolist() for name in names if (v := getattr(self, name)) is not None}
+        lines = ["  ".join([f"{'M':>6}", *(f"{name:>12}" for name in columns)])]
+        for row, M in enumerate(self.batch_sizes.tolist()):
+            values = (f"{v[row]:{max(12, len(name))}.6g}" for name, v in columns.items())
+            lines.append("  ".join([f"{M:6}", *values]))
+        by_nll = "" if self.nll is None else f", by validation NLL {self.best_by_nll}"
+        return "\n".join([*lines, f"best M by ELBO {self.best_by_elbo}{by_nll}"])
 
 
 @leaving_nothing_behind

@@ -70,6 +70,20 @@ def outputs_of(net, bank, x):
     return torch.stack(outputs).detach()
 
 
+@pytest.mark.parametrize("validation", [None, dataset(20, seed=1)], ids=["", "validation"])
+def test_is_shown_as_a_table(validation):
+    found = fit(validation=validation)
+    head, *rows, last = repr(found).splitlines()
+    for M, row in zip((5, 20, N), rows, strict=True):
+        shown = dict(zip(head.split(), map(float, row.split()), strict=True))
+        assert shown.pop("M") == M and ("nll" in shown) == (validation is not None)
+        for name, value in shown.items():
+            expected = getattr(found, name)[found.batch_sizes == M].item()
+            assert value == pytest.approx(expected, rel=1e-5)
+    by_nll = f", by validation NLL {found.best_by_nll}" if validation else ""
+    assert last == f"best M by ELBO {found.best_by_elbo}{by_nll}"
+
+
 def test_matches_a_plain_loop(device):
     net, validation = network(), dataset(20, seed=1)
     found = fit(bnuq.convert(net).to(device), candidates=[5], validation=validation)
