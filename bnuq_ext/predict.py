@@ -28,7 +28,7 @@ from .ops.checks import (
     check_one_of,
     refuse,
 )
-from .ops.modes import is_recorded
+from .ops.modes import is_recorded, refuse_functional_derivatives
 from .passes import Replicated
 from .prediction import Prediction, check_likelihood
 from .predictor import STRATEGIES, Predictor, Request
@@ -180,6 +180,7 @@ def predict(
 
 def take_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
     """The model, `unwrapped`, and all its modules, some of them stochastic."""
+    refuse_functional_derivatives(op)  # of `predict`, whose gradients are off, they would be 0
     check_model(op, model)
     model = unwrapped(model)
     modules = modules_of(model)

@@ -155,14 +155,17 @@ def random_states() -> list:
     once there are any, last."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     _, words, *legacy = np.random.get_state()
-    tensors = [state.numpy().tobytes() for state in (torch.get_rng_state(), *cuda)]
-    return [words.tobytes(), *legacy, random.getstate(), *tensors]
+    return [words.tobytes(), *legacy, random.getstate(), torch.get_rng_state(), *cuda]
 
 
 def drawn_since(before: list) -> bool:
     """Whether a generator of `random_states` has moved;
     one of a GPU that torch has begun to use since has not."""
-    return any(now != then for now, then in zip(random_states(), before, strict=False))
+    pairs = [*zip(random_states(), before, strict=False)]
+    return any(
+        not torch.equal(now, then) if isinstance(now, torch.Tensor) else now != then
+        for now, then in pairs
+    )
 
 
 @contextmanager

@@ -51,3 +51,38 @@ def test_a_trial_that_a_tracer_ends_is_made_again(model):
     torch.testing.assert_close(
         predicted(model, strategy="folded"), predicted(model, strategy="loop"), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")  # torch's own
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("bayesian", [False, True])
+def test_derivatives_of_functions_are_refused_whether_a_plan_is_there_or_not(
+    model, bayesian, known
+):
+    if bayesian:
+        model = bnuq.to_bayesian(Bare().eval())
+    options = {"likelihood": "gaussian", "num_samples": 4, "seed": 3}
+
+    def drawn(x):
+        with bnuq.replicas(model, 4, seed=3):
+            return model(x).sum()
+
+    def predicted(x):
+        return bnuq.predict(model, x, **options).mean.sum()
+
+    for function, op in ((drawn, "replicas"), (predicted, "predict")):
+        before = torch.get_rng_state()
+        if known:
+            expected = function(X)
+        with pytest.raises(NotImplementedError, match=f"^{op}: derivatives by torch.func are not"):
+            torch.func.grad(function)(X)
+        with pytest.raises(NotImplementedError, match="forward-mode derivatives are not available"):
+            torch.func.jvp(function, (X,), (X,))
+        assert torch.equal(torch.get_rng_state(), before)
+        if known:
+            assert torch.equal(function(X), expected)
+    with bnuq.replicas(model, 4, seed=3), pytest.raises((ValueError, NotImplementedError)) as error:
+        torch.func.grad(lambda x: model(x).sum())(X)
+    assert "derivatives by torch.func are not available" in str(error.value)
+    # A constant for the caller, who says so.
+    assert torch.func.grad(lambda x: x.sum() * torch.no_grad()(predicted)(X))(X).all()

@@ -95,13 +95,17 @@ def refuse_other_derivatives(op: str, *tensors: Tensor | None) -> None:
     tensor with a tangent: it would return one of 0."""
     if forward_ad._current_level < 0 and not torch.is_grad_enabled():
         return
-    if _differentiates_functions():
-        message = "derivatives by torch.func are not available; torch.autograd.grad is"
-        raise NotImplementedError(f"{op}: {message}")
+    refuse_functional_derivatives(op)
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(f"{op}: forward-mode derivatives are not available")
+
+
+def refuse_functional_derivatives(op: str) -> None:
+    if _differentiates_functions():
+        message = "derivatives by torch.func are not available; torch.autograd.grad is"
+        raise NotImplementedError(f"{op}: {message}")
 
 
 def _differentiates_functions() -> bool:
