@@ -20,7 +20,7 @@ from .wrappers import unwrapped
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What `doctor` found.
+    """What `doctor` found; shown as text.
 
     Attributes:
         covered: batch-norm calls made by stochastic layers.
@@ -43,7 +43,7 @@ class DoctorReport:
     unconverted: dict[str, str]
     warnings: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         idle = [name for name, calls in self.converted.items() if calls == 0]
         lines = [
             f"{self.covered + self.excluded + self.uncovered} batch-norm calls: {self.covered} by "

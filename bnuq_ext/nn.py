@@ -46,6 +46,10 @@ class Stochastic(Replicated):
         if not self.frozen:
             super().reset_running_stats()
 
+    def extra_repr(self) -> str:
+        told = super().extra_repr()
+        return ", ".join(filter(None, [told, "frozen=True"])) if self.frozen else told
+
     def replicate(self, x: Tensor, draw: Draw, key: str, stream: int, shared: bool) -> Tensor:
         """The rows of the draw's replicas, folded; see `Replicated`."""
         return self.finish(self.normalised(x, draw, key, stream, shared))

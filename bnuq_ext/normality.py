@@ -68,7 +68,7 @@ class LayerNormality(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StatisticsNormality:
-    """What `statistics_normality` found; `print` shows it as a table.
+    """What `statistics_normality` found; shown as a table.
 
     Attributes:
         batch_size: M.
@@ -82,7 +82,7 @@ class StatisticsNormality:
     bank: Bank
     layers: dict[str, LayerNormality]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         width = max(5, *map(len, self.layers))
         lines = [
             f"{len(self.bank)} batches of {self.batch_size} out of {self.dataset_size} rows; medians over channels",

@@ -143,7 +143,7 @@ def test_sees_compiled_batch_norm():
 def test_report_reads_well():
     partial = bnuq.convert(Network(), filter_fn=lambda name, module: name != "left")
     model = nn.Sequential(partial, nn.BatchNorm2d(4)).eval()
-    assert str(bnuq.doctor(model, x)).split("\n") == [
+    assert repr(bnuq.doctor(model, x)).split("\n") == [
         "5 batch-norm calls: 2 by 2 stochastic layers, 1 by excluded layers, 2 not covered",
         "  stochastic, never called: 0.idle",
         "  excluded: 0.left",

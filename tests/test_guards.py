@@ -317,3 +317,12 @@ def test_synchronised_batch_norm_has_the_statistics_of_this_process():
     bank = bnuq.collect(model, [batch], 1, progress=False)
     with torch.no_grad():
         torch.testing.assert_close(bank.mean["1"][0], model[0](batch).mean(0))
+
+
+def test_layers_show_that_they_are_frozen():
+    model = bnuq.convert(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    before = repr(model)
+    bnuq.freeze(model, affine=False)
+    assert model[0].extra_repr() == f"{nn.BatchNorm1d(4).extra_repr()}, frozen=True"
+    bnuq.freeze(model, statistics=False)
+    assert repr(model) == before

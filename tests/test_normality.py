@@ -191,7 +191,7 @@ def test_a_model_without_parameters():
 
 def test_is_a_table_when_printed():
     found = normality(bnuq.convert(mlp(16)), num_batches=100)
-    lines = str(found).splitlines()
+    lines = repr(found).splitlines()
     assert lines[0].startswith("100 batches of 32 out of 800 rows")
     assert [line.split()[0] for line in lines[3:]] == ["1", "4", "7"]
     for line, layer in zip(lines[3:], found.layers.values(), strict=True):

@@ -168,3 +168,12 @@ def test_a_mask_is_taken_off_weights_that_are_nan():
         model[0].weight_mu.fill_(torch.nan)
     bnuq.prune(model, 0.0)
     assert model[0].weight_mask is None
+
+
+def test_a_layer_shows_what_is_pruned():
+    layer = bnuq.BayesLinear(8, 4, bias=False)
+    shown = "8, 4, bias=False, prior=GaussianPrior(std=1.0), estimator='exact'"
+    assert layer.extra_repr() == shown
+    bnuq.prune(layer, 0.25)
+    assert layer.extra_repr() == f"{shown}, pruned=25.0%"
+    assert layer.to("meta").extra_repr() == shown
