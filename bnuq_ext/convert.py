@@ -43,7 +43,8 @@ def convert(
     Args:
         model: any nn.Module that contains batch norm, or is one; a torch.fx GraphModule too.
             Convert before torch.compile and torch.export; `revert` before torch.jit.script,
-            quantisation and fusion, which know batch norm by its class.
+            quantisation, fusion and tools of other packages that know batch norm by its class
+            (BackPACK, Captum's LRP, Opacus' validator).
         inplace: change the given model instead of a copy; after an error it is unchanged.
         strict: raise if something like batch norm cannot be converted; otherwise warn, once.
         filter_fn: gets (qualified name, module) of each layer that could be converted and says
