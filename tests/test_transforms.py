@@ -86,3 +86,57 @@ def test_derivatives_of_functions_are_refused_whether_a_plan_is_there_or_not(
     assert "derivatives by torch.func are not available" in str(error.value)
     # A constant for the caller, who says so.
     assert torch.func.grad(lambda x: x.sum() * torch.no_grad()(predicted)(X))(X).all()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's own
+@pytest.mark.parametrize("options", [{}, {"strategy": "loop"}, {"chunk": 3}], ids=str)
+def test_predictions_in_vmap(model, options):
+    x = torch.randn(2, 3, *X.shape, generator=torch.Generator().manual_seed(0))
+
+    def predicted(x):
+        pred = bnuq.predict(model, x, likelihood="categorical", num_samples=8, seed=3, **options)
+        return pred.mean, pred.variance, pred.entropy, pred.mutual_information
+
+    for _ in range(2):
+        expected = [predicted(one) for one in x.flatten(0, 1)]
+        found = torch.vmap(torch.vmap(predicted))(x)
+        for index, value in enumerate(found):
+            one_by_one = torch.stack([one[index] for one in expected])
+            torch.testing.assert_close(value.flatten(0, 1), one_by_one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 3])
+def test_statistics_taken_in_by_vmap(dim):
+    logits = torch.randn(5, 4, 3, 2, generator=torch.Generator().manual_seed(0))
+
+    def taken_in(logits, *states):
+        mean, m2, entropy = states or (
+            *logits.new_zeros(2, *logits.shape[1:]),
+            logits.new_zeros(logits.shape[1]),
+        )
+        for count in range(len(logits)):
+            bnuq.ops.predictive_accumulate_(mean, m2, entropy, logits[count : count + 1], count)
+        return mean, m2, entropy
+
+    found = torch.vmap(taken_in, in_dims=dim)(logits)
+    each = [taken_in(one.contiguous()) for one in logits.unbind(dim)]
+    for value, expected in zip(found, map(torch.stack, zip(*each, strict=True)), strict=True):
+        assert torch.equal(value, expected)
+    states = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3)
+    with pytest.raises(NotImplementedError, match="^predictive_accumulate_: states must be made"):
+        torch.vmap(lambda one: taken_in(one, *states), in_dims=1)(torch.randn(5, 4, 3, 2))
+
+
+def test_equal_logits_taken_in_by_vmap():
+    logits = torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(0))
+
+    def taken_in(scale):
+        mean, m2, entropy = scale.new_zeros(3, 2), scale.new_zeros(3, 2), scale.new_zeros(3)
+        bnuq.ops.predictive_accumulate_(mean, m2, entropy, logits, 0)
+        return mean * scale, m2, entropy
+
+    mean, m2, entropy = torch.vmap(taken_in)(torch.ones(4))
+    expected = bnuq.ops.predictive_statistics(logits)
+    torch.testing.assert_close(mean, expected.mean.expand(4, 3, 2))
+    torch.testing.assert_close(m2 / 5, expected.variance.expand(4, 3, 2))
+    torch.testing.assert_close(entropy, expected.expected_entropy.expand(4, 3))

@@ -119,6 +119,23 @@ def _(mean, m2, expected_entropy, logits, count):
     return None
 
 
+@torch.library.register_vmap("bnuq::predictive_accumulate_")
+def _(info, in_dims, mean, m2, expected_entropy, logits, count):
+    """Rows of the transform are further rows N; the states are made inside it, of the logits."""
+    *dims, of_logits = in_dims[:4]
+    if None in dims:
+        raise NotImplementedError("predictive_accumulate_: states must be made of vmap's logits")
+    inside = [t.movedim(d, 0) for t, d in zip((mean, m2, expected_entropy), dims, strict=True)]
+    states = [t.flatten(0, 1).contiguous() for t in inside]
+    if of_logits is None:
+        logits, of_logits = logits.expand(info.batch_size, *logits.shape), 0
+    rows = logits.movedim(of_logits, 1).flatten(1, 2)
+    torch.ops.bnuq.predictive_accumulate_(*states, rows, count)
+    for t, state in zip(inside, states, strict=True):
+        t.copy_(state.view_as(t))
+    return None, None
+
+
 def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(inputs[0], output[0])
     ctx.set_materialize_grads(False)
