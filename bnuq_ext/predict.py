@@ -166,12 +166,7 @@ def predict(
             forward = forward_by_bank("predict", model, modules, *options)
         request = Request(first_replica, num_samples, strategy, chunk, keep_samples, progress)
         with torch.set_grad_enabled(False), evaluating(modules):
-            fold, known = Folding, forward.known
-            if isinstance(known, KnownChain):
-                fold = ChainFolding
-            elif together and not is_one_input(x):
-                if _is_called_once(forward.layers, modules, known):
-                    fold = _fold_batch
+            fold = _folding_of(forward, modules, batches=together and not is_one_input(x))
             predictor = Predictor(forward, modules, request, likelihood, device, fold)
             pred = predictor.predict(x, noise_var)
         pred.snapshots = snapshots_of(forward.sampler, forward.key, first_replica, num_samples)
@@ -216,6 +211,16 @@ def _forward_of_chain(
     if not _is_called_once(layers, modules, known):
         return forward_by_bank("predict", model, modules, sampler, batch_size, seed, None)
     return Forward(model, layers, drawn, draw_key(seed, device), None, known)
+
+
+def _folding_of(
+    forward: Forward, modules: list[nn.Module], batches: bool
+) -> Callable[..., Folding]:
+    """What makes the folding of an input, of a loader's batches with `batches`."""
+    if isinstance(forward.known, KnownChain):
+        return ChainFolding
+    chains = batches and _is_called_once(forward.layers, modules, forward.known)
+    return _fold_batch if chains else Folding
 
 
 def _fold_batch(forward: Forward, modules: list[nn.Module], first_replica: int, inputs) -> Folding:
