@@ -18,17 +18,18 @@ class Structure:
 
     def __init__(self, module: nn.Module):
         self.module, self.type, self.ours = module, type(module), _ours(module)
-        self.tables = {name: [*table.items()] for name, table in _tables(module).items()}
+        self.tables = {n: [*t.items()] if t else [] for n, t in _tables(module).items()}
 
     def changed(self) -> list[str]:
         """The names of what is not as it was, "__class__" for the class."""
         if not self.tables:
             return []
-        now, ours = _tables(self.module), self.ours | _ours(self.module)
         found = [] if type(self.module) is self.type else ["__class__"]
+        now, ours = vars(self.module), self.ours | _ours(self.module)
         for name, before in self.tables.items():
-            if _marks(name, [*now[name].items()], ours) != _marks(name, before, ours):
-                found.append(name)
+            if before or now[name]:  # most are empty
+                if _marks(name, [*now[name].items()], ours) != _marks(name, before, ours):
+                    found.append(name)
         return found
 
     def restore(self) -> None:
@@ -52,14 +53,16 @@ class Structure:
 def _tables(module: nn.Module) -> dict[str, dict]:
     if isinstance(module, LazyModuleMixin):
         return {}
-    found = {name: vars(module).get(name) for name in _TABLES}
-    return {name: table for name, table in found.items() if isinstance(table, dict)}
+    own = vars(module)
+    return {name: t for name in _TABLES if isinstance(t := own.get(name), dict)}
 
 
 def _ours(module: nn.Module) -> set[int]:
     """The keys of hooks of ours, which are no other hook's."""
-    hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
-    return {key for key, hook in hooks if hasattr(hook, OURS)}
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    if not (before or after):
+        return set()
+    return {key for key, hook in [*before.items(), *after.items()] if hasattr(hook, OURS)}
 
 
 def _marks(name: str, items: list[tuple], ours: set[int]) -> list:
