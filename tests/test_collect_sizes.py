@@ -105,13 +105,15 @@ class Buckets:
 
 @pytest.mark.parametrize("size", [10, 11])  # of maps of 64 and 81: a multiple of the channels
 @pytest.mark.parametrize("listed", [False, True], ids=["loader", "list of batches"])
-def test_images_in_a_list_count(listed, size):
+@pytest.mark.parametrize("named", [False, True])
+def test_images_in_a_list_count(listed, size, named):
     """Not the three channels of the first."""
     images = torch_data.TensorDataset(torch.randn(400, 3, size, size))
     collate = lambda samples: [image for (image,) in samples]  # noqa: E731
     data = torch_data.DataLoader(images, batch_sampler=Buckets(), collate_fn=collate)
     data = list(data) if listed else data
-    bank = bnuq.collect(bnuq.convert(Images()), data, 20, input_fn=lambda batch: (batch,))
+    given = lambda batch: {"images": batch} if named else (batch,)  # noqa: E731
+    bank = bnuq.collect(bnuq.convert(Images()), data, 20, input_fn=given)
     assert (bank.batch_size, bank.dataset_size) == (20, 400)
 
 

@@ -152,3 +152,16 @@ def test_a_bank_that_another_thread_attaches_stays():
         model[1].note = "after"
         state.restore()
         assert model[0].bank is after and model[0].bank_name == "0" and model[1].note == "before"
+
+
+def test_a_container_too_deep_in_others_is_left_as_it_is():
+    module = nn.Module()
+    module.items = [[[[1]]], {"a": [{"b": 2}]}]
+    state, deepest = State([module]), module.items[0][0][0]
+    deepest.append(3)
+    module.items[0][0].append(4)
+    module.items[1]["a"][0]["b"] = 5
+    module.items.pop()
+    state.restore()
+    assert module.items == [[[[1, 3]]], {"a": [{"b": 5}]}]
+    assert module.items[0][0][0] is deepest

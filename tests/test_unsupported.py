@@ -259,11 +259,12 @@ def test_fused_into_convolutions_gets_a_hint():
         bnuq.convert(nn.Sequential(fused))
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Conv2d(2, 2, 1, bias=False)])
 @pytest.mark.parametrize("strict", [True, False])
-def test_no_batch_norm(strict):
+def test_no_batch_norm(strict, layer):
     message = "convert: model must contain a batch-norm layer, got none"
     with pytest.raises(ValueError, match=f"^{message}$"):
-        bnuq.convert(nn.Linear(2, 2), strict=strict)
+        bnuq.convert(layer, strict=strict)
 
 
 @pytest.mark.parametrize("op", ["convert", "revert"])
