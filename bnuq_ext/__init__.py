@@ -6,7 +6,8 @@ from .adapters import register_adapter
 from .attach import attach
 from .bank import Bank
 from .baselines import ensemble, mc_dropout, plug_in
-from .batch_size import BatchSizeFit, fit_batch_size
+from .batch_size import fit_batch_size
+from .batch_size_fit import BatchSizeFit
 from .bayes import BayesLinear
 from .collect import collect
 from .convert import convert, revert

@@ -73,7 +73,9 @@ def plug_in(
         ValueError, TypeError: an argument is refused.
     """
     task = _Task("plug_in", x, likelihood, noise_var, output_fn, keep_samples, progress)
-    return task.run([model], task.predictor(task.forward(model, None, None, 0), 0, 1))
+    predictor = task.predictor(task.forward(model, None, None, 0), 0, 1)
+    with unmoved_by_errors():
+        return task.run([model], predictor)
 
 
 @untraced

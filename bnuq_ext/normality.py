@@ -4,6 +4,7 @@ and as wide as the theory says?"""
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from .nn import require_stochastic_layers
 from .ops.checks import acc_dtype, check_flags, check_floating, check_integer, refuse
 from .passes import Pass, running
 from .progress import progress_bar
-from .restore import evaluating, preserved_rng, without_gradients
+from .restore import evaluating, preserved_rng, unmoved_by_errors, without_gradients
 from .samplers import check_key, draw_key
 from .state import modules_of
 from .statistics_kl import (
@@ -157,8 +158,12 @@ def statistics_normality(
     rows_at_a_time = check_integer(OP, "rows_at_a_time", rows_at_a_time, 1)
     check_key(OP, seed)
     check_flags(OP, progress=progress)
-    key, device = draw_key(seed, torch.device("cpu")), device_of(model.modules())
-    with preserved_rng():
+    device = device_of(model.modules())
+    with (
+        unmoved_by_errors(),
+        nullcontext(draw_key(seed, torch.device("cpu"))) as key,
+        preserved_rng(),
+    ):
         torch.manual_seed(key)
         bank, _ = gather(OP, model, source, num_batches, device=device, progress=progress)
         fetch, starts = fetcher(data), range(0, N, rows_at_a_time)
