@@ -26,6 +26,13 @@ _SIZES = {
     *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.shape.__get__),
     *(Tensor.__iter__, Tensor.unbind, torch.unbind, torch.numel),
 }
+# What takes some of them by their numbers hangs on how many there are too.
+_CUTS = {
+    *(Tensor.narrow, Tensor.narrow_copy, Tensor.split, Tensor.split_with_sizes, Tensor.chunk),
+    *(Tensor.tensor_split, torch.narrow, torch.narrow_copy, torch.split, torch.chunk),
+    torch.tensor_split,
+}
+_NARROWS = {Tensor.narrow, Tensor.narrow_copy, torch.narrow, torch.narrow_copy}
 # Their results are as long as they are told to be.
 _TOLD = {
     *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
@@ -47,7 +54,7 @@ _FINITE = {_aten.linalg_eig, _aten.linalg_eigvals, _aten._linalg_eigvals}
 _WATCHERS: dict[int, list] = defaultdict(list)
 
 READS = "its forward reads values of its rows, to branch or to compute apart"
-COUNTS = "its forward asks how many rows values have chosen, as by len or shape of h[mask]"
+COUNTS = "its forward asks how many rows values have chosen, as by len, shape or [:n] of h[mask]"
 
 
 class Reads:
@@ -75,6 +82,7 @@ class Reads:
         largest: bytes of the largest activation since a stochastic layer was called.
         before: bytes of the largest before, the input's rows included.
         apart: whether one was called, so that replicas are no longer the same.
+        overwritten: copies of parameters, made before an operation writes into them.
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
@@ -89,6 +97,10 @@ class Reads:
         self.selections = 0  # how often values of rows have chosen rows
         self.largest, self.apart = 0, False
         self.before = sum([_held_bytes(t) for t in given])
+        self._parameters: dict = defaultdict(list)  # that none has written into, by address
+        for p in (p for m in modules for p in m.parameters(False)):
+            self._parameters[storage_of(p)].append(p)
+        self.overwritten: dict[nn.Parameter, Tensor] = {}
 
     def __enter__(self) -> None:
         _enter(_Arrays(self), _Scalars(self))
@@ -99,6 +111,12 @@ class Reads:
     def look(self, args) -> None:
         if not self.constant(args):
             self.found = READS
+
+    def spare(self, tensors: list[Tensor]) -> None:
+        """Copies the parameters that lie where an operation is to write."""
+        for tensor in tensors:
+            for parameter in self._parameters.pop(storage_of(tensor), ()):
+                self.overwritten[parameter] = parameter.detach().clone()
 
     def look_at_operation(self, func, args: tuple, kwargs: dict) -> None:
         """Notes what an operation on rows makes of their values."""
@@ -276,6 +294,8 @@ class _Scalars(DispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags:  # bool(t), t.item(), torch.equal
             self.reads.look(args)
+        if func._schema.is_mutable:
+            self.reads.spare(written(func, args, kwargs))
         result = func(*args, **kwargs)
         self.reads.look_at_operation(func, args, kwargs)
         self.reads.follow(func, args, kwargs, result)
@@ -328,6 +348,22 @@ def _asks(func, args: tuple, kwargs: dict) -> bool:
     """Whether a function asks how many rows there are,
     which are the first dimension of what is chosen."""
     if func is Tensor.size and len(args) + len(kwargs) > 1:
-        dim = args[1] if len(args) > 1 else kwargs["dim"]
-        return dim in (0, -args[0].dim())
+        return _dim(args, kwargs, 1) in (0, -args[0].dim())
+    if func in _CUTS:
+        place = 1 if func in _NARROWS else 2
+        return _dim(args, kwargs, place) in (0, -args[0].dim())
+    if func is Tensor.__getitem__:
+        return _cuts(*args)
     return func in _SIZES
+
+
+def _dim(args: tuple, kwargs: dict, place: int) -> int:
+    return args[place] if len(args) > place else kwargs.get("dim", 0)
+
+
+def _cuts(t: Tensor, index) -> bool:
+    """Whether an index takes some of the rows by their numbers."""
+    index = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
+    if index and index[0] is Ellipsis:
+        index = index[1:] if len(index) > t.dim() else []
+    return bool(index) and isinstance(index[0], slice) and index[0] != slice(None)

@@ -169,16 +169,22 @@ class _Session(Pass):
         x = inputs["args"][0] if len(inputs["args"]) == 1 and not inputs["kwargs"] else None
         if is_chain(modules, x) or is_stochastic_chain(modules, x):
             return dict.fromkeys(self.forward.layers, len(x)), {}, drops_first(modules)
-        plan = self._plan(inputs, modules)
+        plan = self._plan(inputs)
         return plan.rows, plan.shared, plan.way != "folded"
 
-    def _plan(self, inputs: dict, modules: list[nn.Module]) -> Plan:
-        forward = self.forward._replace(known=know(self.forward.model, modules))
-        folding = StandingFolding(forward, modules, self.first, inputs, self.num_samples)
+    def _plan(self, inputs: dict) -> Plan:
+        folding = self._folding(inputs)
+        if folding.prepare():
+            folding = self._folding(inputs)
         plan = folding.prove_in_train()
         if plan.way == "loop":
             refuse("replicas", "model", "give the same folded as one by one", plan.reason)
         return plan
+
+    def _folding(self, inputs: dict) -> StandingFolding:
+        modules = modules_of(self.forward.model)
+        forward = self.forward._replace(known=know(self.forward.model, modules))
+        return StandingFolding(forward, modules, self.first, inputs, self.num_samples)
 
     def end(self, output) -> None:
         """Checks that the call of the model was a whole one, and follows its output;

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .forks import free_in_children
-from .state import State, is_training
+from .state import State, is_training, modules_of
 from .warn import warn
 
 _EVAL_LOCK = free_in_children(threading.Lock())
@@ -98,7 +98,7 @@ def _leave(module: nn.Module) -> None:
         if users > 1:
             _EVAL_USERS[id(module)] = users - 1, training, state
         else:
-            if state is not None:
+            if state is not None and not state.rebuilt():
                 state.restore()
             module.training = training
             _EVAL_USERS.pop(id(module), None)
@@ -106,7 +106,7 @@ def _leave(module: nn.Module) -> None:
 
 def _before(module: nn.Module) -> tuple[bool, State | None]:
     kept = module.training and _has_own_modes(type(module))
-    return module.training, State([module]) if kept else None
+    return module.training, State([module], modules_of(module)) if kept else None
 
 
 @contextmanager
@@ -116,6 +116,8 @@ def preserved_rng(*generators: torch.Generator):
 
     A loader draws its order from them and transforms draw from them.
     CUDA's generators are looked at only where CUDA has started.
+
+    Yields what puts them back, which a body that lets them go clears.
     """
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     before = [  # a GPU may refuse after an error: first, so that it is put back last
@@ -126,7 +128,7 @@ def preserved_rng(*generators: torch.Generator):
         *(partial(g.set_state, g.get_state()) for g in generators),
     ]
     try:
-        yield
+        yield before
     finally:
         _undo(before, lambda put_back: put_back())
 

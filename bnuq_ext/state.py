@@ -1,7 +1,10 @@
 """What forwards change of a model, to put it back."""
 
+import pickle
+import random
 from collections import deque
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -11,6 +14,21 @@ from .structure import Structure
 
 OWN_BANK = "_bnuq_bank"  # attribute of a model that `attach` gave a bank: that of its layers, in copies too
 OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, OWN_BANK})
+# Of objects of these classes: what they hold, as a value of its own, and how that is put back.
+_HOLDERS = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (
+        lambda g: pickle.dumps(g.get_state()),
+        lambda g, saved: g.set_state(pickle.loads(saved)),
+    ),
+    np.random.Generator: (
+        lambda g: pickle.dumps(g.bit_generator.state),
+        lambda g, saved: setattr(g.bit_generator, "state", pickle.loads(saved)),
+    ),
+    np.ndarray: (np.copy, lambda array, saved: array.__setitem__(..., saved)),
+    bytearray: (bytes, lambda array, saved: array.__setitem__(slice(None), saved)),
+}
 _DEEPEST = 3  # of containers in containers that are put back
 
 
@@ -47,36 +65,47 @@ def is_training(module: nn.Module) -> bool:
 
 
 class State:
-    """A model's structure, buffers, frozen parameters and plain attributes,
-    to put back what a forward has changed."""
+    """A model's structure, buffers and plain attributes, and of its parameters those that forwards
+    write into, to put back what they have changed."""
 
-    def __init__(self, modules: list[nn.Module]):
-        self.structures = [Structure(module) for module in modules]
-        self.saved = [
-            (m, _copies(_attributes(m)), _copies(m._buffers), _copies(_frozen(m))) for m in modules
-        ]
+    def __init__(self, modules: list[nn.Module], within: list[nn.Module] | None = None):
+        """`within`: modules whose structure counts, if they are others."""
+        self.structures = [Structure(module) for module in within or modules]
+        self.saved = [(m, _copies(_attributes(m)), _copies(m._buffers)) for m in modules]
+        self.overwritten: list[dict[nn.Parameter, Tensor]] = []
+
+    def follow(self, overwritten: dict[nn.Parameter, Tensor]) -> None:
+        """Takes copies of parameters that are made as they are written into; see `Reads`."""
+        self.overwritten.append(overwritten)
+
+    def rebuilt(self) -> bool:
+        """Whether the structure has changed, or the content of a parameter."""
+        pairs = [pair for copies in self.overwritten for pair in copies.items()]
+        return self._changed(pairs) or any([s.changed() for s in self.structures])
 
     def written(self) -> bool:
         """Whether the structure has changed, the content of a tensor, by way of `.data` too, of which
-        no version tells, or the state of a generator."""
-        if any([structure.changed() for structure in self.structures]):
-            return True
+        no version tells, or of an array, or the state of a generator."""
         pairs = [pair for _, *both in self.saved for saved in both for pair in saved.values()]
-        return any(not _equal(now, before) for v, before in pairs for now in _content(v))
+        return self.rebuilt() or self._changed(pairs)
+
+    def _changed(self, pairs: list[tuple]) -> bool:
+        return any(_differs(value, saved) for value, saved in pairs)
 
     def restore(self) -> None:
         for structure in self.structures:
             structure.restore()
         with torch.no_grad():
-            for module, attributes, buffers, frozen in self.saved:
+            for module, attributes, buffers in self.saved:
                 for name in _attributes(module).keys() - attributes.keys():
                     del vars(module)[name]
                 for name, saved in attributes.items():
                     vars(module)[name] = _put_back(*saved)
                 for name, saved in buffers.items():
                     module._buffers[name] = _put_back(*saved)
-                for name, saved in frozen.items():
-                    module._parameters[name] = _put_back(*saved)
+            for copies in reversed(self.overwritten):
+                for parameter, saved in copies.items():
+                    _put_back(parameter, saved)
 
 
 def _attributes(module: nn.Module) -> dict:
@@ -87,13 +116,6 @@ def _attributes(module: nn.Module) -> dict:
         for name, value in vars(module).items()
         if name not in OF_EVERY_MODULE and name not in others
     }
-
-
-def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Its parameters that gradients do not move, where a forward in train() may:
-    a moving average of a network."""
-    owned = module._parameters.items() if is_training(module) else ()
-    return {name: p for name, p in owned if p is not None and not p.requires_grad}
 
 
 def _copies(values: dict) -> dict:
@@ -111,10 +133,14 @@ def _equal(now: Tensor, before: Tensor) -> bool:
     return bool(((now == before) | (now.isnan() & before.isnan())).all())
 
 
-def _content(value) -> list[Tensor]:
-    if isinstance(value, torch.Generator):
-        return [value.get_state()]
-    return [value] if _is_filled(value) else []
+def _differs(value, saved) -> bool:
+    """Whether a tensor, or one of `_HOLDERS`, holds something else."""
+    if type(value) in _HOLDERS:
+        held = _HOLDERS[type(value)][0](value)
+        if isinstance(held, np.ndarray):
+            return held.shape != saved.shape or held.tobytes() != saved.tobytes()
+        return not (torch.equal(held, saved) if isinstance(held, Tensor) else held == saved)
+    return _is_filled(value) and not _equal(value, saved)
 
 
 def _is_filled(value) -> bool:
@@ -127,8 +153,8 @@ def _copy(value, depth: int = 0):
     value = _held(value)
     if _is_filled(value):
         return value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
+    if type(value) in _HOLDERS:
+        return _HOLDERS[type(value)][0](value)
     if isinstance(value, CONTAINERS) and depth == _DEEPEST:
         return None
     if isinstance(value, dict):
@@ -145,8 +171,9 @@ def _put_back(value, saved):
             value.data = saved.clone()
         elif not _equal(value, saved):
             value.copy_(saved)
-    elif isinstance(value, torch.Generator):
-        value.set_state(saved)
+    elif type(value) in _HOLDERS:
+        if _differs(value, saved):  # an array may be one to read
+            _HOLDERS[type(value)][1](value, saved)
     elif isinstance(held := _held(value), CONTAINERS) and saved is not None:
         if isinstance(held, dict):
             saved = {key: _put_back(*pair) for key, pair in saved.items()}

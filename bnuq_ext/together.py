@@ -109,6 +109,8 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
     if plan is not None and plan.repeatable and folding.num_samples in plan.checked:
         with folding.gradients_for_hooks():
             return folding.renewed(plan), folding.alone()
+    if folding.prepare():
+        return LOOP, None
     plan, earlier = folding.prove(), folding.earlier_plan()
     if plan.way == "loop" or (earlier is not None and earlier.repeatable is not None):
         return plan, None
@@ -118,6 +120,7 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
 def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
     state, watch = State(folding.modules), folding.watch()
+    state.follow(watch.reads.overwritten)
     with folding.gradients_for_hooks(), preserved_rng():
         before = random_states()
         changed = False

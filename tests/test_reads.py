@@ -78,7 +78,7 @@ def test_values_of_the_rows(meets):
             samples(model, x[:N]), samples(copy.deepcopy(model), x[:N], strategy="loop")
         )
         assert way(model) == "loop"
-    reason = "reads values of its rows|asks how many rows values have chosen, as by len or shape"
+    reason = "reads values of its rows|asks how many rows values have chosen, as by len, shape or"
     with pytest.raises(ValueError, match=f"does not fold: its forward ({reason})"):
         samples(copy.deepcopy(model), x[:N], strategy="folded")
 

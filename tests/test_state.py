@@ -2,16 +2,19 @@
 
 import math
 import operator
+import random
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext.fingerprint import fingerprint
+from bnuq_ext.reads import Reads
 from bnuq_ext.state import State
 
 
@@ -41,15 +44,32 @@ def test_content_written_by_way_of_data_shows():
     assert not state.written() and (layer.running_mean == 0).all()
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_a_parameter_without_gradient_is_put_back_in_train(training):
-    """No forward in eval writes into one, and they may be a large model."""
-    layer = nn.Linear(3, 3).train(training).requires_grad_(False)
-    state, weight, before = State([layer]), layer.weight, layer.weight.clone()
-    layer.weight.mul_(2)
-    assert state.written() == training
+WAYS_TO_WRITE = {
+    "in place": lambda p: p.mul_(2),
+    "by way of .data": lambda p: p.data.add_(1),
+    "of its part": lambda p: p[1:].zero_(),
+    "with others": lambda p: torch._foreach_add_([torch.zeros(2), p], 1.0),
+    "by its memory": lambda p: p.set_(torch.ones(2, 3)),
+    "an output": lambda p: torch.add(torch.ones(3, 3), 1, out=p),
+}
+
+
+@pytest.mark.parametrize("write", WAYS_TO_WRITE.values(), ids=WAYS_TO_WRITE)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_are_copied_when_they_are_written_into(write, frozen):
+    layer = nn.Linear(3, 3).requires_grad_(not frozen)
+    state, reads = State([layer]), Reads([layer], torch.ones(1, 3), 1)
+    state.follow(reads.overwritten)
+    weight, bias, before = layer.weight, layer.bias, layer.weight.clone()
+    with reads, torch.no_grad():
+        layer(torch.ones(1, 3))
+        assert not reads.overwritten and not state.written()
+        for _ in range(2):
+            write(weight)
+    assert [*reads.overwritten] == [weight] and state.written()
     state.restore()
-    assert layer.weight is weight and torch.equal(weight, before) == training
+    assert layer.weight is weight and torch.equal(weight, before) and not state.written()
+    assert layer.bias is bias and weight.requires_grad != frozen
 
 
 def remembering() -> nn.Module:
@@ -58,6 +78,8 @@ def remembering() -> nn.Module:
     module.names, module.queue = {"a", "b"}, deque([1, torch.zeros(2)], maxlen=2)
     module.generator = torch.Generator().manual_seed(0)
     module.config, module.args = Config(), SimpleNamespace(calls=[0])
+    module.array, module.bytes = np.ones((2, 3)), bytearray(b"abc")
+    module.rngs = [np.random.default_rng(0), random.Random(0), np.random.RandomState(0)]
     return module
 
 
@@ -78,6 +100,12 @@ WRITES = {
     "a queue": lambda m: m.queue.append(7),
     "a tensor in a queue": lambda m: m.queue[1].add_(1),
     "a generator": lambda m: torch.rand(3, generator=m.generator),
+    "an array": lambda m: m.array.__setitem__((0, 0), np.nan),
+    "bytes": lambda m: m.bytes.__setitem__(0, 0),
+    "longer bytes": lambda m: m.bytes.extend(b"d"),
+    "a generator of NumPy": lambda m: m.rngs[0].random(),
+    "a generator of Python": lambda m: m.rngs[1].random(),
+    "an old generator of NumPy": lambda m: m.rngs[2].rand(),
     "another object": lambda m: setattr(m, "items", []),
     "a new attribute": lambda m: setattr(m, "depth", 2),
     "an attribute gone": lambda m: delattr(m, "eps"),
@@ -88,8 +116,11 @@ WRITES = {
 
 def content(module):
     state = module.generator.get_state().tolist()
-    kept = {n: v for n, v in vars(module).items() if n not in ("generator", "_buffers")}
-    return repr((sorted(kept.pop("names")), sorted(kept.items()), dict(module._buffers), state))
+    kept = {n: v for n, v in vars(module).items() if n not in ("generator", "_buffers", "rngs")}
+    states = [module.rngs[0].bit_generator.state, module.rngs[1].getstate()]
+    states.append([repr(part) for part in module.rngs[2].get_state()])
+    names = sorted(kept.pop("names"))
+    return repr((names, sorted(kept.items()), dict(module._buffers), state, states))
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
@@ -97,11 +128,13 @@ def test_the_state_is_put_back_into_the_objects_that_held_it(write):
     module = remembering()
     before, state = content(module), State([module])
     held = [module.items, module.items[1:], module.queue, list(module.queue), module.running_var]
+    held += [module.array, module.bytes, *module.rngs]
     write(module)
     assert content(module) != before
     state.restore()
     assert content(module) == before
     now = [module.items, module.items[1:], module.queue, list(module.queue), module.running_var]
+    now += [module.array, module.bytes, *module.rngs]
     for old, new in zip(held, now, strict=True):
         assert old is new or all(map(operator.is_, old, new))
 
@@ -165,3 +198,33 @@ def test_a_container_too_deep_in_others_is_left_as_it_is():
     state.restore()
     assert module.items == [[[[1, 3]]], {"a": [{"b": 5}]}]
     assert module.items[0][0][0] is deepest
+
+
+@pytest.mark.parametrize(
+    ("held", "write"),
+    [
+        (np.zeros(3), lambda v: v.__setitem__(1, 1.0)),
+        (bytearray(2), lambda v: v.append(1)),
+        (np.random.default_rng(0), lambda v: v.random()),
+        (random.Random(0), lambda v: v.random()),
+        (torch.Generator(), lambda v: torch.rand(1, generator=v)),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_what_an_object_holds_shows_when_it_changes(held, write):
+    module = nn.Module()
+    module.held = held
+    state = State([module])
+    assert not state.written()
+    write(held)
+    assert state.written()
+    state.restore()
+    assert not state.written() and module.held is held
+
+
+def test_an_array_to_read_is_let_be():
+    module = nn.Module()
+    module.table = np.broadcast_to(np.ones(2), (3, 2))
+    state = State([module])
+    state.restore()
+    assert not state.written()

@@ -39,7 +39,7 @@ from ..passes import DoesNotFold, ReplicaPass, Undecided
 from ..reads import READS, Reads
 from ..restore import drawn_since, preserved_rng, random_states
 from ..samplers import Draw
-from ..state import State
+from ..state import State, modules_of
 from ..untraced import uncompiled
 from .agreement import check_equal, tolerance_of
 from .mixed import Mixed
@@ -49,6 +49,7 @@ from .trial import Proof, Trial
 
 WAYS = ("folded", "expanded")  # before the loop
 CHANGES = "its forward changes the model's state"
+NEW_MODULES = "its first forward has made modules; the next prediction can tell"
 DRAWS = "its forward draws random numbers, which replicas that go together would share"
 AT_ONCE = 2  # proofs of a model that are made at first sight of a shape
 _MOST = 256  # plans of one model; after so many input shapes it starts over
@@ -106,6 +107,7 @@ class Folding:
 
     flags: tuple[bool, ...] | None = None
     may_draw = False  # random numbers of torch's generators in a forward
+    settles = True  # what a forward leaves when a plan is made, with the flags as they are
 
     def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int, inputs):
         self.forward, self.modules, self.first_replica = forward, modules, first_replica
@@ -188,24 +190,54 @@ class Folding:
             memory[place] = value
 
     def _make(self, wanted: Callable[[Plan], bool]) -> Plan:
-        state = State(self.modules)
-        with uncompiled(), preserved_rng():
+        state, settled = State(self.modules), False
+        with uncompiled(), preserved_rng() as generators:
             try:
                 before = random_states()
-                output, record, reads = self._record()
+                output, record, reads = self._record(state)
                 largest = max(record.largest, reads.largest // OTHERS)
                 shape = tuple(output.shape)
                 plan = Plan("", record.rows, largest, reads.before // OTHERS, shape, {}, set())
-                if not self.may_draw and drawn_since(before):
+                if self._changed(state):
+                    settled = self.settles and self.settle(state, generators)
+                elif not self.may_draw and drawn_since(before):
                     # Or another thread has, meanwhile: the next time it may not.
                     plan = plan._replace(way="loop", reason=DRAWS, lasting=reads.draws)
-                elif self._unchanged():
+                else:
                     plan = self._first(plan, reads, wanted)
             finally:
-                changed = self.undo(state)
+                changed = not settled and self.undo(state)
+        if settled:
+            self.settles = False  # once
+            if self.is_whole():
+                return self._make(wanted)
+            return plan._replace(way="loop", reason=NEW_MODULES, lasting=False)
         if changed:
             return plan._replace(way="loop", reason=CHANGES, lasting=self.changes_again())
         return plan
+
+    def settle(self, first: State, generators: list) -> bool:
+        """After a forward that has changed the model: runs another one, and lets what the first has
+        left stay if the second changes nothing more, or at least no structure and no parameter.
+
+        Hooks that are installed, submodules that are made, weights that are merged in a first forward
+        come once, for the model remembers them: often in an attribute, which can be put back, but it
+        may be anywhere. A count of its calls comes each time.
+        """
+        modules = modules_of(self.forward.model)
+        second, seen = State(modules), fingerprint(modules)
+        self._record(second)
+        if fingerprint(modules) != seen or second.written():
+            if second.rebuilt() or not first.rebuilt():
+                return False
+            second.restore()
+        generators.clear()  # which may have drawn weights
+        self.known.renew(fingerprint(self.modules))
+        return True
+
+    def is_whole(self) -> bool:
+        """Whether the model still has the modules that it had."""
+        return modules_of(self.forward.model) == self.modules
 
     def changes_again(self) -> bool:
         """Counts a forward that has changed the model; true from the second on: the first may have
@@ -215,14 +247,15 @@ class Folding:
 
     def undo(self, state: State) -> bool:
         """Whether forwards have changed the model's state since; if so it is put back."""
-        if self._unchanged() and not state.written():
+        if not self._changed(state):
             return False
         state.restore()
         self.known.renew(fingerprint(self.modules))
         return True
 
-    def _record(self) -> tuple[Tensor, ReplicaPass, Reads]:
+    def _record(self, state: State) -> tuple[Tensor, ReplicaPass, Reads]:
         reads, draw = self._reads(), self.forward.draw(self.first_replica, 1)
+        state.follow(reads.overwritten)
         try:
             with reads:
                 return *self.forward.run(self.inputs, draw), reads
@@ -240,8 +273,8 @@ class Folding:
             return plan._replace(way="loop", reason=str(error))
         return self._next(plan) if wanted(plan) else plan
 
-    def _unchanged(self) -> bool:
-        return fingerprint(self.modules) == self.known.seen
+    def _changed(self, state: State) -> bool:
+        return fingerprint(self.modules) != self.known.seen or state.written()
 
     def _next(self, plan: Plan, reason: str = "") -> Plan:
         lasting = True

@@ -57,6 +57,11 @@ _AT_PLACES = _CHOICES_BY | {
     _aten._embedding_bag,
     _aten._embedding_bag_forward_only,
 }
+# What is made of them by these is one no more: a limit drops rows, by all that came before.
+_DECISIONS = {
+    *(_aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.eq, _aten.ne, _aten.where),
+    *(_aten.clamp, _aten.clamp_, _aten.clamp_min, _aten.clamp_max, _aten.minimum, _aten.maximum),
+}
 
 
 def _last(dims: int) -> Callable[..., list[int]]:
@@ -204,6 +209,8 @@ class Mixed(DispatchMode):
         result = func(*args, **kwargs)
         made = list(tensors(result)) or written(func, args, kwargs)
         mixing = self._compare(_operation(func, args, kwargs, sizes, made), args)
+        if source and source.overloadpacket in _PLACES and func.overloadpacket in _DECISIONS:
+            source = func
         if source or mixing:
             into = written(func, args, kwargs)
             viewed = {storage_of(t) for t in given} - {storage_of(t) for t in into}

@@ -8,7 +8,7 @@ for masks cannot be compared.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ class StandingFolding(Folding):
     """
 
     may_draw = True  # in train() dropout does; see `DrawsNumbers`
+    settles = False  # plans are made in eval; see `prepare`
 
     def __init__(
         self,
@@ -114,7 +115,10 @@ class StandingFolding(Folding):
             SharesDropout, DrawsNumbers: see there.
         """
         draws = probe_draws(self.forward.draw(self.first_replica, 1), self.num_samples)
-        watch = None if state is None else self.watch()
+        watch = None
+        if state is not None:
+            watch = self.watch()
+            state.follow(watch.reads.overwritten)
         watched = (lambda draw: draw) if watch is None else watch.draw
         with uncompiled():
             before = random_states()
@@ -169,6 +173,25 @@ class StandingFolding(Folding):
         loop = plan._replace(way="loop", shared={}, reason=reason)
         self.remember(self.known.plans, self.place, loop)
         self.remember(self.known.earlier_plans, self.place, loop)
+
+    @unhooked_saving()
+    @uncached()
+    def prepare(self) -> bool:
+        """Before a proof: a first forward with the flags as they are, which `settle` may let stay;
+        whether the model has other modules since. One that fails, as a forward that needs gradients
+        does, leaves nothing."""
+        with self.known.planning, self.gradients_for_hooks(), uncompiled():
+            if self.place in self.known.plans or self.earlier_plan() is not None:
+                return False
+            state, settled = State(self.modules), False
+            with suppress(Exception), preserved_rng() as generators:
+                try:
+                    self._record(state)
+                    settled = self._changed(state) and self.settle(state, generators)
+                finally:
+                    if not settled:
+                        self.undo(state)
+        return not self.is_whole()
 
     def prove(self) -> Plan:
         """The plan, tried in eval at the actual size."""
