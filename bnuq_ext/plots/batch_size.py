@@ -17,6 +17,7 @@ from .canvas import (
     check_entries,
     check_labels,
     curve_styles,
+    ground,
     share_axes,
     take_array,
     take_axes,
@@ -84,7 +85,7 @@ def against_batch_size(
     ax.set_xticks(places, [f"{m if m in shown else ''}{below.get(m, '')}" for m in places])
     ax.minorticks_off()
     ax.set(xlabel="batch size M of the statistics", ylabel=ylabel)
-    ax.legend(edgecolor="none", framealpha=0.9)
+    ax.legend(framealpha=0.9, **ground(ax))
     return ax
 
 

@@ -88,6 +88,13 @@ def begin_at(ax, axis: str, start: float) -> None:
     getattr(ax, f"set_{axis}lim")(start, start + (1.05 * length or 1))
 
 
+def ground(ax) -> dict:
+    """Of a legend over the data: the axis' own colours, whatever the style is by now."""
+    face = ax.get_facecolor()
+    face = face if face[3] else "none"  # a transparent one would come out black
+    return {"facecolor": face, "edgecolor": "none", "labelcolor": ax.xaxis.label.get_color()}
+
+
 def legend_outside(panels, place: str, **options) -> None:
     """The first panel's legend for all of them, `place` (upper, lower) of these;
     their own are taken away."""

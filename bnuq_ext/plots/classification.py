@@ -22,6 +22,7 @@ from .canvas import (
     begin_at,
     check_entries,
     curve_styles,
+    ground,
     legend_columns,
     share_axes,
     take_array,
@@ -122,7 +123,7 @@ def reliability_diagram(
     ]
     ax.set(xlabel="confidence, the largest probability", ylabel="accuracy, fraction of rows")
     ax.set(xlim=(0, 1), ylim=(0, 1), title=f"ECE {error:.3f} in {num_bins} bins")
-    style = {"framealpha": 0.8, "edgecolor": "none", "fontsize": "small"}
+    style = {"framealpha": 0.8, "fontsize": "small", **ground(ax)}
     ax.legend(handles=handles, loc="upper left", **style)
     return ax
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..ops.checks import check_integer, refuse
-from .canvas import BLUE, GREY, Values, dots, take_axes, take_numbers, take_one_std, take_values
+from .canvas import (
+    BLUE,
+    GREY,
+    Values,
+    dots,
+    ground,
+    take_axes,
+    take_numbers,
+    take_one_std,
+    take_values,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +92,8 @@ def uncertainty_error(
     ax.plot(rank, error, color=GREY, clip_on=len(y) > 100, label="absolute errors", **points)
     running = np.convolve(error, np.full(window, 1 / window), "valid")
     label = f"their running mean over {window}"
-    style = {"color": "#404040", "marker": "o" if len(running) == 1 else "", "markersize": 3}
+    ink = ax.xaxis.label.get_color()
+    style = {"color": ink, "marker": "o" if len(running) == 1 else "", "markersize": 3}
     ax.plot(np.arange(len(running)) + (window + 1) / 2, running, label=label, **style)
     # A few widest bands may leave the figure: they would press the errors into its foot.
     finite = std[np.isfinite(std)]
@@ -90,12 +101,12 @@ def uncertainty_error(
     if constant_std is not None:
         label = "95 %, constant uncertainty"
         heights.append(HALF_WIDTHS["95 %"] * take_one_std(op, "constant_std", constant_std))
-        ax.axhline(heights[-1], color=ax.xaxis.label.get_color(), ls="--", lw=1, label=label)
+        ax.axhline(heights[-1], color=ink, ls="--", lw=1, label=label)
     top = 1.05 * max((height for height in heights if np.isfinite(height)), default=0)
     ax.set(xlabel="test points, sorted by estimated uncertainty", ylabel=ylabel)
     ax.set(xlim=(1, max(len(y), 2)), ylim=(0, top or 1))
-    style = {"framealpha": 0.8, "edgecolor": "none", "fontsize": "small", "loc": "upper left"}
-    ax.legend(markerscale=3 / points["ms"], **style)
+    style = {"framealpha": 0.8, "fontsize": "small", "loc": "upper left"}
+    ax.legend(markerscale=3 / points["ms"], **style, **ground(ax))
     return ax
 
 
@@ -146,7 +157,7 @@ def regression_band(
     size = 2 if data is None else _draw_data(ax, data)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.margins(x=0)
-    ax.legend(fontsize="small", framealpha=0.8, edgecolor="none", markerscale=2 / size)
+    ax.legend(fontsize="small", framealpha=0.8, markerscale=2 / size, **ground(ax))
     return ax
 
 
@@ -159,5 +170,6 @@ def _draw_data(ax, data) -> float:
     if len(points) != 2 or len(points[0]) != len(points[1]):
         refuse(op, "data", "be (x, y) of one length", [len(values) for values in points])
     style = dots(len(points[0]), 2)
-    ax.plot(*points, color="#404040", zorder=1.5, label="training data", **style)
+    color = ax.xaxis.label.get_color()
+    ax.plot(*points, color=color, zorder=1.5, label="training data", **style)
     return style["ms"]

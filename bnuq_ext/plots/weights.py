@@ -18,6 +18,7 @@ from .canvas import (
     check_entries,
     check_labels,
     curve_styles,
+    ground,
     share_axes,
     take_axes,
     take_finite,
@@ -79,7 +80,7 @@ def error_over_epochs(
     begin_at(ax, "x", 1)
     begin_at(ax, "y", 0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-    ax.legend(edgecolor="none", framealpha=0.9)
+    ax.legend(framealpha=0.9, **ground(ax))
     return ax
 
 
@@ -140,7 +141,7 @@ def _histogram(ax, values, edges, color, label, initial):
 
 def _note(ax, text: str) -> None:
     words = {"xycoords": "axes fraction", "va": "top", "fontsize": "small", "color": GREY}
-    blank = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over lines of cuts
+    blank = {"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 1}  # over lines of cuts
     ax.annotate(text, (0.015, 0.93), bbox=blank, **words)
 
 

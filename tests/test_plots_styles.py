@@ -1,0 +1,52 @@
+"""Figures in any style: what is drawn shows."""
+
+import pytest
+from matplotlib import pyplot
+from matplotlib.colors import to_hex, to_rgba
+from matplotlib.figure import Figure
+
+from bnuq_ext import plots
+
+LINE = [0.0, 1.0]
+
+
+def dark_axes():
+    """Made in a dark style that is no longer on when they are drawn into."""
+    with pyplot.style.context("dark_background"):
+        return Figure().subplots()
+
+
+def test_notes_stand_on_the_ground_of_their_axes():
+    with pyplot.style.context("dark_background"):
+        upper = plots.signal_to_noise([0.0, 1.0]).figure.axes[1]
+    for ax in (plots.weight_histograms({"a": [0.1, 0.9]}, ax=dark_axes()), upper):
+        assert to_hex(ax.texts[0].get_bbox_patch().get_facecolor()) == "#000000"
+
+
+LEGENDS = {
+    "uncertainty_error": lambda ax: plots.uncertainty_error(LINE, LINE, LINE, ax=ax),
+    "regression_band": lambda ax: plots.regression_band(LINE, LINE, LINE, data=(LINE, LINE), ax=ax),
+    "reliability_diagram": lambda ax: plots.reliability_diagram([[0.3, 0.7]], [1], ax=ax),
+    "error_over_epochs": lambda ax: plots.error_over_epochs({"a": LINE}, ax=ax),
+    "against_batch_size": lambda ax: plots.against_batch_size(
+        [2, 4], {"a": LINE}, ylabel="", ax=ax
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEGENDS)
+def test_legends_stand_on_the_ground_of_their_axes(name):
+    legend = LEGENDS[name](dark_axes()).get_legend()
+    assert legend.get_frame().get_facecolor()[:3] == (0, 0, 0)
+    assert {to_hex(text.get_color()) for text in legend.get_texts()} == {"#ffffff"}
+    clear = Figure().subplots()
+    clear.set_facecolor("none")
+    assert LEGENDS[name](clear).get_legend().get_frame().get_facecolor() == (0, 0, 0, 0)
+
+
+def test_the_running_mean_and_the_training_data_show_on_dark_ground():
+    error = plots.uncertainty_error(LINE, LINE, LINE, ax=dark_axes())
+    band = plots.regression_band(LINE, LINE, LINE, data=(LINE, LINE), ax=dark_axes())
+    drawn = {line.get_label(): line.get_color() for ax in (error, band) for line in ax.lines}
+    for label in ("their running mean over 2", "training data"):
+        assert to_rgba(drawn[label]) == (1, 1, 1, 1)
