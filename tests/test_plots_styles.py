@@ -1,4 +1,4 @@
-"""Figures in any style: what is drawn shows."""
+"""Figures in any style, and axes that hold something already: what is drawn shows."""
 
 import pytest
 from matplotlib import pyplot
@@ -50,3 +50,31 @@ def test_the_running_mean_and_the_training_data_show_on_dark_ground():
     drawn = {line.get_label(): line.get_color() for ax in (error, band) for line in ax.lines}
     for label in ("their running mean over 2", "training data"):
         assert to_rgba(drawn[label]) == (1, 1, 1, 1)
+
+
+TWICE = {
+    "entropy_cdf": plots.entropy_cdf,
+    "error_over_epochs": plots.error_over_epochs,
+    "against_batch_size": lambda curves, ax: plots.against_batch_size(
+        [2, 4], curves, ylabel="", ax=ax
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_curves_of_a_second_call_have_the_next_colours(name):
+    together = TWICE[name]({"a": LINE, "b": LINE, "c": LINE}, ax=Figure().subplots())
+    ax = TWICE[name]({"a": LINE}, ax=Figure().subplots())
+    assert TWICE[name]({"b": LINE, "c": LINE}, ax=ax) is ax
+    colors, expected = ([line.get_color() for line in one.lines] for one in (ax, together))
+    assert colors == expected and len(set(colors)) == 3
+    many = {str(k): LINE for k in range(40)}  # more than there are styles
+    TWICE[name](many, ax=ax)
+    assert len(ax.lines) == 43
+
+
+def test_a_second_call_keeps_the_width_of_long_names():
+    ax = plots.entropy_cdf({"a" * 40: LINE})
+    assert plots.entropy_cdf({"b": LINE}, ax=ax).get_legend()._ncols == 1
+    with pytest.warns(UserWarning, match="No artists with labels"):  # matplotlib's own
+        plots.entropy_cdf({"_hidden": LINE})

@@ -62,7 +62,7 @@ def against_batch_size(
     batch_sizes = _take_sizes(op, batch_sizes)
     for m in marks:
         check_positive(op, "marks", m)
-    for (label, values), style in zip(curves.items(), curve_styles(ORDER), strict=False):
+    for (label, values), style in zip(curves.items(), curve_styles(ORDER, ax), strict=False):
         values = take_values(op, label, values)
         if len(values) != len(batch_sizes):
             requirement = f"have one value for each of {len(batch_sizes)} batch sizes"

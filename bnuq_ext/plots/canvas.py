@@ -19,11 +19,16 @@ COLORS = "#0072b2 #e69f00 #009e73 #cc79a7 #56b4e9 #d55e00 #f0e442 #8a8a8a".split
 CLASS_COLORS = [*COLORS, "#882255", "#332288", "#999933", "#44aa99"]
 
 
-def curve_styles(colors) -> Iterator[dict]:
-    """Of one curve after another: those of a second round of the colours are dotted, of a third
-    dash-dotted."""
+def curve_styles(colors, ax) -> Iterator[dict]:
+    """Of one curve after another, those first that no line in the axis has: styles of a second
+    round of the colours are dotted, of a third dash-dotted."""
+    from matplotlib.colors import to_hex
+
     rounds = product(({}, {"linestyle": ":"}, {"linestyle": "-."}), colors)
-    return cycle(line | {"color": color} for line, color in rounds)
+    styles = [line | {"color": color} for line, color in rounds]
+    taken = [(to_hex(line.get_color()), line.get_linestyle()) for line in ax.lines]
+    free = [s for s in styles if (s["color"], s.get("linestyle", "-")) not in taken]
+    return cycle(free or styles)
 
 
 def check_matplotlib():
@@ -115,7 +120,7 @@ def legend_columns(labels, inches: float, points: float, most: int) -> int:
     font = FontProperties(size=points)
     widths = [text_to_path.get_text_width_height_descent(s, font, False)[0] for s in labels]
     # In heights of a letter: a handle 2, behind it 0.8, between columns 2, around all of them 0.8.
-    fit = (72 * inches + 1.2 * points) / (max(widths) + 4.8 * points)
+    fit = (72 * inches + 1.2 * points) / (max(widths, default=0) + 4.8 * points)
     return min(max(int(fit), 1), most)
 
 

@@ -61,7 +61,9 @@ def entropy_cdf(
     more = max(0, math.ceil(len(entropies) / columns) - 2)
     ax = take_axes(ax, height=3.6 + 0.17 * more)
     styles = take_options(op, "styles", styles, "arguments")
-    for (label, values), style in zip(entropies.items(), curve_styles(CLASS_COLORS), strict=False):
+    for (label, values), style in zip(
+        entropies.items(), curve_styles(CLASS_COLORS, ax), strict=False
+    ):
         values = np.sort(take_finite(op, label, values))
         fraction = np.arange(len(values) + 1) / len(values)
         edges = np.concatenate([[0], values])
@@ -76,6 +78,7 @@ def entropy_cdf(
     ax.set(xlabel="predictive entropy [nats]", ylabel="fraction of inputs at or below")
     ax.set_ylim(0, 1.02)
     begin_at(ax, "x", 0)
+    columns = legend_columns(ax.get_legend_handles_labels()[1], 5.4, 8.33, 2)
     above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": columns}
     ax.legend(frameon=False, fontsize="small", **above)
     return ax

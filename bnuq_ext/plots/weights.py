@@ -62,7 +62,7 @@ def error_over_epochs(
     colors = take_options(op, "colors", colors, "colours")
     check_entries(op, "errors", errors)
     check_labels(op, "best", best, errors)
-    for (label, values), style in zip(errors.items(), curve_styles(COLORS), strict=False):
+    for (label, values), style in zip(errors.items(), curve_styles(COLORS, ax), strict=False):
         values = take_values(op, label, values)
         if label in colors:
             style = {"color": colors[label]}
