@@ -1,6 +1,7 @@
 """A user's code, never run: `make lint` has mypy check it, strictly."""
 
 from collections.abc import Iterator
+from datetime import date
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -96,3 +97,4 @@ def scores_and_figures(pred: bnuq.Prediction, y: Tensor, folder: str) -> None:
     bnuq.plots.entropy_cdf({"seen": pred.entropy, "new": np.ones(3)}, num_classes=10)
     bnuq.plots.against_batch_size([8, 16], {"MCBN": [0.5, 0.4]}, ylabel="nats", marks={16: "M"})
     bnuq.plots.uncertainty_error([0.0], [1.0], y, color=(0.1, 0.2, 0.3), window=1)
+    bnuq.plots.regression_band([date(2024, 1, 1)], [0.0], [1.0])

@@ -142,9 +142,13 @@ def take_array(values, dtype=None):
 def take_numbers(op: str, name: str, values):
     """`take_array` in float64; what does not hold numbers is refused."""
     try:
-        return take_array(values, float)
+        numbers = take_array(values, float)
     except (TypeError, ValueError):
         refuse(op, name, "be numbers", type(values).__name__, TypeError)
+    kind = take_array(values).dtype
+    if kind.kind in "mM":  # dates and times, of which numpy counts the units since 1970
+        refuse(op, name, "be numbers", kind, TypeError)
+    return numbers
 
 
 def check_mapping(op: str, name: str, entries, values: str = "values") -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import date
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from .canvas import (
     Values,
     dots,
     ground,
+    take_array,
     take_axes,
     take_numbers,
     take_one_std,
@@ -110,12 +112,44 @@ def uncertainty_error(
     return ax
 
 
+def _are_dates(values) -> bool:
+    try:
+        array = take_array(values)
+    except (TypeError, ValueError):
+        return False
+    if array.dtype != object:
+        return array.dtype.kind == "M" and array.size > 0
+    return array.size > 0 and all(isinstance(value, date) for value in array.flat)
+
+
+def _take_places(op: str, name: str, values, dated: bool):
+    """Numbers; dates in days, as matplotlib counts them."""
+    if not dated:
+        return take_numbers(op, name, values)
+    if not _are_dates(values):
+        refuse(op, name, "be dates like x", type(values).__name__, TypeError)
+    from matplotlib.dates import date2num
+
+    return date2num(take_array(values))
+
+
+def _label_dates(ax, dates) -> None:
+    """Of their time zone, and as short as they fit side by side."""
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+
+    zone = getattr(take_array(dates).flat[0], "tzinfo", None)
+    ax.xaxis_date(zone)
+    locator = AutoDateLocator(zone)
+    ax.xaxis.set_major_locator(locator)
+    ax.xaxis.set_major_formatter(ConciseDateFormatter(locator, zone))
+
+
 def regression_band(
-    x: Values,
+    x: Values | Sequence[date],
     mean: Values,
     std: Values,
     *,
-    data: tuple[Values, Values] | None = None,
+    data: tuple[Values | Sequence[date], Values] | None = None,
     constant_std: float | None = None,
     xlabel: str = "x",
     ylabel: str = "y",
@@ -125,10 +159,10 @@ def regression_band(
     """A predictive distribution over one input: mean, 50 % and 95 % bands, a constant one dashed.
 
     Args:
-        x: (P,) inputs, in any order.
+        x: (P,) inputs, in any order: numbers, or dates as `datetime` or numpy have them.
         mean: (P,) predictive means.
         std: (P,) predictive standard deviations, noise included.
-        data: (x, y) of the training data, drawn as dots.
+        data: (x, y) of the training data, drawn as dots; x like `x`.
         constant_std: the standard deviation of the constant baseline; its 95 % band is drawn
             dashed.
         xlabel, ylabel: what they are, and their units.
@@ -140,7 +174,10 @@ def regression_band(
     """
     op, ax = "regression_band", take_axes(ax)
     mean = take_values(op, "mean", mean)
-    std, x = _take_std(op, std, mean), _take_like(op, "x", x, mean)
+    std, dated = _take_std(op, std, mean), _are_dates(x)
+    if dated:
+        _label_dates(ax, x)
+    x = _take_like(op, "x", _take_places(op, "x", x, dated), mean)
     order = np.argsort(x, kind="stable")
     x, mean, std = x[order], mean[order], std[order]
     if len(x) == 1:  # which makes no line and no band
@@ -154,19 +191,21 @@ def regression_band(
         style = {"color": ax.xaxis.label.get_color(), "linestyle": "--", "linewidth": 1}
         ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
         ax.plot(x, mean - width, **style)
-    size = 2 if data is None else _draw_data(ax, data)
+    size = 2 if data is None else _draw_data(ax, data, dated)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.margins(x=0)
     ax.legend(fontsize="small", framealpha=0.8, markerscale=2 / size, **ground(ax))
     return ax
 
 
-def _draw_data(ax, data) -> float:
+def _draw_data(ax, data, dated: bool) -> float:
     """Training data behind the lines, which thousands would bury; returns the size of a dot."""
     op = "regression_band"
     if not isinstance(data, Iterable):
         refuse(op, "data", "hold x and y", type(data).__name__, TypeError)
-    points = [take_numbers(op, f"data[{i}]", v).reshape(-1) for i, v in enumerate(data)]
+    points = [
+        _take_places(op, f"data[{i}]", v, dated and i == 0).reshape(-1) for i, v in enumerate(data)
+    ]
     if len(points) != 2 or len(points[0]) != len(points[1]):
         refuse(op, "data", "be (x, y) of one length", [len(values) for values in points])
     style = dots(len(points[0]), 2)
