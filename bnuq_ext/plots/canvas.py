@@ -111,16 +111,21 @@ def legend_outside(panels, place: str, **options) -> None:
     panels[0].figure.legend(handles, labels, loc=f"outside {place} center", **options)
 
 
-def legend_columns(labels, inches: float, points: float, most: int) -> int:
-    """How many entries of a legend, in letters of `points`, stand side by side in that width."""
+def text_width(text: str, points: float) -> float:
+    """In inches, of letters of that size."""
     check_matplotlib()
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
     font = FontProperties(size=points)
-    widths = [text_to_path.get_text_width_height_descent(s, font, False)[0] for s in labels]
+    return text_to_path.get_text_width_height_descent(text, font, False)[0] / 72
+
+
+def legend_columns(labels, inches: float, points: float, most: int) -> int:
+    """How many entries of a legend, in letters of `points`, stand side by side in that width."""
+    widest = 72 * max((text_width(label, points) for label in labels), default=0)
     # In heights of a letter: a handle 2, behind it 0.8, between columns 2, around all of them 0.8.
-    fit = (72 * inches + 1.2 * points) / (max(widths, default=0) + 4.8 * points)
+    fit = (72 * inches + 1.2 * points) / (widest + 4.8 * points)
     return min(max(int(fit), 1), most)
 
 

@@ -31,6 +31,7 @@ from .canvas import (
     take_numbers,
     take_options,
     take_probs,
+    text_width,
 )
 
 if TYPE_CHECKING:
@@ -125,10 +126,25 @@ def reliability_diagram(
         *ax.plot([0, 1], [0, 1], "--", color=GREY, linewidth=1, label="calibrated"),
     ]
     ax.set(xlabel="confidence, the largest probability", ylabel="accuracy, fraction of rows")
-    ax.set(xlim=(0, 1), ylim=(0, 1), title=f"ECE {error:.3f} in {num_bins} bins")
-    style = {"framealpha": 0.8, "fontsize": "small", **ground(ax)}
-    ax.legend(handles=handles, loc="upper left", **style)
+    ax.set(xlim=(0, 1), title=f"ECE {error:.3f} in {num_bins} bins", yticks=np.linspace(0, 1, 6))
+    _legend_above_one(ax, handles)
     return ax
+
+
+def _legend_above_one(ax, handles) -> None:
+    """In the axis, above what the bars can reach; in two columns, small enough for its width."""
+    from matplotlib.font_manager import FontProperties
+
+    points = FontProperties(size="small").get_size_in_points()
+    widths = [text_width(handle.get_label(), points) for handle in handles]
+    # In heights of a letter: a handle and the space around it 4.8, a row 1.6, around all rows 2.
+    needed = max(widths[:2]) + max(widths[2:]) + 2 * 4.8 * points / 72
+    width, height = 0.9 * ax.bbox.size / ax.figure.dpi  # a layout may yet take some of it
+    points *= min(1, width / needed)
+    share = (2 * 1.6 + 2) * points / (72 * height)
+    ax.set_ylim(0, 1 / (1 - min(share, 0.5)))
+    style = {"framealpha": 0.8, "fontsize": points, **ground(ax)}
+    ax.legend(handles=handles, loc="upper center", ncols=2, **style)
 
 
 def _take_labelled(op: str, probs, y) -> tuple:
