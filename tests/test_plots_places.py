@@ -1,5 +1,7 @@
 """Figures of any size, in a given axis too: no text lies on another, no legend on the data."""
 
+import itertools
+
 import numpy as np
 import pytest
 from matplotlib import pyplot
@@ -39,3 +41,79 @@ def test_the_legend_of_a_reliability_diagram_covers_no_bar(place, style):
             assert max(bar.y1 for bar in bars) < legend.y0 < legend.y1 < ax.bbox.y1
             assert 0 < legend.x0 < legend.x1 < ax.figure.bbox.x1
             assert max(bar.height for bar in bars) > 0.5 * ax.bbox.height
+
+
+def words(ax):
+    """(text, box) of what is written in and around one axis, but for its legend's entries."""
+    ticks = [*ax.get_xticklabels(), *ax.get_yticklabels()]
+    for tick in ticks:  # words of marks stand alone on their lines
+        tick.set_text(tick.get_text().split("\n")[0])
+    around = [ax.title, ax.xaxis.label, ax.yaxis.label]
+    return [(t.get_text(), t.get_window_extent()) for t in (*ticks, *around) if t.get_text()]
+
+
+def overlaps(figure):
+    """Pairs of words, axes and legends outside of their axis that lie on one another."""
+    axes = [(ax.get_label(), ax.get_window_extent()) for ax in figure.axes]
+    legends = [ax.get_legend() for ax in figure.axes if ax.get_legend()]
+    beside = [("legend", one.get_window_extent()) for one in legends if one.get_title().get_text()]
+    boxes = [*axes, *beside, *(word for ax in figure.axes for word in words(ax))]
+    return [
+        (a, b)
+        for (a, one), (b, other) in itertools.combinations(boxes, 2)
+        if min(one.x1, other.x1) > max(one.x0, other.x0)
+        and min(one.y1, other.y1) > max(one.y0, other.y0)
+    ]
+
+
+def verdict(**options):
+    replicas = np.random.default_rng(0).dirichlet(np.full(10, 0.3), 50)
+    return plots.verdict(np.eye(8), replicas.mean(0), replicas, truth=3, **options)
+
+
+def sure(**options):
+    """Whose numbers are as wide as they can be, and whose classes are twelve and others."""
+    probs = np.full(20, 0.005)
+    probs[10] = 0.995
+    seen = np.full((100, 20), 1 / 14)
+    seen[:, 12:] = 1 / 56
+    return plots.verdict(np.eye(8), probs, seen, clean=np.eye(8), **options)
+
+
+def information(**options):
+    sizes = [2**k for k in range(1, 14)] + [10000]
+    curves = {name: np.linspace(high, 0.5, 14) for name, high in (("clean", 1), ("noisy", 3))}
+    options |= {"levels": {"noisy": 0.7}, "marks": {64: "training", 10000: "= N"}}
+    return plots.information_and_nll(sizes, curves, curves, **options)
+
+
+FIGURES = {
+    "verdict": verdict,
+    "verdict with clean": lambda ax: verdict(clean=np.eye(8), ax=ax),
+    "sure": sure,
+    "information_and_nll": information,
+}
+
+
+# Its letters are too large for the widest numbers.
+STYLED = [*itertools.product(FIGURES, STYLES)]
+STYLED.remove(("sure", "fivethirtyeight"))
+
+
+@pytest.mark.parametrize("name, style", STYLED)
+@pytest.mark.parametrize("layout", [None, "constrained", "tight"])
+def test_nothing_overlaps_at_the_default_size(name, style, layout):
+    with pyplot.style.context(style):
+        ax = FIGURES[name](ax=axis(((6.4, 4.8), layout)))
+        drawn(ax)
+    assert overlaps(ax.figure) == []
+
+
+@pytest.mark.parametrize("layout", [None, "constrained", "tight"])
+@pytest.mark.parametrize("name", FIGURES)
+def test_all_of_it_is_inside_at_the_default_size(name, layout):
+    ax = FIGURES[name](ax=axis(((6.4, 4.8), layout)))
+    renderer, page = drawn(ax), ax.figure.bbox
+    for box in (one.get_tightbbox(renderer) for one in ax.figure.axes):
+        assert page.x0 <= box.x0 and box.x1 <= page.x1
+        assert page.y0 <= box.y0 and box.y1 <= page.y1

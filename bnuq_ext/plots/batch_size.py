@@ -18,18 +18,21 @@ from .canvas import (
     check_labels,
     curve_styles,
     ground,
+    make_room,
     share_axes,
     take_array,
     take_axes,
     take_one,
     take_options,
     take_values,
+    text_points,
+    text_width,
+    wrapped,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DIGIT = 0.025  # its width, of that of an axis of 3.5 inches
 ORDER = (BLUE, ORANGE, GREY, *COLORS[1:5])
 
 
@@ -78,15 +81,24 @@ def against_batch_size(
     for m in marks:
         ax.axvline(m, color=GREY, linewidth=0.6, zorder=0)
     ax.set_xscale("log", base=2)
-    places = sorted({*batch_sizes, *marks})
-    shown = {places[i] for i in _apart(places, marks)}
+    width = ax.bbox.width / ax.figure.dpi
+    _label_sizes(ax, sorted({*batch_sizes, *marks}), marks, width)
+    xlabel = "batch size M of the statistics".split()
+    ax.set(xlabel=wrapped(xlabel, width, text_points("axes.labelsize")), ylabel=ylabel)
+    small = {"fontsize": "small"} if width < 3 else {}
+    ax.legend(framealpha=0.9, **small, **ground(ax))
+    return ax
+
+
+def _label_sizes(ax, places: list, marks: Mapping, width: float) -> None:
+    """Ticks at all places; their sizes and the words of marks where they touch no other."""
+    # A layout may yet make the axis wider.
+    digit = text_width("0", text_points("xtick.labelsize")) / min(1.1 * width, 3.5)
+    shown = {places[i] for i in _apart(places, marks, digit)}
     words = {m: str(word) if m in shown else f"{m} {word}" for m, word in marks.items()}
-    below = _words_below(words, places)
+    below = _words_below(words, places, digit)
     ax.set_xticks(places, [f"{m if m in shown else ''}{below.get(m, '')}" for m in places])
     ax.minorticks_off()
-    ax.set(xlabel="batch size M of the statistics", ylabel=ylabel)
-    ax.legend(framealpha=0.9, **ground(ax))
-    return ax
 
 
 def _take_sizes(op: str, batch_sizes) -> list:
@@ -98,11 +110,11 @@ def _take_sizes(op: str, batch_sizes) -> list:
     return take_array(batch_sizes).reshape(-1).tolist()
 
 
-def _words_below(words: dict, places: list) -> dict:
+def _words_below(words: dict, places: list, digit: float) -> dict:
     """Each mark's word, on the first line below where it touches no other."""
     below, span, ends = {}, _span(places), []
     for m in sorted(words):
-        place, half = np.log2(m) / span, DIGIT * len(words[m]) / 2
+        place, half = np.log2(m) / span, digit * len(words[m]) / 2
         line = next((i for i, end in enumerate(ends) if end <= place - half), len(ends))
         ends[line : line + 1] = [place + half]
         below[m] = "\n" * (line + 1) + words[m]
@@ -113,11 +125,11 @@ def _span(batch_sizes: list) -> float:
     return max(np.log2(batch_sizes[-1] / batch_sizes[0]), 1e-9)
 
 
-def _apart(batch_sizes: list, marks) -> set[int]:
-    """Places of the sizes whose labels do not touch: marked ones,
-    and from the largest down what fits between."""
+def _apart(batch_sizes: list, marks, digit: float) -> set[int]:
+    """Places of the sizes whose labels do not touch, of digits of that width in widths of the
+    axis: marked ones, and from the largest down what fits between."""
     places, span = np.log2(batch_sizes), _span(batch_sizes)
-    widths = [DIGIT * (len(str(m)) + 1) for m in batch_sizes]
+    widths = [digit * (len(str(m)) + 1) for m in batch_sizes]
     shown = set()
     for i in sorted(range(len(places)), key=lambda i: (batch_sizes[i] not in marks, -i)):
         if all(abs(places[i] - places[j]) / span > (widths[i] + widths[j]) / 2 for j in shown):
@@ -145,10 +157,13 @@ def information_and_nll(
         Axes of the mutual information; beside it in the figure are those labelled "nll".
     """
     ax = take_axes(ax, 9.2, 3.5)
-    _, right = share_axes(ax, ["information", "nll"], 0)
+    _, right = share_axes(ax, ["information", "nll"], 0, gaps=(5.5, 0))
     label = "mutual information [nats]"
     against_batch_size(batch_sizes, information, ylabel=label, marks=marks, ax=ax)
     ax.set_ylim(bottom=0)
     label = "negative log-likelihood [nats]"
     against_batch_size(batch_sizes, nll, ylabel=label, levels=levels, marks=marks, ax=right)
+    words = max(label.get_text().count("\n") for label in ax.get_xticklabels())
+    lines = words + ax.get_xlabel().count("\n")
+    make_room((ax, right), 1.2 * lines, rows=True)
     return ax

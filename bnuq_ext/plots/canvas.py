@@ -57,32 +57,63 @@ def take_axes(ax, width: float = 5.4, height: float = 3.6):
     return ax
 
 
-def share_axes(ax, labels: list[str], place: int, *, rows=False, ratios=None, **options) -> list:
+def share_axes(
+    ax, labels: list[str], place: int, *, rows=False, ratios=None, gaps=None, **options
+) -> list:
     """Panels in the place of `ax`, which keeps the one that is number `place` of them.
 
     Args:
         labels: one for each panel, from the left or from the top; that of `ax` is not used.
         rows: one under the other, else side by side.
         ratios: their heights or widths, equal by default.
+        gaps: behind each panel, in heights of a letter; a constrained layout finds its own.
         options: of the new Axes, such as sharex.
     """
     from matplotlib.gridspec import GridSpec
 
-    figure, spec = ax.figure, ax.get_subplotspec()
-    shape = {"nrows": len(labels), "ncols": 1} if rows else {"nrows": 1, "ncols": len(labels)}
+    figure, spec, step = ax.figure, ax.get_subplotspec(), 1
+    ratios = [1] * len(labels) if ratios is None else ratios
+    shape = {}
+    if gaps and not _is_constrained(figure):
+        length = ax.bbox.size[int(rows)] / figure.dpi
+        ratios, step, shape = _with_gaps(ratios, gaps, length), 2, {"wspace": 0, "hspace": 0}
+    shape |= {"nrows": len(ratios), "ncols": 1} if rows else {"nrows": 1, "ncols": len(ratios)}
     shape["height_ratios" if rows else "width_ratios"] = ratios
     if spec is not None:
-        places, add = spec.subgridspec(**shape), figure.add_subplot
+        cells, add = spec.subgridspec(**shape), figure.add_subplot
+        places = [cells[i] for i in range(0, len(ratios), step)]
         ax.set_subplotspec(places[place])
     else:
         sides = zip(("left", "bottom", "right", "top"), ax.get_position().extents, strict=True)
-        cells = GridSpec(figure=figure, **dict(sides), **shape)
-        places, add = [cell.get_position(figure) for cell in cells], figure.add_axes
+        cells, add = GridSpec(figure=figure, **dict(sides), **shape), figure.add_axes
+        places = [cells[i].get_position(figure) for i in range(0, len(ratios), step)]
         ax.set_position(places[place])
     return [
         ax if i == place else add(places[i], label=label, **options)
         for i, label in enumerate(labels)
     ]
+
+
+def _is_constrained(figure) -> bool:
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    return isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine)
+
+
+def _with_gaps(ratios, gaps, inches: float) -> list[float]:
+    """Of panels and the gaps behind them, in turn; these take half of the place at most."""
+    gaps = np.array(gaps) * text_points() / 72
+    gaps *= min(1, 0.5 * inches / max(gaps.sum(), 1e-9))
+    panels = (inches - gaps.sum()) * np.array(ratios) / np.sum(ratios)
+    return np.column_stack([panels, gaps]).reshape(-1).tolist()
+
+
+def make_room(panels, letters: float, *, rows=False) -> None:
+    """For words behind panels, under them for `rows`, as wide as so many letters are high; a
+    constrained layout finds it."""
+    for ax in panels:
+        if letters > 0 and not _is_constrained(ax.figure):
+            share_axes(ax, [""], 0, rows=rows, gaps=[letters])
 
 
 def begin_at(ax, axis: str, start: float) -> None:
@@ -111,6 +142,14 @@ def legend_outside(panels, place: str, **options) -> None:
     panels[0].figure.legend(handles, labels, loc=f"outside {place} center", **options)
 
 
+def text_points(size: str = "font.size") -> float:
+    """Of that parameter of the style."""
+    from matplotlib import rcParams
+    from matplotlib.font_manager import FontProperties
+
+    return FontProperties(size=rcParams[size]).get_size_in_points()
+
+
 def text_width(text: str, points: float) -> float:
     """In inches, of letters of that size."""
     check_matplotlib()
@@ -119,6 +158,18 @@ def text_width(text: str, points: float) -> float:
 
     font = FontProperties(size=points)
     return text_to_path.get_text_width_height_descent(text, font, False)[0] / 72
+
+
+def wrapped(words: list[str], inches: float, points: float) -> str:
+    """In lines of at most that width, but for a longer word."""
+    lines = words[:1]
+    for word in words[1:]:
+        longer = f"{lines[-1]} {word}"
+        if text_width(longer, points) <= inches:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return "\n".join(lines)
 
 
 def legend_columns(labels, inches: float, points: float, most: int) -> int:

@@ -24,6 +24,7 @@ from .canvas import (
     curve_styles,
     ground,
     legend_columns,
+    make_room,
     share_axes,
     take_array,
     take_axes,
@@ -31,7 +32,9 @@ from .canvas import (
     take_numbers,
     take_options,
     take_probs,
+    text_points,
     text_width,
+    wrapped,
 )
 
 if TYPE_CHECKING:
@@ -238,29 +241,58 @@ def verdict(
     rank = np.argsort(by_mean)[replicas.argmax(1)]
     order = np.lexsort((-replicas.max(1), rank))
     ax = take_axes(ax, 9.4 if clean is None else 11.4, 2.9)
-    widths = {"clean": 0.5, "image": 0.5, "plug-in": 0.2, "replicas": 1.0}
-    if clean is None:
-        del widths["clean"]
-    drawn = share_axes(ax, [*widths], len(widths) - 1, ratios=[*widths.values()])
-    panels = dict(zip(widths, drawn, strict=True))
-    titles = ("without noise", "the input") if truth is None else (f"a {truth}", f"a noisy {truth}")
-    for name, pixels, title in zip(("clean", "image"), (clean, image), titles, strict=True):
-        if name in panels:
-            panels[name].imshow(_take_pixels(name, pixels), cmap="gray_r", interpolation="nearest")
-            panels[name].set(xticks=[], yticks=[])
-            panels[name].set_title(title, fontsize="medium")
+    pictures = {"image": image} if clean is None else {"clean": clean, "image": image}
+    panels = _verdict_panels(ax, [*pictures, "plug-in", "replicas"], len(shown))
+    size = "medium" if ax.bbox.width > 3 * ax.figure.dpi else "small"
+    _draw_pictures(panels, pictures, truth, size)
     middle = panels["plug-in"]
     stacked_probabilities(plug_in[None], shown=shown, ax=middle)
     middle.get_legend().remove()
     middle.set_xticks([])
-    middle.set_title("plug-in BN", fontsize="medium")
-    middle.set_xlabel(f"“{plug_in.argmax()}”, {plug_in.max():.0%}")
+    middle.set_ylabel("probability", fontsize=size)
+    said = [f"“{plug_in.argmax()}”,", f"{plug_in.max():.0%}"]
+    _write_around(middle, "plug-in BN", said, size)
     stacked_probabilities(replicas[order], shown=shown, ax=ax)
     ax.set(yticks=[], ylabel="")
-    ax.set_title(f"{len(replicas)} replicas, one column each", fontsize="medium")
-    together = f"together: “{mean.argmax()}”, {mean.max():.0%}"
-    ax.set_xlabel(f"replicas, sorted by verdict; {together}")
+    together = ["together:", f"“{mean.argmax()}”, {mean.max():.0%}"]
+    title = f"{len(replicas)} replicas, one column each"
+    share = 0.8 if size == "small" else 1  # a layout may yet take some for the legend
+    _write_around(ax, title, ["replicas,", "sorted", "by", "verdict;", *together], size, share)
+    if "\n" in ax.get_xlabel():  # which takes the place of the ticks' words
+        ax.set_xticks([])
+    # Two lines below fit where matplotlib's own figures have one and the words of ticks.
+    make_room(panels.values(), 1.2 * (ax.get_xlabel().count("\n") - 1), rows=True)
     return ax
+
+
+def _verdict_panels(ax, names: list[str], num_shown: int) -> dict:
+    ratios = {"clean": 0.5, "image": 0.5, "plug-in": 0.2, "replicas": 1.0}
+    # Room for a scale and its label behind the image, for the legend behind the replicas.
+    gaps = {"clean": 1, "image": 5.5, "plug-in": 2, "replicas": 2 + 7 * math.ceil(num_shown / 11)}
+    chosen = [[sizes[name] for name in names] for sizes in (ratios, gaps)]
+    drawn = share_axes(ax, names, len(names) - 1, ratios=chosen[0], gaps=chosen[1])
+    return dict(zip(names, drawn, strict=True))
+
+
+def _draw_pictures(panels: dict, pictures: dict, truth, size: str) -> None:
+    titles = {"clean": "without noise", "image": "the input"}
+    if truth is not None:
+        titles = {"clean": f"a {truth}", "image": f"a noisy {truth}"}
+    for name, pixels in pictures.items():
+        panels[name].imshow(_take_pixels(name, pixels), cmap="gray_r", interpolation="nearest")
+        panels[name].set(xticks=[], yticks=[])
+        _write_around(panels[name], titles[name], [], size)
+
+
+def _write_around(ax, title: str, below: list[str], size: str, share: float = 1) -> None:
+    """In lines that are no wider than this share of the axis."""
+    from matplotlib.font_manager import FontProperties
+
+    points = FontProperties(size=size).get_size_in_points()
+    inches = share * ax.bbox.width / ax.figure.dpi + 0.5 * points / 72
+    # Above the words of a scale's end, too.
+    ax.set_title(wrapped(title.split(), inches, points), fontsize=size, pad=0.9 * text_points())
+    ax.set_xlabel(wrapped(below, inches, points), fontsize=size)
 
 
 def _take_pixels(name: str, pixels):
