@@ -1,11 +1,13 @@
 """Figures in any style, and axes that hold something already: what is drawn shows."""
 
+import numpy as np
 import pytest
 from matplotlib import pyplot
-from matplotlib.colors import to_hex, to_rgba
+from matplotlib.colors import to_hex, to_rgb, to_rgba
 from matplotlib.figure import Figure
 
 from bnuq_ext import plots
+from bnuq_ext.plots import canvas
 
 LINE = [0.0, 1.0]
 
@@ -78,3 +80,18 @@ def test_a_second_call_keeps_the_width_of_long_names():
     assert plots.entropy_cdf({"b": LINE}, ax=ax).get_legend()._ncols == 1
     with pytest.warns(UserWarning, match="No artists with labels"):  # matplotlib's own
         plots.entropy_cdf({"_hidden": LINE})
+
+
+@pytest.mark.parametrize("count", [3, 12, 13, 30, 150, 1000])
+def test_no_two_classes_share_a_colour(count):
+    many = np.eye(count)[:, None, :]
+    ax = plots.segmentation_maps(np.zeros((1, count)), many, np.zeros((1, count)))
+    faces = np.array([patch.get_facecolor()[:3] for patch in ax.get_legend().get_patches()])
+    first = [to_rgb(color) for color in canvas.CLASS_COLORS]
+    np.testing.assert_array_equal(faces[:12], first[:count])
+    apart = np.linalg.norm(faces[:, None] - [*faces, (1, 1, 1)], axis=2)
+    apart[range(count), range(count)] = np.inf
+    assert apart.min() > (0.2 if count <= 30 else 0.05)
+    ax = plots.stacked_probabilities(np.full((2, count), 1 / count), shown=range(count))
+    bars = [bars[0].get_facecolor()[:3] for bars in ax.containers]
+    np.testing.assert_array_equal(bars, faces)

@@ -1,5 +1,6 @@
 """What every figure starts from: colours, a figure outside pyplot, panels, checked values."""
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import cycle, product
 
@@ -15,7 +16,7 @@ Values = ArrayLike | Tensor
 BLUE, ORANGE, GREY, LIGHT_GREY = "#0072b2", "#d55e00", "#8a8a8a", "#d9d9d9"
 # Stay apart for most colour-blind readers (after Okabe and Ito).
 COLORS = "#0072b2 #e69f00 #009e73 #cc79a7 #56b4e9 #d55e00 #f0e442 #8a8a8a".split()
-# Twelve that stay apart side by side; more classes start over.
+# Twelve that stay apart side by side; `class_colors` has more.
 CLASS_COLORS = [*COLORS, "#882255", "#332288", "#999933", "#44aa99"]
 
 
@@ -29,6 +30,23 @@ def curve_styles(colors, ax) -> Iterator[dict]:
     taken = [(to_hex(line.get_color()), line.get_linestyle()) for line in ax.lines]
     free = [s for s in styles if (s["color"], s.get("linestyle", "-")) not in taken]
     return cycle(free or styles)
+
+
+def class_colors(count: int) -> list:
+    """`CLASS_COLORS`, then those of a grid that are each the farthest from all before, and from
+    grounds and what stands for no class."""
+    check_matplotlib()
+    from matplotlib.colors import to_rgb
+
+    colors, levels = CLASS_COLORS[:count], max(6, math.ceil(count ** (1 / 3)) + 1)
+    grid = np.array([*product(np.linspace(0, 1, levels), repeat=3)])
+    taken = np.array([to_rgb(color) for color in ("white", "black", LIGHT_GREY, *CLASS_COLORS)])
+    distance = np.linalg.norm(grid[:, None] - taken, axis=2).min(1)
+    while len(colors) < count:
+        farthest = grid[distance.argmax()]
+        colors.append(tuple(farthest.tolist()))
+        distance = np.minimum(distance, np.linalg.norm(grid - farthest, axis=1))
+    return colors
 
 
 def check_matplotlib():

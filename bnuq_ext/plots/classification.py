@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from .canvas import (
     Values,
     begin_at,
     check_entries,
+    class_colors,
     curve_styles,
     ground,
     legend_columns,
@@ -168,7 +168,7 @@ def stacked_probabilities(probs: Values, *, shown: Iterable[int], ax: Axes | Non
 
     Args:
         probs: (T, K) probabilities.
-        shown: the classes to draw, from the bottom up, in the order of `CLASS_COLORS`.
+        shown: the classes to draw, from the bottom up, in the order of `class_colors`.
         ax: where to draw.
 
     Returns:
@@ -184,9 +184,8 @@ def stacked_probabilities(probs: Values, *, shown: Iterable[int], ax: Axes | Non
     if len(set(shown)) < len(shown):
         refuse("stacked_probabilities", "shown", "name each class once", shown)
     columns, bottom = np.arange(1, len(probs) + 1), np.zeros(len(probs))
-    parts = [
-        (str(k), color, probs[:, k]) for k, color in zip(shown, cycle(CLASS_COLORS), strict=False)
-    ]
+    colors = class_colors(len(shown))
+    parts = [(str(k), color, probs[:, k]) for k, color in zip(shown, colors, strict=True)]
     others = np.delete(probs, shown, axis=1).sum(1)
     if others.any():
         parts.append(("others", LIGHT_GREY, others))

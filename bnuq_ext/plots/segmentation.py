@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..ops.checks import check_shape, refuse
-from .canvas import CLASS_COLORS, GREY, Values, legend_columns, take_array, take_axes, take_probs
+from .canvas import GREY, Values, class_colors, legend_columns, take_array, take_axes, take_probs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +27,7 @@ def _take_map(name: str, values, shape):
 
 def _take_names(count: int, class_names, colors) -> tuple:
     names = [str(k) for k in range(count)] if class_names is None else class_names
-    if colors is None:
-        colors = [CLASS_COLORS[k % len(CLASS_COLORS)] for k in range(count)]
+    colors = class_colors(count) if colors is None else colors
     for name, given in (("class_names", names), ("colors", colors)):
         if len(given) != count:
             refuse("segmentation_maps", name, f"have {count} entries, one a class", len(given))
