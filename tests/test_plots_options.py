@@ -15,6 +15,8 @@ REFUSED = {
     "order": (lambda: plots.against_batch_size([8, 2], {"a": [1, 2]}, ylabel=""), r"batch_sizes must ascend, got \[8.0, 2.0\]"),
     "nan": (lambda: plots.segmentation_maps(MAP, np.full((3, 2, 2), np.nan), MAP), r"probs must lie in \[0, 1\], got nan"),
     "no pixels": (lambda: plots.segmentation_maps(MAP[:0], np.ones((3, 0, 2)), MAP[:0]), r"each at least 1, got \[3, 0, 2\]"),
+    "channels first": (lambda: plots.segmentation_maps(np.zeros((3, 2, 2)), np.ones((4, 2, 2)), MAP), r"image must have shape \[2, 2\] or \[2, 2, 3\], got \[3, 2, 2\]"),
+    "two channels": (lambda: plots.segmentation_maps(np.zeros((2, 2, 2)), np.ones((4, 2, 2)), MAP), r"\[2, 2, 3\], got \[2, 2, 2\]"),
     "sizes": (lambda: plots.against_batch_size([0], POINT, ylabel=""), "batch_sizes must be positive"),
     "no sizes": (lambda: plots.against_batch_size(None, POINT, ylabel=""), "batch_sizes must have shape"),
     "levels": (lambda: plots.error_over_epochs(POINT, levels=[1.0]), "levels must be a dict of label"),

@@ -239,6 +239,9 @@ def test_segmentation_maps_without_truth_names_what_appears():
     assert texts(ax.get_legend()) == ["0", "2"]
     least = plots.segmentation_maps(IMAGE, PROBS, SPREAD + 0.5).images[-1]
     assert least.get_clim() == (0, 0.8)  # none is the end of the scale, whatever the least is
+    assert ax.images[-1].colorbar.ax.get_ylabel() == "uncertainty"
+    label = "variance, mean over the classes"
+    ax = plots.segmentation_maps(IMAGE, PROBS, SPREAD, label=label)
     assert ax.images[-1].colorbar.ax.get_ylabel() == "variance, mean over the\nclasses"
 
 
@@ -356,7 +359,7 @@ REFUSED = [
     ),
     (
         lambda: plots.segmentation_maps(IMAGE[:1], PROBS, SPREAD),
-        "segmentation_maps: image must have shape [2, 3], got [1, 3]",
+        "segmentation_maps: image must have shape [2, 3] or [2, 3, 3], got [1, 3, 3]",
     ),
     (
         lambda: plots.segmentation_maps(IMAGE, PROBS, SPREAD.T),
@@ -385,7 +388,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("call, message", REFUSED, ids=[r[1][:50] for r in REFUSED])
+@pytest.mark.parametrize("call, message", REFUSED, ids=[r[1] for r in REFUSED])
 def test_rejects(call, message):
     with pytest.raises(ValueError) as caught:
         call()

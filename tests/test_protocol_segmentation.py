@@ -272,3 +272,5 @@ def test_maps(root):
     shown = np.asarray(drawn["uncertainty"].get_array())
     expected = pred(split.test.x[4:5]).variance.mean(1)[0].numpy()
     np.testing.assert_allclose(shown, expected, atol=1e-6)
+    bar = drawn["uncertainty"].colorbar.ax.get_ylabel()
+    assert bar.replace("\n", " ") == "variance, mean over the classes"

@@ -51,7 +51,7 @@ def segmentation_maps(
     truth: Values | None = None,
     class_names: Sequence[str] | None = None,
     colors: Sequence[ColorType] | None = None,
-    label: str = "variance, mean over the classes",
+    label: str = "uncertainty",
     ax: Axes | None = None,
 ) -> Axes:
     """An image, its true classes where given, the most probable ones, and their uncertainty.
@@ -78,7 +78,9 @@ def segmentation_maps(
         refuse("segmentation_maps", "probs", requirement, list(probs.shape))
     count, shape = len(probs), probs.shape[1:]
     names, colors = _take_names(count, class_names, colors)
-    _take_map("image", image[..., 0] if image.ndim == 3 else image, shape)
+    if image.shape[:2] != shape or image.shape[2:] not in ((), (1,), (3,), (4,)):
+        requirement = f"have shape {list(shape)} or {[*shape, 3]}"
+        refuse("segmentation_maps", "image", requirement, list(image.shape))
     classes = {"prediction": probs.argmax(0)}
     if truth is not None:
         truth = _take_map("truth", truth, shape)

@@ -302,7 +302,8 @@ def draw(entry: dict):
     prediction = torch.tensor(entry["prediction"])
     probs = functional.one_hot(prediction, len(CLASSES)).movedim(-1, 0)
     maps = torch.tensor(entry["image"]).byte().numpy(), probs.numpy(), entry["uncertainty"]
-    return plots.segmentation_maps(*maps, truth=entry["truth"], class_names=CLASSES).figure
+    words = {"class_names": CLASSES, "label": "variance, mean over the classes"}
+    return plots.segmentation_maps(*maps, truth=entry["truth"], **words).figure
 
 
 def remarks(runs: list[dict], settings: Settings) -> list[str]:
