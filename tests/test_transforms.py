@@ -90,8 +90,9 @@ def test_derivatives_of_functions_are_refused_whether_a_plan_is_there_or_not(
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's own
 @pytest.mark.parametrize("options", [{}, {"strategy": "loop"}, {"chunk": 3}], ids=str)
-def test_predictions_in_vmap(model, options):
-    x = torch.randn(2, 3, *X.shape, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("batches", [(2, 3), (1, 1), (1, 2)], ids=str)
+def test_predictions_in_vmap(model, options, batches):
+    x = torch.randn(*batches, *X.shape, generator=torch.Generator().manual_seed(0))
 
     def predicted(x):
         pred = bnuq.predict(model, x, likelihood="categorical", num_samples=8, seed=3, **options)

@@ -126,7 +126,8 @@ def _(info, in_dims, mean, m2, expected_entropy, logits, count):
     if None in dims:
         raise NotImplementedError("predictive_accumulate_: states must be made of vmap's logits")
     inside = [t.movedim(d, 0) for t, d in zip((mean, m2, expected_entropy), dims, strict=True)]
-    states = [t.flatten(0, 1).contiguous() for t in inside]
+    # Copies, which share no memory with what they are written back to.
+    states = [t.flatten(0, 1).clone(memory_format=torch.contiguous_format) for t in inside]
     if of_logits is None:
         logits, of_logits = logits.expand(info.batch_size, *logits.shape), 0
     rows = logits.movedim(of_logits, 1).flatten(1, 2)
