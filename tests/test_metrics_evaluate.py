@@ -176,6 +176,17 @@ def test_ignored_labels_are_left_out(place, kept, ignored):
     assert everything == metrics.evaluate(pred, y.clamp(0, 2))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "ignored"), [(torch.uint8, -100), (torch.uint8, 412), (torch.int8, 355)]
+)
+def test_an_ignored_label_is_no_label_of_a_narrow_type(dtype, ignored):
+    pred, y = Prediction.from_samples(draw(5, 4, 200), "categorical"), torch.tensor([99, 1, 0, 2])
+    if dtype is torch.uint8:
+        y[0] = 156  # -100 or 412 in eight bits
+    narrow = y.to(dtype)
+    assert metrics.evaluate(pred, narrow, ignore_index=ignored) == metrics.evaluate(pred, y)
+
+
 def test_nothing_but_ignored_labels_has_scores_of_nan():
     pred = Prediction.from_samples(draw(5, 4, 3), "categorical")
     found = metrics.evaluate(pred, torch.full((4,), 255), ignore_index=255)
@@ -186,6 +197,7 @@ def test_nothing_but_ignored_labels_has_scores_of_nan():
     ("likelihood", "y", "index", "error", "text"),
     [
         ("categorical", torch.zeros(4).long(), 1.5, TypeError, "ignore_index must be an integer, got 1.5"),
+        ("categorical", torch.zeros(4).long(), 2**63, ValueError, r"ignore_index must lie in \[-2\^63, 2\^63\), got 9223372036854775808"),
         ("gaussian", torch.zeros(4, 3), 0, ValueError, 'ignore_index must be None with likelihood "gaussian", got 0'),
         ("categorical", torch.zeros(3).long(), 255, ValueError, r"y must have shape \[4\], got \[3\]"),
         ("categorical", torch.full((4,), 7), 255, ValueError, r"y must lie in \[0, 3\), got \[7, 7\]"),

@@ -3,9 +3,10 @@
 import math
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from ..ops.checks import check_integer, check_shape, check_tensor, refuse
+from ..ops.checks import check_shape, check_tensor, check_within, refuse
 from ..prediction import Prediction
 from .arguments import label_log_probs, take_labels, take_numbers, take_targets
 from .classification import accuracy, brier, ece, nll
@@ -39,7 +40,7 @@ def evaluate(pred: Prediction, y: Tensor, ignore_index: int | None = None) -> di
         refuse("evaluate", "pred", "be a Prediction", type(pred).__name__, TypeError)
     check_tensor("evaluate", "y", y)
     if ignore_index is not None:
-        ignore_index = check_integer("evaluate", "ignore_index", ignore_index, -math.inf)
+        check_within("evaluate", "ignore_index", ignore_index, -(2**63), 2**63, "[-2^63, 2^63)")
         if pred.likelihood != "categorical":
             refuse("evaluate", "ignore_index", 'be None with likelihood "gaussian"', ignore_index)
         pred, y = _labelled(pred, y, ignore_index)
@@ -50,7 +51,8 @@ def _labelled(pred: Prediction, y: Tensor, ignored: int) -> tuple[Prediction, Te
     """The labels (N,) but the ignored ones, and the prediction there as one of N rows."""
     check_shape("evaluate", "y", y, (pred.mean.shape[0], *pred.mean.shape[2:]))
     y = y.to(pred.mean.device)
-    kept = y != ignored
+    # Not with a number, which torch would cast to the labels' type: -100 is 156 of uint8.
+    kept = y != torch.full((1,), ignored, device=y.device)
     fields = {name: getattr(pred, name)[kept] for name in ("entropy", "mutual_information")}
     fields |= {name: getattr(pred, name).movedim(1, -1)[kept] for name in ("mean", "variance")}
     if pred.samples is not None:
