@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import isfinite, log
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .inputs import move
+from .inputs import has_rows, move
 from .ops import predictive_accumulate_, predictive_statistics
 from .ops.channel_moments import channel_moments
 from .ops.checks import (
@@ -34,7 +34,7 @@ class Prediction:
     An attribute that does not apply is None.
 
     `pred[rows]` is that at some of the inputs, `pred.to(device)` that on another device; torch.save
-    and torch.load keep one.
+    keeps one, and torch.load takes it where this package is imported.
 
     Attributes:
         likelihood: "categorical" or "gaussian".
@@ -88,22 +88,24 @@ class Prediction:
             IndexError: as of a tensor of N rows.
         """
         device = rows.device if isinstance(rows, Tensor) else "cpu"
-        chosen = torch.arange(len(self), device=device)[rows].reshape(-1).to(self.mean.device)
-        noise, y = self.noise_var, self.targets
-        changed = {
-            n: v.index_select(0, chosen) for n in _PER_ROW if (v := getattr(self, n)) is not None
-        }
+        chosen = torch.arange(len(self), device=device)[rows].reshape(-1)
+
+        def of_rows(t: Tensor, dim: int = 0) -> Tensor:
+            return t.index_select(dim, chosen.to(t.device))
+
+        changed = {n: of_rows(v) for n in _PER_ROW if (v := getattr(self, n)) is not None}
         if self.samples is not None:
-            changed["samples"] = self.samples.index_select(1, chosen)
-        if isinstance(noise, Tensor):
-            noise = noise.expand(self.mean.shape).index_select(0, chosen.to(noise.device))
-        has_rows = isinstance(y, Tensor) and len(y) == len(self)
-        y = y.index_select(0, chosen.to(y.device)) if has_rows else None
-        return replace(self, **changed, noise_var=noise, targets=y)
+            changed["samples"] = of_rows(self.samples, 1)
+        if isinstance(self.noise_var, Tensor):
+            changed["noise_var"] = of_rows(self.noise_var.expand(self.mean.shape))
+        y = self.targets
+        y = of_rows(y) if isinstance(y, Tensor) and has_rows(y, len(self)) else None
+        return replace(self, **changed, targets=y)
 
     def to(self, device: torch.device | str) -> Prediction:
         """The prediction with its tensors on a device, targets too."""
-        return replace(self, **{name: move(value, device) for name, value in vars(self).items()})
+        moved = {field.name: move(getattr(self, field.name), device) for field in fields(self)}
+        return replace(self, **moved)
 
     @property
     def total_variance(self) -> Tensor | Any:

@@ -64,6 +64,8 @@ def test_rows_are_copies_and_other_targets_are_left_out():
         getattr(part, name).zero_()
         assert torch.equal(getattr(pred, name), getattr(before, name))
     assert part.targets is None
+    pred.targets = torch.tensor(3)
+    assert pred[:].targets is None
 
 
 @pytest.mark.parametrize("rows", [7, -8, [0, 9], torch.ones(6, dtype=torch.bool)])
@@ -80,6 +82,7 @@ def test_a_loop_over_a_prediction_is_one_over_its_rows():
 def test_on_another_device():
     pred = Prediction.from_samples(samples_of((4, 7, 2)), "gaussian", torch.ones(7, 1))
     pred.targets = [torch.ones(3), {"y": torch.ones(4)}]
+    pred.note = "an attribute of the caller's"
     moved = pred.to("meta")
     values = [moved.mean, moved.variance, moved.samples, moved.noise_var, moved.total_variance]
     values += [moved.targets[0], moved.targets[1]["y"]]
