@@ -220,11 +220,13 @@ def check_logits(op: str, shape: torch.Size) -> None:
         refuse(op, "the output", requirement, list(shape))
 
 
-def warn_of_probabilities(op: str, name: str, logits: Tensor) -> None:
-    """Warns where a replica's logits (N, K, *) are probabilities, whose softmax is nearly uniform;
-    not where values cannot be asked for."""
-    if logits.numel() == 0 or not has_values(logits) or is_captured(logits.device):
-        return
+def warn_of_probabilities(op: str, name: str, logits: Tensor) -> bool:
+    """Warns where a replica's logits (N, K, *) are probabilities, whose softmax is nearly uniform.
+    Whether it could see: there may be no values, or none to be asked for."""
+    if logits.numel() == 0 or logits.is_meta or not has_values(logits):
+        return False
+    if is_captured(logits.device):
+        return False
     slack = max(1e-4, 8 * torch.finfo(logits.dtype).eps)
     sums = logits.sum(1, dtype=acc_dtype(logits.dtype))
     if ((sums - 1).abs() < slack).all() and (logits >= 0).all():
@@ -232,6 +234,7 @@ def warn_of_probabilities(op: str, name: str, logits: Tensor) -> None:
             f"{op}: {name} look like probabilities (none is negative, over the classes they sum to 1), and "
             'likelihood "categorical" takes logits: give their logarithm (to predict by output_fn=torch.log)'
         )
+    return True
 
 
 class CategoricalMoments:

@@ -180,8 +180,8 @@ class Predictor:
         if self.likelihood == "gaussian" or known.outputs_seen or is_recorded():
             return
         if outputs.dim() > 2:
-            warn_of_probabilities(self.forward.op, "the outputs", outputs[0])
-        known.outputs_seen = True  # not where the warning is an error, and somebody has caught it
+            # Not yet where the warning is an error, and somebody has caught it.
+            known.outputs_seen = warn_of_probabilities(self.forward.op, "the outputs", outputs[0])
 
     def _plan(self, folding: Folding) -> Plan:
         strategy, chunk = self.request.strategy, self.request.chunk

@@ -116,7 +116,7 @@ OPTIONS = {"likelihood": "categorical", "num_samples": 4, "seed": 0}
 
 
 @pytest.mark.parametrize("strategy", ["auto", "loop"])
-@pytest.mark.parametrize("plain", [True, False])  # a chain, or not
+@pytest.mark.parametrize("plain", [True, False])  # a Sequential, or not
 @pytest.mark.parametrize("as_loader", [True, False])
 def test_probabilities_for_logits_are_warned_of_once(strategy, plain, as_loader):
     torch.manual_seed(0)
@@ -135,6 +135,15 @@ def test_probabilities_for_logits_are_warned_of_once(strategy, plain, as_loader)
     )
     torch.testing.assert_close(pred.mean, pred.samples.exp().mean(0))
     assert (wrong.entropy > pred.entropy).all()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's own
+def test_outputs_without_values_do_not_count_as_seen():
+    model, x = bnuq.to_bayesian(Net(nn.Softmax(1))), torch.randn(5, 4)
+    bnuq.predict(model, x[:0], **OPTIONS)
+    torch.vmap(lambda x: bnuq.predict(model, x, **OPTIONS).mean)(x[None])
+    with pytest.warns(UserWarning, match=TEXT):
+        bnuq.predict(model, x, **OPTIONS)
 
 
 def test_a_warning_that_is_an_error_comes_again():
@@ -162,5 +171,6 @@ def test_what_is_no_probabilities_is_not_warned_of():
     for samples in [*others, one_row]:
         Prediction.from_samples(samples, "categorical")
     Prediction.from_samples(logits.softmax(2), "gaussian")
+    assert Prediction.from_samples(logits.to("meta"), "categorical").mean.shape == (7, 3)
     model = bnuq.to_bayesian(Net(nn.Softmax(1)))
     bnuq.predict(model, torch.randn(5, 4), likelihood="gaussian", num_samples=4)
