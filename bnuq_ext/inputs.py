@@ -18,8 +18,8 @@ _TARGETS = ("target", "y", "targets", "label", "labels")  # in a dict, the first
 
 
 def model_input(op: str, batch, input_fn: Callable | None = None):
-    """The model's input in a batch: what `input_fn`, batch -> tensor, tuple of arguments or dict of
-    keyword arguments, makes of it, else that of `split_batch`; for `call`."""
+    """The model's input in a batch, for `call`: that of `split_batch`, or what `input_fn` makes of
+    the batch, which is to be a tensor, a tuple of arguments or a dict of keyword arguments."""
     if input_fn is None:
         return split_batch(op, batch)[0]
     made = input_fn(batch)
@@ -36,13 +36,16 @@ def split_batch(op: str, batch) -> tuple:
         batch: an input, or (input, targets); or a dict with an input under "input" or "x". An input
             is a tensor, a tuple of arguments or a dict of keyword arguments, the latter two only
             beside targets or in a dict.
+
+    Raises:
+        TypeError: the batch is something else.
     """
     if isinstance(batch, Mapping):
         found, targets = _named(batch), next((batch[k] for k in _TARGETS if k in batch), None)
-    elif isinstance(batch, (tuple, list)) and len(batch) > 0:
-        found, targets = batch[0], batch[1] if len(batch) > 1 else None
+    elif isinstance(batch, (tuple, list)):
+        found, targets = (*batch, None, None)[:2]
     else:
-        found, targets = (batch if isinstance(batch, Tensor) else None), None
+        found, targets = batch, None
     found = _collated(found, targets) or found
     if not is_one_input(found):
         others = "input_fn takes it out of anything else"
