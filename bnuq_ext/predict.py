@@ -175,7 +175,7 @@ def predict(
 
 def take_model(op: str, model) -> tuple[nn.Module, list[nn.Module]]:
     """The model, `unwrapped`, and all its modules, some of them stochastic."""
-    refuse_functional_derivatives(op)  # of `predict`, whose gradients are off, they would be 0
+    refuse_functional_derivatives(op)  # here: with gradients off, as inside `predict`, no op does
     check_model(op, model)
     model = unwrapped(model)
     modules = modules_of(model)

@@ -124,7 +124,9 @@ def test_statistics_taken_in_by_vmap(dim):
     for value, expected in zip(found, map(torch.stack, zip(*each, strict=True)), strict=True):
         assert torch.equal(value, expected)
     states = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3)
-    with pytest.raises(NotImplementedError, match="^predictive_accumulate_: states must be made"):
+    with pytest.raises(
+        NotImplementedError, match="^predictive_accumulate_: mean, m2 and .* inside vmap"
+    ):
         torch.vmap(lambda one: taken_in(one, *states), in_dims=1)(torch.randn(5, 4, 3, 2))
 
 

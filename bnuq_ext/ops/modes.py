@@ -103,6 +103,7 @@ def refuse_other_derivatives(op: str, *tensors: Tensor | None) -> None:
 
 
 def refuse_functional_derivatives(op: str) -> None:
+    """Raises inside torch.func.grad, vjp and what is made of them, where gradients are on."""
     if _differentiates_functions():
         message = "derivatives by torch.func are not available; torch.autograd.grad is"
         raise NotImplementedError(f"{op}: {message}")

@@ -124,7 +124,10 @@ def _(info, in_dims, mean, m2, expected_entropy, logits, count):
     """Rows of the transform are further rows N; the states are made inside it, of the logits."""
     *dims, of_logits = in_dims[:4]
     if None in dims:
-        raise NotImplementedError("predictive_accumulate_: states must be made of vmap's logits")
+        states = "mean, m2 and expected_entropy"
+        raise NotImplementedError(
+            f"predictive_accumulate_: {states} must be made inside vmap, of its logits"
+        )
     inside = [t.movedim(d, 0) for t, d in zip((mean, m2, expected_entropy), dims, strict=True)]
     # Copies, which share no memory with what they are written back to.
     states = [t.flatten(0, 1).clone(memory_format=torch.contiguous_format) for t in inside]
