@@ -158,8 +158,9 @@ class BayesLinear(Replicated, nn.Module):
 
     def extra_repr(self) -> str:
         pruned = ""
-        if self.weight_mask is not None and not self.weight_mask.is_meta:
-            pruned = f", pruned={self.weight_mask.logical_not().double().mean():.1%}"
+        mask = self.weight_mask
+        if mask is not None and has_values(mask) and not mask.is_meta:
+            pruned = f", pruned={mask.logical_not().double().mean():.1%}"
         return (
             f"{self.in_features}, {self.out_features}, bias={self.bias_mu is not None}, "
             f"prior={self.prior}, estimator={self.estimator!r}{pruned}"

@@ -1,7 +1,7 @@
 """What a model is given: a tensor, a tuple of arguments or a dict of keyword arguments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,10 @@ def model_input(op: str, batch, input_fn: Callable | None = None):
     """The model's input in a batch, for `call`: that of `split_batch`, or what `input_fn` makes of
     the batch, which is to be a tensor, a tuple of arguments or a dict of keyword arguments."""
     if input_fn is None:
-        return split_batch(op, batch)[0]
+        found, targets = split_batch(op, batch)
+        if isinstance(found, tuple) and isinstance(targets, (tuple, list)):
+            _refuse_batch(op, batch)  # samples that nothing has collated, or images and their boxes
+        return found
     made = input_fn(batch)
     if not is_one_input(made):
         refuse(op, "input_fn", "return a tensor, a tuple or a dict", type(made).__name__, TypeError)
@@ -48,15 +51,19 @@ def split_batch(op: str, batch) -> tuple:
         found, targets = batch, None
     found = _collated(found, targets) or found
     if not is_one_input(found):
-        others = "input_fn takes it out of anything else"
-        if op != "collect":  # the others take no input_fn
-            others = "a generator or a data set of your own makes it of others"
-        requirement = (
-            "be a tensor, a tuple (input, targets), or a dict with the input under 'input' or 'x', "
-            f"the input being a tensor, a tuple or a dict ({others})"
-        )
-        refuse(op, "a batch", requirement, _describe(batch), TypeError)
+        _refuse_batch(op, batch)
     return found, targets
+
+
+def _refuse_batch(op: str, batch) -> NoReturn:
+    others = "input_fn takes it out of anything else"
+    if op != "collect":  # the others take no input_fn
+        others = "a generator or a data set of your own makes it of others"
+    requirement = (
+        "be a tensor, a tuple (input, targets), or a dict with the input under 'input' or 'x', "
+        f"the input being a tensor, a tuple or a dict ({others})"
+    )
+    refuse(op, "a batch", requirement, _describe(batch), TypeError)
 
 
 def _named(batch: Mapping):

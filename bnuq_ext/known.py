@@ -126,13 +126,15 @@ class KnownChain:
         seen: which modules it has, with which bank.
         samplers: of its bank.
         largest: by the shape of an input, see `Plan`.
-        predictions, outputs_seen: as of any model.
+        predictions: as of any model.
     """
+
+    outputs_seen = True  # no chain ends in a softmax
 
     def __init__(self, seen: list):
         self.seen, self.samplers = seen, BankSamplers()
         self.largest: dict[torch.Size, int] = {}
-        self.predictions, self.outputs_seen = 0, False
+        self.predictions = 0
 
 
 class BankSamplers:
