@@ -33,7 +33,8 @@ def evaluating(modules: list[nn.Module], *, warns: bool = True):
     The flags are set directly: a module's own train() or eval() may do more than that (merge
     weights, freeze layers), which nothing could undo, so a class with one is warned of, once, if
     `warns`; what such a module keeps in eval (a cache that its train() would empty) is put back
-    with its flag. Where threads share modules, the last one to leave does so.
+    with its flag, unless the body has rebuilt it (hooks, submodules). Where threads share modules,
+    the last one to leave does so.
     """
     with _EVAL_LOCK:
         if not _EVAL_USERS and not any([is_training(module) for module in modules]):
