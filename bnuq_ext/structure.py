@@ -7,13 +7,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 OURS = "_bnuq_hook"  # attribute of a hook that this package sets for a while
 _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # which ours are among
-_OF_TENSORS = ("_parameters", "_buffers")
+_BUFFERS = "_buffers"
 
 
 class Structure:
     """The class of a module and the items of its tables: submodules, but for plain ones that are made
-    anew (a pooling of the input's size), hooks but for ours, which any thread may set, and the names
-    of parameters and buffers, for FSDP exchanges the tensors.
+    anew (a pooling of the input's size), hooks but for ours, which any thread may set, parameters,
+    and the names of buffers, which `State` puts back.
 
     A lazy layer becomes another one for good; what is traced has other tables than dicts.
     """
@@ -56,7 +56,7 @@ class Structure:
             if key not in old and key not in ours:
                 table.pop(key, None)
         for key, item in old.items():
-            if key not in table or name not in _OF_TENSORS:
+            if key not in table or name != _BUFFERS:
                 table[key] = item
         if [key for key in [*table] if key in old] != [*old]:
             for key in old:
@@ -79,7 +79,7 @@ def _listed(tables: dict[str, dict]) -> tuple[dict[str, list[tuple]], set[int]]:
 
 
 def _marks(name: str, items: list[tuple], ours: set[int]) -> list:
-    if name in _OF_TENSORS:
+    if name == _BUFFERS:
         return [key for key, _ in items]
     return [(key, _mark(item)) for key, item in items if key not in ours]
 

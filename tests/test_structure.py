@@ -250,6 +250,19 @@ def test_a_model_that_changes_at_every_forward_is_as_the_loop_leaves_it():
     assert model.calls == other.calls == 4
 
 
+@pytest.mark.parametrize("change", [halve, merge], ids=["another parameter", "in place"])
+def test_parameters_that_change_at_every_forward_are_as_the_loop_leaves_them(change):
+    model, other = stochastic(change), stochastic(change)
+    options = {"likelihood": "gaussian", "keep_samples": True, **KEY}
+    for net in (model, other):
+        net.first = lambda net: True
+    for _ in range(3):
+        samples = bnuq.predict(model, data()[3], **options).samples
+        expected = bnuq.predict(other, data()[3], strategy="loop", **options).samples
+        torch.testing.assert_close(samples, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.body.weight, other.body.weight)
+
+
 class Frozen(Net):
     """Has a train() of its own."""
 
