@@ -30,7 +30,8 @@ _SIZES = {
 _CUTS = {
     *(Tensor.narrow, Tensor.narrow_copy, Tensor.split, Tensor.split_with_sizes, Tensor.chunk),
     *(Tensor.tensor_split, torch.narrow, torch.narrow_copy, torch.split, torch.chunk),
-    torch.tensor_split,
+    *(torch.tensor_split, torch.unsafe_split, torch.unsafe_chunk, Tensor.unsafe_split),
+    *(Tensor.unsafe_chunk, Tensor.vsplit, torch.vsplit),
 }
 _NARROWS = {Tensor.narrow, Tensor.narrow_copy, torch.narrow, torch.narrow_copy}
 # Their results are as long as they are told to be.
@@ -352,8 +353,10 @@ def _asks(func, args: tuple, kwargs: dict) -> bool:
     if func in _CUTS:
         place = 1 if func in _NARROWS else 2
         return _dim(args, kwargs, place) in (0, -args[0].dim())
-    if func is Tensor.__getitem__:
-        return _cuts(*args)
+    if func in (Tensor.__getitem__, Tensor.__setitem__):
+        return _cuts(*args[:2])
+    if func in (Tensor.hsplit, torch.hsplit):
+        return args[0].dim() == 1
     return func in _SIZES
 
 

@@ -72,6 +72,9 @@ class State:
         """`within`: modules whose structure counts, if they are others."""
         self.structures = [Structure(module) for module in within or modules]
         self.saved = [(m, _copies(_attributes(m)), _copies(m._buffers)) for m in modules]
+        self.memories = [
+            (p, p.detach()) for m in modules for p in m._parameters.values() if _lies(p)
+        ]
         self.overwritten: list[dict[nn.Parameter, Tensor]] = []
 
     def follow(self, overwritten: dict[nn.Parameter, Tensor]) -> None:
@@ -80,8 +83,9 @@ class State:
 
     def rebuilt(self) -> bool:
         """Whether the structure has changed, or the content of a parameter."""
-        pairs = [pair for copies in self.overwritten for pair in copies.items()]
-        return self._changed(pairs) or any([s.changed() for s in self.structures])
+        if any([s.changed() for s in self.structures] + [_has_moved(*m) for m in self.memories]):
+            return True
+        return self._changed([pair for copies in self.overwritten for pair in copies.items()])
 
     def written(self) -> bool:
         """Whether the structure has changed, the content of a tensor, by way of `.data` too, of which
@@ -103,6 +107,9 @@ class State:
                     vars(module)[name] = _put_back(*saved)
                 for name, saved in buffers.items():
                     module._buffers[name] = _put_back(*saved)
+            for parameter, memory in self.memories:
+                if _has_moved(parameter, memory):
+                    parameter.data = memory
             for copies in reversed(self.overwritten):
                 for parameter, saved in copies.items():
                     _put_back(parameter, saved)
@@ -141,6 +148,26 @@ def _differs(value, saved) -> bool:
             return held.shape != saved.shape or held.tobytes() != saved.tobytes()
         return not (torch.equal(held, saved) if isinstance(held, Tensor) else held == saved)
     return _is_filled(value) and not _equal(value, saved)
+
+
+def _lies(parameter: nn.Parameter | None) -> bool:
+    """Whether it is one with memory of its own, which no other package makes of its class."""
+    return type(parameter) is nn.Parameter and _is_filled(parameter) and not parameter.is_sparse
+
+
+def _has_moved(parameter: nn.Parameter, memory: Tensor) -> bool:
+    """Whether `parameter.data = other` has given it other values."""
+    before = _address(memory)
+    if before is None or not _lies(parameter) or _address(parameter) == before:
+        return False
+    return parameter.dtype != memory.dtype or not _equal(parameter, memory)
+
+
+def _address(tensor: Tensor) -> int | None:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of what a transform of torch.func has made
+        return None
 
 
 def _is_filled(value) -> bool:

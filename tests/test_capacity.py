@@ -39,6 +39,11 @@ def by_score(mask, score):
     return rows[score[rows].argsort(descending=True)]
 
 
+def written_over(rows):
+    rows[LIMIT:] = 0
+    return rows
+
+
 LIMITED = {
     "slice": lambda mask, score: chosen(mask)[:LIMIT],
     "of torch.where": lambda mask, score: torch.where(mask)[0][:LIMIT],
@@ -52,6 +57,10 @@ LIMITED = {
     "torch.split by name": lambda mask, score: torch.split(chosen(mask), LIMIT, dim=0)[0],
     "chunk": lambda mask, score: chosen(mask).chunk(2)[0],
     "tensor_split": lambda mask, score: chosen(mask).tensor_split([LIMIT])[0],
+    "unsafe_split": lambda mask, score: chosen(mask).unsafe_split(LIMIT)[0],
+    "hsplit": lambda mask, score: torch.hsplit(chosen(mask), [LIMIT])[0],
+    "vsplit": lambda mask, score: mask.nonzero().vsplit([LIMIT])[0].flatten(),
+    "written": lambda mask, score: written_over(chosen(mask).clone()),
     "narrow": lambda mask, score: F.pad(chosen(mask), (0, LIMIT)).narrow(0, 0, LIMIT),
     "the best": lambda mask, score: by_score(mask, score)[:LIMIT],
 }

@@ -8,6 +8,7 @@ moved       parameters moved for a while, so that no gate stands at zero
 carried     what a forward leaves for the next
 watch       what is followed at the actual size in train()
 trial       two replicas of three rows, folded and one after another
+settling    what a first forward leaves in its model, and what each one does
 folding     the plans for an input: a record, the trial, the check at the actual size
 standing    plans that stand while training changes the values of parameters
 """

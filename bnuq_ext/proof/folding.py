@@ -44,6 +44,7 @@ from ..untraced import uncompiled
 from .agreement import check_equal, tolerance_of
 from .mixed import Mixed
 from .probe import ROWS
+from .settling import settle
 from .signature import key_of, reals_of, signature
 from .trial import Proof, Trial
 
@@ -194,12 +195,12 @@ class Folding:
         with uncompiled(), preserved_rng() as generators:
             try:
                 before = random_states()
-                output, record, reads = self._record(state)
+                output, record, reads = self.record(state)
                 largest = max(record.largest, reads.largest // OTHERS)
                 shape = tuple(output.shape)
                 plan = Plan("", record.rows, largest, reads.before // OTHERS, shape, {}, set())
                 if self._changed(state):
-                    settled = self.settles and self.settle(state, generators)
+                    settled = self.settles and settle(self, state, generators)
                 elif not self.may_draw and drawn_since(before):
                     # Or another thread has, meanwhile: the next time it may not.
                     plan = plan._replace(way="loop", reason=DRAWS, lasting=reads.draws)
@@ -215,25 +216,6 @@ class Folding:
         if changed:
             return plan._replace(way="loop", reason=CHANGES, lasting=self.changes_again())
         return plan
-
-    def settle(self, first: State, generators: list) -> bool:
-        """After a forward that has changed the model: runs another one, and lets what the first has
-        left stay if the second changes nothing more, or at least no structure and no parameter.
-
-        Hooks that are installed, submodules that are made, weights that are merged in a first forward
-        come once, for the model remembers them: often in an attribute, which can be put back, but it
-        may be anywhere. A count of its calls comes each time.
-        """
-        modules = modules_of(self.forward.model)
-        second, seen = State(modules), fingerprint(modules)
-        self._record(second)
-        if fingerprint(modules) != seen or second.written():
-            if second.rebuilt() or not first.rebuilt():
-                return False
-            second.restore()
-        generators.clear()  # which may have drawn weights
-        self.known.renew(fingerprint(self.modules))
-        return True
 
     def is_whole(self) -> bool:
         """Whether the model still has the modules that it had."""
@@ -253,7 +235,9 @@ class Folding:
         self.known.renew(fingerprint(self.modules))
         return True
 
-    def _record(self, state: State) -> tuple[Tensor, ReplicaPass, Reads]:
+    def record(self, state: State) -> tuple[Tensor, ReplicaPass, Reads]:
+        """A forward of the first replica: its output, what its stochastic calls and what operations
+        saw; `state` learns of the parameters that are written into."""
         reads, draw = self._reads(), self.forward.draw(self.first_replica, 1)
         state.follow(reads.overwritten)
         try:

@@ -30,6 +30,7 @@ from ..untraced import uncompiled
 from .agreement import check_replica, tolerance_of
 from .folding import Folding, Plan
 from .probe import probe_draws
+from .settling import settle
 from .watch import Watch
 
 
@@ -186,8 +187,8 @@ class StandingFolding(Folding):
             state, settled = State(self.modules), False
             with suppress(Exception), preserved_rng() as generators:
                 try:
-                    self._record(state)
-                    settled = self._changed(state) and self.settle(state, generators)
+                    self.record(state)
+                    settled = self._changed(state) and settle(self, state, generators)
                 finally:
                     if not settled:
                         self.undo(state)

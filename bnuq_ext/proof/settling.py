@@ -1,0 +1,66 @@
+"""What a first forward leaves in its model, which stays, and what each one does, which a trial takes
+back.
+
+Hooks that are installed, submodules that are made, weights that are merged in a first forward come
+once, for the model remembers them: often in an attribute, which can be put back, but it may be
+anywhere. A count of its calls comes each time.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..fingerprint import fingerprint
+from ..restore import drawn_since, preserved_rng, random_states
+from ..state import State, modules_of
+
+
+def settle(folding, first: State, generators: list) -> bool:
+    """After a forward that has changed the model: lets what comes once stay, and says whether.
+
+    Args:
+        folding: whose forward it was.
+        first: the state before, to which the caller returns if nothing is to stay.
+        generators: what puts back those of random numbers; cleared where weights have been drawn.
+    """
+    modules = modules_of(folding.forward.model)
+    with preserved_rng():  # as the first forward has left them
+        after, second = random_states(), State(modules)
+        for put_back in generators:
+            put_back()
+        before = random_states()
+        changed, rebuilt = _again(folding, second, modules)
+        drawn_once = drawn_since(after)
+        if rebuilt or (changed and not first.rebuilt()):
+            return False
+        each_time = changed or (drawn_once and drawn_since(before))
+        if each_time and first.rebuilt() and not _remembers_elsewhere(folding, first, second):
+            return False
+    if drawn_once:
+        generators.clear()
+    folding.known.renew(fingerprint(folding.modules))
+    return True
+
+
+def _again(folding, state: State, modules: list[nn.Module]) -> tuple[bool, bool]:
+    """Whether one more forward changes the model, and whether it rebuilds it; it is undone."""
+    seen, changed = fingerprint(modules), True
+    try:
+        folding.record(state)
+        changed = fingerprint(modules) != seen or state.written()
+        return changed, state.rebuilt()
+    finally:
+        if changed:
+            state.restore()
+
+
+def _remembers_elsewhere(folding, first: State, second: State) -> bool:
+    """Of a model that was rebuilt once and changes each time: whether it is not rebuilt again where
+    all is as before, for what it remembers is not put back. It is left as by its first forward."""
+    second.follow({p: p.detach().clone() for copies in first.overwritten for p in copies})
+    first.restore()
+    folding.record(first)
+    if first.rebuilt():
+        return False
+    second.restore()
+    return True
