@@ -300,26 +300,26 @@ class Anchors(Net):
         return super().forward(x + self.table)
 
 
-def test_a_table_that_one_forward_makes_stays_for_the_next():
-    model = prepared(functools.partial(Anchors, "ignore"), ROWS)
+def counted(model, predictions) -> list[int]:
+    """Forwards of each of the predictions, which are the loop's."""
     expected = samples(copy.deepcopy(model), ROWS[:5], strategy="loop")
     counts = []
-    for _ in range(4):
+    for _ in range(predictions):
         SEEN.clear()
         torch.testing.assert_close(samples(model, ROWS[:5]), expected, rtol=1e-5, atol=1e-5)
         counts.append(len(SEEN))
-    assert counts[2:] == [1, 1]  # together
+    return counts
+
+
+def test_a_table_that_one_forward_makes_stays_for_the_next():
+    model = prepared(functools.partial(Anchors, "ignore"), ROWS)
+    assert counted(model, 4)[2:] == [1, 1]  # together
 
 
 def test_a_model_that_changes_in_each_prediction_is_tried_no_more():
     model = prepared(functools.partial(Anchors, "ignore"), ROWS)
     model.anew = True
-    expected = samples(copy.deepcopy(model), ROWS[:5], strategy="loop")
-    counts = []
-    for _ in range(12):
-        SEEN.clear()
-        torch.testing.assert_close(samples(model, ROWS[:5]), expected, rtol=1e-5, atol=1e-5)
-        counts.append(len(SEEN))
+    counts = counted(model, 12)
     assert max(counts) > 7 and counts[6:] == [6] * 6
 
 
