@@ -321,42 +321,47 @@ class _Arrays(TorchFunctionMode):
     def __init__(self, reads: Reads):
         super().__init__()
         self.reads = reads
-        self.picked = WeakTensorKeyDictionary()  # what values have chosen, and what is made of it
+        # What values have chosen, and what is made of it, with the dimension along which that lies.
+        self.picked = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        picked = any(t in self.picked for t in tensors((args, kwargs)))
+        picked = [t for t in tensors((args, kwargs)) if t in self.picked]
         if func in _ARRAYS:
             self.reads.look(args)
-        elif picked and _asks(func, args, kwargs):
-            self.reads.found = COUNTS
+        elif picked and picked[0] is [*args, *kwargs.values()][0]:
+            if _asks(func, (picked[0], *args[1:]), kwargs, self.picked[picked[0]]):
+                self.reads.found = COUNTS
         before = self.reads.selections
         result = func(*args, **kwargs)
         if func in _LISTS:
             self.reads.keep((args, kwargs), result)
         if func not in _TOLD and (picked or self.reads.selections > before):
-            self._follow(args, result)
+            self._follow(picked, args, result)
         return result
 
-    def _follow(self, args: tuple, result) -> None:
+    def _follow(self, picked: list[Tensor], args: tuple, result) -> None:
         """A result is as long as what was chosen, unless it is what that was written into."""
         into = args[0] if args and isinstance(args[0], Tensor) else None
         whole = None if into is None or into in self.picked else into.shape
-        self.picked.update({t: True for t in tensors(result) if t.shape != whole})
+        lengths = {t.shape[self.picked[t]] for t in picked if t.dim()}
+        for t in tensors(result):
+            if t.shape != whole:
+                self.picked[t] = next((d for d, n in enumerate(t.shape) if n in lengths), 0)
 
 
-def _asks(func, args: tuple, kwargs: dict) -> bool:
+def _asks(func, args: tuple, kwargs: dict, along: int) -> bool:
     """Whether a function asks how many rows there are,
-    which are the first dimension of what is chosen."""
+    which are one dimension of what is chosen."""
     if func is Tensor.size and len(args) + len(kwargs) > 1:
-        return _dim(args, kwargs, 1) in (0, -args[0].dim())
+        return _dim(args, kwargs, 1) in (along, along - args[0].dim())
     if func in _CUTS:
         place = 1 if func in _NARROWS else 2
-        return _dim(args, kwargs, place) in (0, -args[0].dim())
+        return _dim(args, kwargs, place) in (along, along - args[0].dim())
     if func in (Tensor.__getitem__, Tensor.__setitem__):
-        return _cuts(*args[:2])
+        return _cuts(*args[:2], along)
     if func in (Tensor.hsplit, torch.hsplit):
-        return args[0].dim() == 1
+        return along == (0 if args[0].dim() == 1 else 1)
     return func in _SIZES
 
 
@@ -364,9 +369,11 @@ def _dim(args: tuple, kwargs: dict, place: int) -> int:
     return args[place] if len(args) > place else kwargs.get("dim", 0)
 
 
-def _cuts(t: Tensor, index) -> bool:
-    """Whether an index takes some of the rows by their numbers."""
+def _cuts(t: Tensor, index, along: int) -> bool:
+    """Whether an index takes some of what lies along a dimension by their numbers."""
     index = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
-    if index and index[0] is Ellipsis:
-        index = index[1:] if len(index) > t.dim() else []
-    return bool(index) and isinstance(index[0], slice) and index[0] != slice(None)
+    if any(i is Ellipsis for i in index):
+        place = next(p for p, i in enumerate(index) if i is Ellipsis)
+        index[place : place + 1] = [slice(None)] * (t.dim() - len(index) + 1)
+    taken = index[along] if along < len(index) else slice(None)
+    return isinstance(taken, slice) and taken != slice(None)

@@ -39,15 +39,15 @@ def evaluating(modules: list[nn.Module], *, warns: bool = True):
     with _EVAL_LOCK:
         if not _EVAL_USERS and not any([is_training(module) for module in modules]):
             return nullcontext()  # in eval already, and no other body will put flags back
-    own = {type(m) for m in modules if warns and is_training(m) and _has_own_modes(type(m))}
-    if new := own.difference(_WARNED_OF):
+    own = {cls for cls in {type(m) for m in modules if is_training(m)} if _has_own_modes(cls)}
+    if warns and (new := own.difference(_WARNED_OF)):
         _WARNED_OF.update(new)
         names = ", ".join(sorted(cls.__name__ for cls in new))
         warn(
             f"in train() with a train() or eval() of its own: {names}; only its flag is set; "
             "if that method does more than set flags, call the model's eval() before"
         )
-    return _held_in_eval([m for m in modules if hasattr(m, "training")])
+    return _held_in_eval([m for m in modules if hasattr(m, "training")], own)
 
 
 def _has_own_modes(cls: type[nn.Module]) -> bool:
@@ -62,13 +62,13 @@ def _only_sets_flags(method) -> bool:
 
 
 @contextmanager
-def _held_in_eval(modules: list[nn.Module]):
+def _held_in_eval(modules: list[nn.Module], own: set[type[nn.Module]]):
     entered = []
     try:
         for module in modules:
             with _EVAL_LOCK:
                 entered.append(module)  # first: an interrupt may come after any line
-                users, *before = _EVAL_USERS.get(id(module)) or (0, *_before(module))
+                users, *before = _EVAL_USERS.get(id(module)) or (0, *_before(module, own))
                 _EVAL_USERS[id(module)] = users + 1, *before
                 module.training = False
         yield
@@ -105,8 +105,8 @@ def _leave(module: nn.Module) -> None:
             _EVAL_USERS.pop(id(module), None)
 
 
-def _before(module: nn.Module) -> tuple[bool, State | None]:
-    kept = module.training and _has_own_modes(type(module))
+def _before(module: nn.Module, own: set[type[nn.Module]]) -> tuple[bool, State | None]:
+    kept = module.training and type(module) in own
     return module.training, State([module], modules_of(module)) if kept else None
 
 

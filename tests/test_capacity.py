@@ -50,11 +50,18 @@ LIMITED = {
     "of a mask": lambda mask, score: torch.arange(len(mask))[mask][:LIMIT],
     "of a matrix": lambda mask, score: mask.nonzero()[:LIMIT, 0],
     "with a new dimension": lambda mask, score: chosen(mask)[None, :LIMIT][0],
+    "behind a new dimension": lambda mask, score: chosen(mask)[None][:, :LIMIT][0],
+    "of columns": lambda mask, score: mask.nonzero().T[0, :LIMIT],
+    "of columns by split": lambda mask, score: mask.nonzero().t().split(LIMIT, 1)[0].flatten(),
+    "of columns by hsplit": lambda mask, score: mask.nonzero().t().hsplit([LIMIT])[0].flatten(),
     "behind an ellipsis": lambda mask, score: chosen(mask)[..., :LIMIT],
     "the last": lambda mask, score: chosen(mask)[-LIMIT:],
     "every other": lambda mask, score: chosen(mask)[::2],
     "split": lambda mask, score: chosen(mask).split(LIMIT)[0],
     "torch.split by name": lambda mask, score: torch.split(chosen(mask), LIMIT, dim=0)[0],
+    "torch.split by names alone": lambda mask, score: torch.split(
+        tensor=chosen(mask), split_size_or_sections=LIMIT
+    )[0],
     "chunk": lambda mask, score: chosen(mask).chunk(2)[0],
     "tensor_split": lambda mask, score: chosen(mask).tensor_split([LIMIT])[0],
     "unsafe_split": lambda mask, score: chosen(mask).unsafe_split(LIMIT)[0],
@@ -71,6 +78,9 @@ WHOLE = {
     "an ellipsis": lambda mask, score: mask.nonzero()[..., 0],
     "part behind an ellipsis": lambda mask, score: mask.nonzero()[..., :1].squeeze(1),
     "a column by narrow": lambda mask, score: mask.nonzero().narrow(1, 0, 1).squeeze(1),
+    "a slice of a table": lambda mask, score: torch.arange(len(mask)).expand(2, -1)[
+        :1, chosen(mask)
+    ][0],
     "a whole slice": lambda mask, score: chosen(mask)[:],
 }
 
