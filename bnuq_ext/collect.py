@@ -34,8 +34,8 @@ from .ops.checks import (
     check_flags,
     check_has_numbers,
     check_integer,
-    check_named_device,
     check_one_of,
+    check_usable_device,
     is_finite,
     refuse,
 )
@@ -385,7 +385,7 @@ def _check_arguments(model: nn.Module, num_batches, input_fn, on_nonfinite) -> N
 
 
 def _device(model: nn.Module, device) -> torch.device:
-    found = device_of(model.modules()) if device is None else check_named_device("collect", device)
+    found = device_of(model.modules()) if device is None else check_usable_device("collect", device)
     check_has_numbers("collect", "model" if device is None else "device", found)
     return found
 

@@ -252,6 +252,7 @@ REFUSED = [
     (dict(data=[torch.tensor(3.0)]), ValueError, NO_ROWS + "Tensor"),
     (dict(device="gpu"), ValueError, "device must name a torch device, got 'gpu'"),
     (dict(device=2.5), ValueError, "device must name a torch device, got 2.5"),
+    (dict(device="cuda:99"), ValueError, "device must be one that this machine has, got 'cuda:99'"),
     (dict(device="meta"), ValueError, "device must hold numbers, got meta tensors"),
     (dict(model=make_model().to("meta")), ValueError, "model must hold numbers, got meta tensors"),
     (dict(data=3), TypeError, SOURCE + "int"),

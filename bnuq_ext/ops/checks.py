@@ -72,6 +72,15 @@ def check_named_device(op: str, device) -> torch.device:
         refuse(op, "device", "name a torch device", repr(device))
 
 
+def check_usable_device(op: str, device) -> torch.device:
+    found = check_named_device(op, device)
+    try:
+        torch.empty(0, device=found)
+    except Exception:  # torch has one for each reason
+        refuse(op, "device", "be one that this machine has", repr(str(found)))
+    return found
+
+
 def check_has_numbers(op: str, name: str, device: torch.device) -> None:
     if device.type == "meta":
         refuse(op, name, "hold numbers", "meta tensors")
