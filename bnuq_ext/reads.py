@@ -87,9 +87,12 @@ class Reads:
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
-        own = {storage_of(t) for m in modules for t in (*m.parameters(False), *m.buffers(False))}
+        self._parameters: dict = defaultdict(list)  # that none has written into, by address
+        for p in (p for m in modules for p in m.parameters(False)):
+            self._parameters[storage_of(p)].append(p)
         shared = {storage_of(t) for t in tensors(inputs) if not has_rows(t, num_rows)}
         given = [t for t in tensors(inputs) if has_rows(t, num_rows)]
+        own = self._parameters.keys() | {storage_of(t) for m in modules for t in m.buffers(False)}
         self.constants = (own | shared) - {storage_of(t) for t in given} - {None}
         self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
         self.num_rows = num_rows
@@ -98,9 +101,6 @@ class Reads:
         self.selections = 0  # how often values of rows have chosen rows
         self.largest, self.apart = 0, False
         self.before = sum([_held_bytes(t) for t in given])
-        self._parameters: dict = defaultdict(list)  # that none has written into, by address
-        for p in (p for m in modules for p in m.parameters(False)):
-            self._parameters[storage_of(p)].append(p)
         self.overwritten: dict[nn.Parameter, Tensor] = {}
 
     def __enter__(self) -> None:
@@ -113,9 +113,9 @@ class Reads:
         if not self.constant(args):
             self.found = READS
 
-    def spare(self, tensors: list[Tensor]) -> None:
+    def spare(self, targets: list[Tensor]) -> None:
         """Copies the parameters that lie where an operation is to write."""
-        for tensor in tensors:
+        for tensor in targets:
             for parameter in self._parameters.pop(storage_of(tensor), ()):
                 self.overwritten[parameter] = parameter.detach().clone()
 
