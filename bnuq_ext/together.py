@@ -119,8 +119,8 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
 
 def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
-    state, watch = State(folding.modules), folding.watch()
-    state.follow(watch.reads.overwritten)
+    state = State(folding.modules)
+    watch = folding.watch(state)
     with folding.gradients_for_hooks(), preserved_rng():
         before = random_states()
         changed = False

@@ -90,9 +90,7 @@ class StandingFolding(Folding):
         # With flags that it has been examined with.
         flags = evaluating(self.modules, warns=False) if plan.repeatable is None else nullcontext()
         with self.known.planning, preserved_rng(), flags:
-            try:
-                self.accept_without_dropout(plan)
-            except Exception:
+            if self.failure_without_dropout(plan) is not None:
                 self.known.earlier_plans.pop(self.place, None)
                 return None
         return plan
@@ -116,10 +114,7 @@ class StandingFolding(Folding):
             SharesDropout, DrawsNumbers: see there.
         """
         draws = probe_draws(self.forward.draw(self.first_replica, 1), self.num_samples)
-        watch = None
-        if state is not None:
-            watch = self.watch()
-            state.follow(watch.reads.overwritten)
+        watch = None if state is None else self.watch(state)
         watched = (lambda draw: draw) if watch is None else watch.draw
         with uncompiled():
             before = random_states()
@@ -249,8 +244,11 @@ class StandingFolding(Folding):
         hooked = has_hooks(self.modules, ("_forward_hooks",))
         return torch.set_grad_enabled(self.flags is not None and hooked)
 
-    def watch(self) -> Watch:
-        return Watch(self.modules, self._reads(), self.num_samples)
+    def watch(self, state: State) -> Watch:
+        """Of forwards whose writes into parameters `state` learns of."""
+        watch = Watch(self.modules, self._reads(), self.num_samples)
+        state.follow(watch.reads.overwritten)
+        return watch
 
     def chosen(self) -> int:
         """Which of the replicas is run alone: another one in each state of the parameters, and not
