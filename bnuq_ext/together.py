@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from .forward import Forward
-from .known import Known
 from .ops.modes import is_captured
 from .passes import DoesNotFold, Undecided
 from .proof.folding import AT_ONCE, CHANGES, LOOP, Plan
@@ -33,7 +32,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     if is_captured(draw.seed.device):  # nothing can be compared
         return None
     folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
-    if _skips_proof(forward.known, folding):
+    if _skips_proof(folding):
         return None
     try:
         plan, alone = _decide(folding)
@@ -61,27 +60,27 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
 
 
 @untraced
-def _skips_proof(known: Known, folding: StandingFolding) -> bool:
+def _skips_proof(folding: StandingFolding) -> bool:
     """Whether a model that is another one all the time, or one whose inputs have other shapes each
     time, has not yet spent on these what a proof takes."""
-    place = folding.place
-    if place in known.plans or folding.earlier_plan() is not None:
+    if folding.place in folding.known.plans or folding.earlier_plan() is not None:
         return False
-    if _claims_proof(known, folding):
+    if _claims_proof(folding):
         return False
     folding.see(folding.num_samples)
     if folding.seen() <= _COST:
         return True
-    known.unproven.pop(place, None)
+    folding.known.unproven.pop(folding.place, None)
     return False
 
 
-def _claims_proof(known: Known, folding: StandingFolding) -> bool:
+def _claims_proof(folding: StandingFolding) -> bool:
     """Takes one of the proofs that are made whatever they cost: the first of a model, and where steps
     have to be reproducible that of each shape, and of each change. False where none is left."""
     if _must_be_reproducible() and not folding.seen():
         folding.see(1)
         return True
+    known = folding.known
     if known.times_changed >= AT_ONCE or known.proofs >= AT_ONCE:
         return False
     known.proofs += 1
