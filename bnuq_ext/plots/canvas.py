@@ -160,12 +160,12 @@ def legend_outside(panels, place: str, **options) -> None:
     panels[0].figure.legend(handles, labels, loc=f"outside {place} center", **options)
 
 
-def text_points(size: str = "font.size") -> float:
-    """Of that parameter of the style."""
+def text_points(size: str = "medium") -> float:
+    """Of that name of a size, or parameter of the style."""
     from matplotlib import rcParams
     from matplotlib.font_manager import FontProperties
 
-    return FontProperties(size=rcParams[size]).get_size_in_points()
+    return FontProperties(size=rcParams.get(size, size)).get_size_in_points()
 
 
 def text_width(text: str, points: float) -> float:

@@ -136,9 +136,7 @@ def reliability_diagram(
 
 def _legend_above_one(ax, handles) -> None:
     """In the axis, above what the bars can reach; in two columns, small enough for its width."""
-    from matplotlib.font_manager import FontProperties
-
-    points = FontProperties(size="small").get_size_in_points()
+    points = text_points("small")
     widths = [text_width(handle.get_label(), points) for handle in handles]
     # In heights of a letter: a handle and the space around it 4.8, a row 1.6, around all rows 2.
     needed = max(widths[:2]) + max(widths[2:]) + 2 * 4.8 * points / 72
@@ -285,9 +283,7 @@ def _draw_pictures(panels: dict, pictures: dict, truth, size: str) -> None:
 
 def _write_around(ax, title: str, below: list[str], size: str, share: float = 1) -> None:
     """In lines that are no wider than this share of the axis."""
-    from matplotlib.font_manager import FontProperties
-
-    points = FontProperties(size=size).get_size_in_points()
+    points = text_points(size)
     inches = share * ax.bbox.width / ax.figure.dpi + 0.5 * points / 72
     # Above the words of a scale's end, too.
     ax.set_title(wrapped(title.split(), inches, points), fontsize=size, pad=0.9 * text_points())
