@@ -27,12 +27,7 @@ from .ops.checks import (
     refuse,
 )
 from .passes import Pass, running
-from .predict import (
-    check_bank_sampler,
-    check_x,
-    forward_by_bank,
-    require_replicated,
-)
+from .predict import check_bank_sampler, check_x, forward_by_bank, require_replicated
 from .prediction import Prediction, check_likelihood, entropies
 from .predictor import STRATEGIES, Predictor, Request
 from .restore import evaluating, unmoved_by_errors

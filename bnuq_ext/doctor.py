@@ -101,11 +101,7 @@ def doctor(model: nn.Module, x: Inputs) -> DoctorReport:
             **{uncompiled_name(n): type(m).__name__ for n, m in found.convertible.items()},
             **{uncompiled_name(n): reason for n, reason in found.unsupported.items()},
         },
-        warnings=(
-            *warnings_of(model, list(trace.after)),
-            *counter.remarks(),
-            *watch.remarks(),
-        ),
+        warnings=(*warnings_of(model, list(trace.after)), *counter.remarks(), *watch.remarks()),
     )
 
 

@@ -35,14 +35,7 @@ from .predictor import STRATEGIES, Predictor, Request
 from .proof.folding import Folding
 from .query import joining_forward
 from .restore import evaluating, unmoved_by_errors
-from .samplers import (
-    Sampler,
-    check_key,
-    check_sampler,
-    draw_key,
-    make_sampler,
-    snapshots_of,
-)
+from .samplers import Sampler, check_key, check_sampler, draw_key, make_sampler, snapshots_of
 from .state import modules_of
 from .untraced import untraced
 from .warn import warn

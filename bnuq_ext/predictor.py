@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .chunks import (
-    chunk_of,
-    free_memory,
-    is_out_of_memory,
-    no_memory_to_keep,
-    out_of_memory,
-)
+from .chunks import chunk_of, free_memory, is_out_of_memory, no_memory_to_keep, out_of_memory
 from .forward import Forward
 from .inputs import copied, is_one_input, move, num_rows, split_batch
 from .ops.checks import refuse

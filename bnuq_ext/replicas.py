@@ -20,15 +20,7 @@ from .interrupts import leaving_nothing_behind
 from .known import know
 from .nn import Stochastic
 from .ops.checks import check_first_replica, check_integer, refuse
-from .passes import (
-    DoesNotFold,
-    Pass,
-    ReplicaPass,
-    current_pass,
-    leave_pass,
-    replayed_pass,
-    running,
-)
+from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, leave_pass, replayed_pass, running
 from .predict import check_bank_sampler, forward_by_bank, take_model
 from .proof.folding import Plan
 from .proof.standing import StandingFolding

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import check_floating, check_integer, refuse
-from .arguments import (
-    check_replicas,
-    reduce,
-    take_labels,
-    take_logits,
-    take_probs,
-    take_replicas,
-)
+from .arguments import check_replicas, reduce, take_labels, take_logits, take_probs, take_replicas
 
 
 def nll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:

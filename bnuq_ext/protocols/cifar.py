@@ -227,10 +227,7 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
 
 def draw(gains: dict[int, tuple[float, float]], printed: dict[int, float]):
     """How much T replicas gain over the softmax of the same network, here and in the paper."""
-    curves = {
-        "here": [gains[t][0] for t in REPLICAS],
-        "paper": [printed[t] for t in REPLICAS],
-    }
+    curves = {"here": [gains[t][0] for t in REPLICAS], "paper": [printed[t] for t in REPLICAS]}
     ax = plots.against_batch_size(REPLICAS, curves, ylabel="PLL less that of the softmax (nats)")
     ax.axhline(0, color=plots.GREY, linewidth=0.8, zorder=0)
     ax.set_xlabel("replicas T")
