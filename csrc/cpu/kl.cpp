@@ -115,7 +115,7 @@ BNUQ_CLONES void mixture_grad_row(
 // The noise of a matrix is that of weights, the noise of a vector that of a bias.
 struct Places {
   bool matrix;
-  int64_t O, I, bands;
+  int64_t O, I, tasks;
   Key sub;
   int64_t first;
 
@@ -124,12 +124,10 @@ struct Places {
     matrix = mu.dim() == 2;
     O = matrix ? mu.size(0) : 1;
     I = mu.size(matrix ? 1 : 0);
-    bands = matrix ? tiles_of(O) : 0;
+    tasks = matrix ? tiles_of(O) : 1;
     sub = subkey(s[0], uint32_t(stream), matrix ? kTagWeight : kTagBias);
     first = s[1];
   }
-
-  int64_t tasks() const { return matrix ? bands : 1; }
 
   template <typename Row>
   void for_rows(int64_t task, uint64_t t, const Row& row) const {
@@ -151,11 +149,11 @@ Tensor mixture_kl_cpu(
     const Mixture<acc_t> p = mixture_of<acc_t>(pi, std1, std2);
     const Places places(mu, seed, stream);
     STD_TORCH_CHECK(
-        num_samples <= INT64_MAX / std::max<int64_t>(places.tasks(), 1),
+        num_samples <= INT64_MAX / std::max<int64_t>(places.tasks, 1),
         "mixture_kl: num_samples must fit into 63 bits with the weights");
-    const double sum = sum_slices(num_samples * places.tasks(), 1, [&](int64_t j, int64_t) {
+    const double sum = sum_slices(num_samples * places.tasks, 1, [&](int64_t j, int64_t) {
       double part = 0;
-      places.for_rows(j % places.tasks(), j / places.tasks(), [&](int64_t o, const float* z) {
+      places.for_rows(j % places.tasks, j / places.tasks, [&](int64_t o, const float* z) {
         const int64_t I = places.I;
         for (int64_t i = 0; i < I; i += kSlice)
           part += mixture_row(m + o * I + i, r + o * I + i, z + i, p, std::min(kSlice, I - i));
@@ -178,7 +176,7 @@ std::tuple<Tensor, Tensor> mixture_kl_backward_cpu(
     acc_t *gm = grad_mu.mutable_data_ptr<acc_t>(), *gr = grad_rho.mutable_data_ptr<acc_t>();
     const Mixture<acc_t> p = mixture_of<acc_t>(pi, std1, std2);
     const Places places(mu, seed, stream);
-    st::parallel_for(0, places.tasks(), 1, [&](int64_t begin, int64_t end) {
+    st::parallel_for(0, places.tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task)
         for (int64_t t = 0; t < num_samples; ++t)
           places.for_rows(task, t, [&](int64_t o, const float* z) {

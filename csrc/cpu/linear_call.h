@@ -17,11 +17,6 @@ namespace bnuq {
 // Up to this many rows a replica, a dot product per row beats writing the weights out for a GEMM.
 constexpr int64_t kFewRows = 4;
 
-inline Noise noise_of(const Tensor& seed, int64_t stream, uint32_t tag = kTagWeight) {
-  const int64_t* s = seed_of(seed);
-  return {subkey(s[0], uint32_t(stream), tag), uint64_t(s[1])};
-}
-
 // Some of an op's replicas.
 struct Replicas {
   int64_t first, count;
@@ -35,9 +30,8 @@ struct LinearArguments {
   int64_t stream, T;
 
   Noise noise(const Replicas& replicas, uint32_t tag = kTagWeight) const {
-    Noise found = noise_of(seed, stream, tag);
-    found.first += uint64_t(replicas.first);
-    return found;
+    const int64_t* s = seed_of(seed);
+    return {subkey(s[0], uint32_t(stream), tag), uint64_t(s[1]) + uint64_t(replicas.first)};
   }
 
   // The replicas by groups: all at once, but of 16-bit activations, whose float32 copies must not

@@ -14,9 +14,9 @@
 
 namespace bnuq {
 
-// Of a contiguous t, from element `offset` on.
-inline Tensor matrix(const Tensor& t, int64_t rows, int64_t columns, int64_t offset = 0) {
-  return view_of(t, offset, {rows, columns}, {columns, 1});
+// Of a contiguous t; several matrices from element `offset` on.
+inline Tensor matrix(const Tensor& t, int64_t rows, int64_t columns) {
+  return view_of(t, 0, {rows, columns}, {columns, 1});
 }
 
 inline Tensor transposed(const Tensor& t, int64_t rows, int64_t columns) {
@@ -28,9 +28,8 @@ inline Tensor matrices(
   return view_of(t, offset, {count, rows, columns}, {rows * columns, columns, 1});
 }
 
-inline Tensor transposed_matrices(
-    const Tensor& t, int64_t count, int64_t rows, int64_t columns, int64_t offset = 0) {
-  return view_of(t, offset, {count, columns, rows}, {rows * columns, 1, columns});
+inline Tensor transposed_matrices(const Tensor& t, int64_t count, int64_t rows, int64_t columns) {
+  return view_of(t, 0, {count, columns, rows}, {rows * columns, 1, columns});
 }
 
 // Of t (T or 1, rows, columns), `count` matrices from the first on; one for all, or each its own.
