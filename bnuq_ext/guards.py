@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .adapters import is_frozen
 from .attach import remarks_on_gone_layers
 from .batch_norm_like import listed
+from .calls import call_key
 from .dropout import DROPOUTS
 from .inputs import tensors
 from .nn import Stochastic, uncompiled_name
@@ -104,7 +105,7 @@ def _gap(layer: nn.Module) -> float:
     """How far the mean of the bank's means lies from a layer's running mean;
     0 where that cannot be told."""
     bank, name = getattr(layer, "bank", None), getattr(layer, "bank_name", None)
-    if bank is None or name not in bank.mean or f"{name}#1" in bank.mean:
+    if bank is None or name not in bank.mean or call_key(name, 1) in bank.mean:
         return 0.0
     running_mean = getattr(layer, "running_mean", None)
     if running_mean is None or not getattr(layer, "num_batches_tracked", None):
