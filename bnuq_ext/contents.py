@@ -105,9 +105,7 @@ class Contents:
         new = [c for c in cls.__mro__ if c not in self.classes and _package(c) in self.packages]
         self.classes.update(new)
         noted: list = []
-        for member in chain.from_iterable(
-            [*vars(c).values()] for c in new
-        ):  # other threads may add
+        for member in [m for c in new for m in [*vars(c).values()]]:  # other threads may add
             if isinstance(member, dict):
                 noted += _flags(member)
             elif not flags_alone or isinstance(member, FunctionType) or type(member) in _FLAGS:

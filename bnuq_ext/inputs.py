@@ -44,7 +44,8 @@ def split_batch(op: str, batch) -> tuple:
         TypeError: the batch is something else.
     """
     if isinstance(batch, Mapping):
-        found, targets = _named(batch), next((batch[k] for k in _TARGETS if k in batch), None)
+        found = batch.get("input", batch.get("x"))
+        targets = next((batch[k] for k in _TARGETS if k in batch), None)
     elif isinstance(batch, (tuple, list)):
         found, targets = (*batch, None, None)[:2]
     else:
@@ -64,11 +65,6 @@ def _refuse_batch(op: str, batch) -> NoReturn:
         f"the input being a tensor, a tuple or a dict ({others})"
     )
     refuse(op, "a batch", requirement, _describe(batch), TypeError)
-
-
-def _named(batch: Mapping):
-    """What a batch has under the names of an input; None without."""
-    return batch.get("input", batch.get("x"))
 
 
 def _collated(found, targets) -> tuple[Tensor, ...] | None:
