@@ -161,14 +161,10 @@ class Folding:
         """What the plan is remembered by."""
         return self._place(0)
 
-    @property
+    @cached_property
     def reals(self) -> tuple:
         """The real numbers of what has no rows in the input, a rate or the weights of edges: new
         ones need no new trial, but a comparison."""
-        return () if isinstance(self.inputs, Tensor) else self._reals
-
-    @cached_property
-    def _reals(self) -> tuple:
         return reals_of(self.inputs, self._num_rows())
 
     def _num_rows(self) -> int:
