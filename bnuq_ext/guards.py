@@ -74,10 +74,9 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
             f"batch norm after dropout: {listed(after_dropout)}. Dropout changes the variance from train() to "
             "eval(), so the running statistics do not fit; keep dropout behind the last batch norm"
         )
-    norms = {n: m for n, m in model.named_modules() if isinstance(m, (_BatchNorm, Stochastic))}
-    training = [
-        uncompiled_name(name) for name, m in norms.items() if m.training and not is_frozen(m)
-    ]
+    modules = model.named_modules()
+    norms = {uncompiled_name(n): m for n, m in modules if isinstance(m, (_BatchNorm, Stochastic))}
+    training = [name for name, m in norms.items() if m.training and not is_frozen(m)]
     if training:
         yield (
             f"batch norm in train(): {listed(training)}. Outside predict a forward normalises with its own "
@@ -93,7 +92,7 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
                 "trained with such batches"
             )
         yield from remarks_on_gone_layers(model, bank)
-    far = [uncompiled_name(name) for name, layer in norms.items() if _gap(layer) > _FAR]
+    far = [name for name, layer in norms.items() if _gap(layer) > _FAR]
     if far:
         yield (
             f"bank far from the running statistics: {listed(far)}. It is of other data, of another training or of "
