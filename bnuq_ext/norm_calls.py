@@ -68,16 +68,13 @@ class BatchNormCounter(DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, args: tuple) -> None:
-        if self._is_of_a_weight(args):
+        # Normaliser-free networks standardise weights, not batches.
+        if any(isinstance(x, Tensor) and storage_of(x) in self._weights for x in args[:1]):
             return
         if any(id(arg) in self._excluded_tensors for arg in args):
             self.excluded += 1
         else:
             self.uncovered += 1
-
-    def _is_of_a_weight(self, args: tuple) -> bool:
-        """As in normaliser-free networks, which standardise weights, not batches."""
-        return any(isinstance(x, Tensor) and storage_of(x) in self._weights for x in args[:1])
 
     def remarks(self) -> list[str]:
         """Of what the model does with running statistics besides its stochastic layers."""
