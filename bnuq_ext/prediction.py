@@ -179,9 +179,7 @@ def check_likelihood(op: str, likelihood, noise_var) -> None:
 
 def check_noise_shape(op: str, noise_var, mean: Tensor) -> None:
     """Checks that the noise of `check_likelihood` has an entry for each of the means, or fewer."""
-    if not isinstance(noise_var, Tensor):
-        return
-    if not broadcasts(noise_var.shape, mean.shape):
+    if isinstance(noise_var, Tensor) and not broadcasts(noise_var.shape, mean.shape):
         requirement = f"broadcast to the shape {list(mean.shape)} of the mean"
         refuse(op, "noise_var", requirement, list(noise_var.shape))
 

@@ -84,13 +84,8 @@ class _Chain(torch.autograd.Function):
             return (None,) * (4 + len(needs))
         with past_autograd():
             by_x, grads = _grads(ctx, grad_y, grad_kl, need_x, needs)
-        return (
-            None,
-            None,
-            by_x,
-            None,
-            *[g if n else None for g, n in zip(grads, needs, strict=True)],
-        )
+        grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
+        return None, None, by_x, None, *grads
 
 
 def _grads(ctx, grad_y, grad_kl, need_x: bool, needs: list[bool]):
