@@ -27,13 +27,12 @@ _SIZES = {
     *(Tensor.__iter__, Tensor.unbind, torch.unbind, torch.numel),
 }
 # What takes some of them by their numbers hangs on how many there are too.
-_CUTS = {
-    *(Tensor.narrow, Tensor.narrow_copy, Tensor.split, Tensor.split_with_sizes, Tensor.chunk),
-    *(Tensor.tensor_split, torch.narrow, torch.narrow_copy, torch.split, torch.chunk),
-    *(torch.tensor_split, torch.unsafe_split, torch.unsafe_chunk, Tensor.unsafe_split),
-    *(Tensor.unsafe_chunk, Tensor.vsplit, torch.vsplit),
-}
 _NARROWS = {Tensor.narrow, Tensor.narrow_copy, torch.narrow, torch.narrow_copy}
+_CUTS = _NARROWS | {
+    *(Tensor.split, Tensor.split_with_sizes, Tensor.tensor_split, Tensor.unsafe_split, torch.split),
+    *(torch.tensor_split, torch.unsafe_split, Tensor.chunk, Tensor.unsafe_chunk, torch.chunk),
+    *(torch.unsafe_chunk, Tensor.vsplit, torch.vsplit),
+}
 # Their results are as long as they are told to be.
 _TOLD = {
     *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
