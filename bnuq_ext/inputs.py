@@ -17,7 +17,7 @@ Data = Dataset[Any] | Iterable[Any]
 _TARGETS = ("target", "y", "targets", "label", "labels")  # in a dict, the first that it has
 
 
-def model_input(op: str, batch, input_fn: Callable | None = None):
+def model_input(op: str, batch, input_fn: Callable | None):
     """The model's input in a batch, for `call`: that of `split_batch`, or what `input_fn` makes of
     the batch, which is to be a tensor, a tuple of arguments or a dict of keyword arguments."""
     if input_fn is None:

@@ -40,7 +40,7 @@ def new_seed(
     return torch.cat([key, key.new_full((1,), first_replica)])
 
 
-def new_key(device="cpu") -> Tensor:
+def new_key(device: torch.types.Device) -> Tensor:
     """(1,) int64 from torch's generator of `device`."""
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 

@@ -164,6 +164,5 @@ def information_and_nll(
     label = "negative log-likelihood [nats]"
     against_batch_size(batch_sizes, nll, ylabel=label, levels=levels, marks=marks, ax=right)
     words = max(label.get_text().count("\n") for label in ax.get_xticklabels())
-    lines = words + ax.get_xlabel().count("\n")
-    make_room((ax, right), 1.2 * lines, rows=True)
+    make_room((ax, right), 1.2 * (words + ax.get_xlabel().count("\n")))
     return ax

@@ -126,12 +126,11 @@ def _with_gaps(ratios, gaps, inches: float) -> list[float]:
     return np.column_stack([panels, gaps]).reshape(-1).tolist()
 
 
-def make_room(panels, letters: float, *, rows=False) -> None:
-    """For words behind panels, under them for `rows`, as wide as so many letters are high; a
-    constrained layout finds it."""
+def make_room(panels, letters: float) -> None:
+    """For words under panels, as high as so many letters; a constrained layout finds it."""
     for ax in panels:
         if letters > 0 and not _is_constrained(ax.figure):
-            share_axes(ax, [""], 0, rows=rows, gaps=[letters])
+            share_axes(ax, [""], 0, rows=True, gaps=[letters])
 
 
 def begin_at(ax, axis: str, start: float) -> None:

@@ -258,7 +258,7 @@ def verdict(
     if "\n" in ax.get_xlabel():  # which takes the place of the ticks' words
         ax.set_xticks([])
     # Two lines below fit where matplotlib's own figures have one and the words of ticks.
-    make_room(panels.values(), 1.2 * (ax.get_xlabel().count("\n") - 1), rows=True)
+    make_room(panels.values(), 1.2 * (ax.get_xlabel().count("\n") - 1))
     return ax
 
 
