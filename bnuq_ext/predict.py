@@ -73,9 +73,9 @@ def predict(
     same snapshots, and normals to rounding. Outputs agree to rounding. Memory beyond the result
     does not grow with T (but for a model that goes together only with its input T times over: what
     it makes before its first stochastic layer does); after a prediction on a CPU glibc keeps up to
-    256 MB of what the process frees, unless MALLOC_TRIM_THRESHOLD_ says otherwise. Training flags are restored, gradients are
-    off. Other threads may use the model meanwhile, but not change it (its weights or hooks): a
-    trial takes what changes for the forward's doing, and puts it back.
+    256 MB of what the process frees, unless MALLOC_TRIM_THRESHOLD_ says otherwise. Training flags
+    are restored, gradients are off. Other threads may use the model meanwhile, but not change it
+    (its weights or hooks): a trial takes what changes for the forward's doing, and puts it back.
 
     Args:
         model: converted by `convert`, with a bank from `collect` or `attach`; or with `BayesLinear`

@@ -224,9 +224,9 @@ def elbo_loss(
 
     Raises:
         ValueError, TypeError: no Bayesian layer, or none that the forward calls, neither
-            batch_weight nor dataset_size, or an argument out of range. What shows with the outputs only (labels beyond the
-            classes, another shape of y) is refused after a forward, which in train() has moved the
-            running statistics of batch norm.
+            batch_weight nor dataset_size, or an argument out of range. What shows with the outputs
+            only (labels beyond the classes, another shape of y) is refused after a forward, which
+            in train() has moved the running statistics of batch norm.
 
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), equations 2 and 8.
     """
