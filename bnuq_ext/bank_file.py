@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 from contextlib import suppress
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -45,8 +46,8 @@ def save(path, tensors: dict[str, Tensor], fields: dict[str, str]) -> None:
     replace_whole("Bank.save", target, lambda stream: write(stream, tensors, fields))
 
 
-def replace_whole(op: str, target: str, write) -> None:
-    """Let `write` fill a binary stream: `target`, no link, holds its old content or all of the new,
+def replace_whole(op: str, target: str, fill) -> None:
+    """Let `fill` write a binary stream: `target`, no link, holds its old content or all of the new,
     and its mode. An error of the disk names it; what is no regular file is refused."""
     if os.path.exists(target):
         _check_regular(op, target)
@@ -57,7 +58,7 @@ def replace_whole(op: str, target: str, write) -> None:
         with open(temporary, "xb") as stream:
             if os.path.exists(target):
                 os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
-            write(stream)
+            fill(stream)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)
@@ -230,7 +231,7 @@ def _sync_folder(folder: str) -> None:
             os.close(descriptor)
 
 
-def _bad(name: str, requirement: str, got) -> None:
+def _bad(name: str, requirement: str, got) -> NoReturn:
     # What an untrusted file says may be long.
     text = str(got)
     refuse("Bank.load", f"file {name!r}", requirement, text[:100] + "..." * (len(text) > 100))

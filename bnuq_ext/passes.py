@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
+from typing import NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -328,7 +329,7 @@ class ReplicaPass(Pass):
             if name in self.streams and made <= call:
                 self._refuse(name, f"{made} calls")
 
-    def _refuse(self, key: str, got: str):
+    def _refuse(self, key: str, got: str) -> NoReturn:
         advice = "how often may depend on the number of rows, or on values"
         requirement = f"be called as often as when the bank was collected ({advice})"
         refuse(self.op, f"layer {key!r}", requirement, got)
