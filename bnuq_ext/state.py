@@ -7,6 +7,7 @@ from collections import deque
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from .contents import CONTAINERS, is_freed, is_record
@@ -71,7 +72,9 @@ class State:
     def __init__(self, modules: list[nn.Module], within: list[nn.Module] | None = None):
         """`within`: modules whose structure counts, if they are others."""
         self.structures = [Structure(module) for module in within or modules]
-        self.saved = [(m, _copies(_attributes(m)), _copies(m._buffers)) for m in modules]
+        self.lazy = [module for module in modules if _is_lazy(module)]  # made by a first call, for good
+        others = [module for module in modules if module not in self.lazy]
+        self.saved = [(m, _copies(_attributes(m)), _copies(m._buffers)) for m in others]
         self.memories = [
             (p, p.detach()) for m in modules for p in m._parameters.values() if _lies(p)
         ]
@@ -80,6 +83,10 @@ class State:
     def follow(self, overwritten: dict[nn.Parameter, Tensor]) -> None:
         """Takes copies of parameters that are made as they are written into; see `Reads`."""
         self.overwritten.append(overwritten)
+
+    def completed(self) -> bool:
+        """Whether lazy layers have been made since."""
+        return not all(map(_is_lazy, self.lazy))
 
     def rebuilt(self) -> bool:
         """Whether the structure has changed, or the content of a parameter."""
@@ -113,6 +120,10 @@ class State:
             for copies in reversed(self.overwritten):
                 for parameter, saved in copies.items():
                     _put_back(parameter, saved)
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def _attributes(module: nn.Module) -> dict:

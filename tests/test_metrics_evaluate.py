@@ -132,9 +132,9 @@ def test_rejects():
             "evaluate: y must have shape [3, 1], got [1, 3]",
         ),
         (
-            lambda: metrics.evaluate(gaussian, torch.zeros(3, 1, dtype=torch.int64)),
+            lambda: metrics.evaluate(gaussian, torch.zeros(3, 1, dtype=torch.bool)),
             TypeError,
-            "evaluate: y must be a floating-point tensor, got torch.int64",
+            "evaluate: y must be a floating-point tensor, got torch.bool",
         ),
         (
             lambda: metrics.evaluate(categorical, torch.zeros(3)),

@@ -232,12 +232,29 @@ def test_low_precision_is_computed_in_double():
     assert metrics.gaussian_pll(samples, y, 0.1).item() == wide.item()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_targets_may_be_counts(dtype):
+    mean, std, y, samples = problem()
+    counts = y.abs().mul(10).round()
+    for score, *given in (
+        (metrics.rmse, mean),
+        (metrics.gaussian_nll, mean, std),
+        (metrics.gaussian_crps, mean, std),
+        (metrics.ensemble_crps, samples),
+    ):
+        assert score(*given, counts.to(dtype)).item() == score(*given, counts).item()
+
+
 MEAN, SAMPLES = torch.zeros(3), torch.zeros(2, 3)
 REFUSED = [
     (lambda: metrics.rmse([0.0], MEAN), "rmse: mean must be a tensor, got list"),
     (
-        lambda: metrics.rmse(MEAN, MEAN.long()),
-        "rmse: y must be a floating-point tensor, got torch.int64",
+        lambda: metrics.rmse(MEAN, MEAN > 0),
+        "rmse: y must be a floating-point tensor, got torch.bool",
+    ),
+    (
+        lambda: metrics.rmse(MEAN, MEAN.cfloat()),
+        "rmse: y must be a floating-point tensor, got torch.complex64",
     ),
     (lambda: metrics.rmse(MEAN[None], MEAN), "rmse: y must have shape [1, 3], got [3]"),
     (lambda: metrics.rmse(MEAN, MEAN[:1]), "rmse: y must have shape [3], got [1]"),
@@ -326,7 +343,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("call, message", REFUSED, ids=[r[1][:50] for r in REFUSED])
 def test_rejects(call, message):
-    typed = ("got list", "torch.int64", "a number or a tensor", "real numbers")
+    typed = ("got list", "floating-point", "a number or a tensor", "real numbers")
     with pytest.raises(TypeError if any(t in message for t in typed) else ValueError) as caught:
         call()
     assert str(caught.value) == message

@@ -77,7 +77,9 @@ def markers(ax):
 
 
 def test_a_single_point_is_seen():
-    assert markers(plots.error_over_epochs({"a": [3.0], "b": [3.0, 2.0]})) == {"a": ".", "b": ""}
+    ax = plots.error_over_epochs({"a": [3.0], "b": [3.0, 2.0]})
+    assert markers(ax) == {"a": ".", "b": ""}
+    assert [line.get_clip_on() for line in ax.lines] == [False, True]  # it lies on the frame
     (mean,) = plots.regression_band([1.0], [2.0], [0.1]).lines
     assert mean.get_xydata().tolist() == [[0.5, 2.0], [1.5, 2.0]]
     ax = plots.uncertainty_error([0.0, 1.0], [1.0, 1.0], [0.0, 1.0], window=2)

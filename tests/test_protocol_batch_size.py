@@ -1,6 +1,7 @@
 """The runner of the batch-size protocol, end to end on tiny images in the format of Fashion-MNIST
 and MNIST."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -274,5 +275,8 @@ def test_rejects(data_root, tmp_path):
         ValueError, match="batch_sizes must be less than the 200 training images, got 200"
     ):
         batch_size.make_units(replace(TINY, batch_sizes=(200,)), data_root)
+    few = f"{Path(data_root) / 'fashion-mnist'} must hold 541 training images or more, got "
+    with pytest.raises(ValueError, match=re.escape(f"reproduce: {few}")):
+        batch_size.make_units(replace(TINY, batch_sizes=(500,)), data_root)
     with pytest.raises(ValueError, match="network must be small or vgg16, got 'big'"):
         batch_size.make_network("big", 10)

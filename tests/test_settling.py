@@ -246,8 +246,9 @@ def test_in_train_with_a_train_of_its_own(install, first, strategy):
         assert model.training and len(model.norm._forward_hooks) <= 1
 
 
-def test_lazy_layers_are_what_a_first_call_makes_of_them():
-    model, other = (stochastic(lambda net: None) for _ in range(2))
+@pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
+def test_lazy_layers_are_what_a_first_call_makes_of_them(first):
+    model, other = (stochastic(lambda net: None, first) for _ in range(2))
     for net in (model, other):
         net.head = nn.Sequential(nn.LazyLinear(3), nn.LazyInstanceNorm1d(affine=True))
     options = {"likelihood": "gaussian", **KEY}

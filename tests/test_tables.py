@@ -50,7 +50,8 @@ def test_table(tmp_path, content):
     if content:
         path.write_text(content + "\n", encoding="utf-8")
     else:
-        np.savez(path, X=X.astype(">f8"), y=Y, more=np.arange(2))
+        names = np.array(["a", "b", "c"], dtype=object)  # as of a pandas frame's columns
+        np.savez(path, X=X.astype(">f8"), y=Y, more=np.arange(2), names=names)
     part = data.table(path)
     assert torch.equal(part.x, torch.from_numpy(X)) and torch.equal(part.y, torch.from_numpy(Y))
     assert part.x.is_contiguous() and part.y.is_contiguous()

@@ -36,7 +36,8 @@ def arrays(path: AnyPath) -> dict[str, np.ndarray]:
     return read_arrays("arrays", as_path("arrays", "path", path))
 
 
-def read_arrays(op: str, path: Path) -> dict[str, np.ndarray]:
+def read_arrays(op: str, path: Path, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+    """The arrays of a file: where it has those of all these names, them alone."""
     check_file(op, path, "be an npy or npz file, plain or with .xz behind")
     try:
         with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
@@ -44,7 +45,8 @@ def read_arrays(op: str, path: Path) -> dict[str, np.ndarray]:
             if isinstance(content, np.ndarray):
                 return {"array": content}
             with content:
-                found = {name: content[name] for name in content.files}
+                wanted = names if names and {*names} <= {*content.files} else content.files
+                found = {name: content[name] for name in wanted}
     except DAMAGE as error:
         pickled = "allow_pickle" in str(error)  # numpy's guess, and its advice to unpickle
         got = "no numbers, or objects of Python" if pickled else repr(error)
@@ -59,11 +61,11 @@ def table(path: AnyPath) -> Part:
     """A table for regression.
 
     Args:
-        path: an npz file (npz.xz too) with X (N, Q) and y (N,), of one column also (N, 1); or a
-            text file (csv, txt) of N rows with the target in the last column, fields apart by
-            comma, semicolon, tab or blanks, in quotes or not, with or without a line above of a
-            name for each column, or of a title (not of one word less than there are columns).
-            Lines that begin with # are passed over.
+        path: an npz file (npz.xz too) with X (N, Q) and y (N,), of one column also (N, 1), beside
+            what it may hold more; or a text file (csv, txt) of N rows with the target in the last
+            column, fields apart by comma, semicolon, tab or blanks, in quotes or not, with or
+            without a line above of a name for each column, or of a title (not of one word less than
+            there are columns). Lines that begin with # are passed over.
 
     Returns:
         Part; x (N, Q) float64, y (N,) float64, as they stand in the file.
@@ -85,7 +87,7 @@ def table(path: AnyPath) -> Part:
 
 
 def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    found = read_arrays("table", path)
+    found = read_arrays("table", path, ("X", "y"))
     if not {"X", "y"} <= found.keys():
         refuse("table", str(path), "hold the arrays X and y", sorted(found))
     if any(found[name].dtype.kind not in "biuf" for name in "Xy"):

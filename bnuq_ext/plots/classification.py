@@ -65,20 +65,20 @@ def entropy_cdf(
     more = max(0, math.ceil(len(entropies) / columns) - 2)
     ax = take_axes(ax, height=3.6 + 0.17 * more)
     styles = take_options(op, "styles", styles, "arguments")
+    ordered = {label: np.sort(take_finite(op, label, v)) for label, v in entropies.items()}
+    most = 0 if num_classes is None else np.log(check_integer(op, "num_classes", num_classes, 1))
+    right = max(most, *(values[-1] for values in ordered.values()))
     for (label, values), style in zip(
-        entropies.items(), curve_styles(CLASS_COLORS, ax), strict=False
+        ordered.items(), curve_styles(CLASS_COLORS, ax), strict=False
     ):
-        values = np.sort(take_finite(op, label, values))
-        fraction = np.arange(len(values) + 1) / len(values)
-        edges = np.concatenate([[0], values])
+        edges = np.concatenate([[0], values, [right]])  # where all curves end
+        fraction = np.append(np.arange(len(values) + 1) / len(values), 1)
         if label in styles:  # which may have its linestyle as `ls`
             style = {"color": style["color"]} | styles[label]
         ax.step(edges, fraction, where="post", label=label, **style)
     if num_classes is not None:
-        num_classes = check_integer(op, "num_classes", num_classes, 1)
-        ax.axvline(np.log(num_classes), color=GREY, linewidth=0.8)
-        place = (np.log(num_classes), 0.6)
-        ax.annotate(f" log {num_classes}", place, color=GREY, rotation=90, ha="right")
+        ax.axvline(most, color=GREY, linewidth=0.8)
+        ax.annotate(f" log {num_classes}", (most, 0.6), color=GREY, rotation=90, ha="right")
     ax.set(xlabel="predictive entropy [nats]", ylabel="fraction of inputs at or below")
     ax.set_ylim(0, 1.02)
     begin_at(ax, "x", 0)

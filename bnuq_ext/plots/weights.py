@@ -66,7 +66,8 @@ def error_over_epochs(
         values = take_values(op, label, values)
         if label in colors:
             style = {"color": colors[label]}
-        style = {"linewidth": 1.4, "marker": "." if len(values) == 1 else "", **style}
+        point = len(values) == 1  # on the frame
+        style = {"linewidth": 1.4, "marker": "." if point else "", "clip_on": not point, **style}
         ax.plot(np.arange(1, len(values) + 1), values, label=label, **style)
         if label in best:
             epoch = check_integer(op, "best", best[label], 1)

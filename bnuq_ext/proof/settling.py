@@ -31,6 +31,8 @@ def settle(folding, first: State, generators: list) -> bool:
         before = random_states()
         changed, rebuilt = _again(folding, second, modules)
         drawn_once = drawn_since(after)
+        if drawn_once and first.completed():
+            generators.clear()
         if rebuilt or (changed and not first.rebuilt()):
             return False
         each_time = changed or (drawn_once and drawn_since(before))

@@ -101,7 +101,7 @@ class StandingFolding(Folding):
         self.note_agreement(plan, self.num_samples)
         return plan
 
-    def accept_without_dropout(self, plan: Plan, state: State | None = None) -> None:
+    def _accept_without_dropout(self, plan: Plan, state: State | None = None) -> None:
         """Takes a plan as proven in this state if T replicas
         with nothing dropped are those run alone.
 
@@ -134,9 +134,9 @@ class StandingFolding(Folding):
         self.accept(plan, outputs, alone)
 
     def failure_without_dropout(self, plan: Plan, state: State | None = None) -> Exception | None:
-        """What `accept_without_dropout` raises, or a forward of the model in it."""
+        """What `_accept_without_dropout` raises, or a forward of the model in it."""
         try:
-            self.accept_without_dropout(plan, state)
+            self._accept_without_dropout(plan, state)
         except Exception as error:
             return error
         return None

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from .. import BatchSizeFit, convert, fit_batch_size, implied_prior, metrics, plug_in, predict
 from ..data import Part, digits, mnist
-from ..data.parts import check_classes, take
+from ..data.parts import Split, check_classes, hold_out, take
 from ..experiments.fitting import collect_random, device_at_hand, train_epoch
 from ..ops.checks import refuse
 from ..restore import preserved_rng
@@ -108,12 +108,20 @@ def load(settings: Settings, data_root: str | None, seed: int) -> Images:
         foreign = torch.cat([p.x for p in digits(classes=range(5, 10))])
         return _scaled(known, foreign, 5)
     root = Path(data_root)
-    known = mnist(root / "fashion-mnist", num_validation=settings.num_validation)
+    known = _fashion(root / "fashion-mnist", settings)
     check_classes("reproduce", known, CLASSES)
     foreign = mnist(root / "mnist", num_validation=1).test.x
     some = slice(settings.num_train), slice(None), slice(settings.num_test)
     known = [take(part, rows) for part, rows in zip(known, some, strict=True)]
     return _scaled(known, foreign[some[2]], CLASSES)
+
+
+def _fashion(folder: Path, settings: Settings) -> Split:
+    found = mnist(folder, num_validation=0)
+    least, count = settings.num_validation + max(settings.batch_sizes) + 1, len(found.train.x)
+    if count < least:
+        refuse("reproduce", str(folder), f"hold {least} training images or more", count)
+    return hold_out("reproduce", found.train, settings.num_validation, found.test)
 
 
 def _scaled(known, foreign: Tensor, num_classes: int) -> Images:
