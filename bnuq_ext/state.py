@@ -72,9 +72,8 @@ class State:
     def __init__(self, modules: list[nn.Module], within: list[nn.Module] | None = None):
         """`within`: modules whose structure counts, if they are others."""
         self.structures = [Structure(module) for module in within or modules]
-        self.lazy = [
-            module for module in modules if _is_lazy(module)
-        ]  # made by a first call, for good
+        # A first call makes them, for good.
+        self.lazy = [module for module in modules if _is_lazy(module)]
         others = [module for module in modules if module not in self.lazy]
         self.saved = [(m, _copies(_attributes(m)), _copies(m._buffers)) for m in others]
         self.memories = [
