@@ -81,7 +81,7 @@ def test_refuses_other_files(tmp_path, files, text):
 def test_protocols_refuse_other_labels(tmp_path):
     for name in ("mnist", "fashion-mnist"):
         write_idx(tmp_path / name, 126, label=10)
-    settings = replace(batch_size.QUICK, num_validation=20)
+    settings = replace(batch_size.QUICK, num_validation=20, batch_sizes=(32,))
     for load in (
         partial(deep.load, str(tmp_path), 0),
         partial(batch_size.load, settings, str(tmp_path), 0),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from bnuq_ext import Prediction, plots
@@ -22,8 +23,8 @@ def test_entropy_cdf():
     styles = {"out": {"color": "red", "linestyle": "--"}}
     ax = plots.entropy_cdf({"in": [0.3, 0.1], "out": [0.5] * 4}, num_classes=5, styles=styles)
     x, y = ax.lines[0].get_data()
-    np.testing.assert_allclose(x, [0, 0.1, 0.3, np.log(5)])
-    np.testing.assert_allclose(y, [0, 0.5, 1, 1])
+    np.testing.assert_allclose(x, [0, 0.1, 0.3])
+    np.testing.assert_allclose(y, [0, 0.5, 1])
     # Behind each value its own fraction, which counts it.
     assert [line.get_drawstyle() for line in ax.lines[:2]] == ["steps-post"] * 2
     assert (ax.lines[1].get_color(), ax.lines[1].get_linestyle()) == ("red", "--")
@@ -33,10 +34,17 @@ def test_entropy_cdf():
     np.testing.assert_allclose(ax.lines[2].get_xdata(), np.log(5))
 
 
-def test_entropies_of_zero_show_beside_others():
-    ax = plots.entropy_cdf({"sure": [0.0, 0.0], "not": [0.2, 0.7]})
-    np.testing.assert_allclose(ax.lines[0].get_data(), [[0, 0, 0, 0.7], [0, 0.5, 1, 1]])
-    np.testing.assert_allclose(ax.lines[1].get_data(), [[0, 0.2, 0.7, 0.7], [0, 0.5, 1, 1]])
+def test_all_entropies_lie_below_the_end():
+    styles = {"out": {"color": "red", "ls": "--", "lw": 3}}
+    ax = plots.entropy_cdf({"in": [0.0, 0.0], "out": [0.2, 0.7]}, num_classes=4, styles=styles)
+    ends = [line.get_segments()[0].tolist() for line in ax.collections]
+    assert ends == [[[0, 1], [np.log(4), 1]], [[0.7, 1], [np.log(4), 1]]]
+    assert [to_hex(line.get_color()[0]) for line in ax.collections] == [
+        plots.BLUE.lower(),
+        "#ff0000",
+    ]
+    assert ax.collections[1].get_linewidth() == 3
+    assert texts(ax.get_legend()) == ["in", "out"]
 
 
 def test_against_batch_size():
@@ -224,7 +232,7 @@ def test_tensors_of_any_kind_are_drawn():
     values = torch.tensor([0.25, 0.5], requires_grad=True)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         ax = plots.entropy_cdf({"a": values.to(dtype)})
-        np.testing.assert_array_equal(ax.lines[0].get_xdata(), [0, 0.25, 0.5, 0.5])
+        np.testing.assert_array_equal(ax.lines[0].get_xdata(), [0, 0.25, 0.5])
     ax = plots.against_batch_size(torch.tensor([2, 4]), {"a": values}, ylabel="")
     np.testing.assert_array_equal(ax.lines[0].get_data(), [[2, 4], [0.25, 0.5]])
     assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "4"]

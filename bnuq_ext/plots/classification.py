@@ -71,11 +71,13 @@ def entropy_cdf(
     for (label, values), style in zip(
         ordered.items(), curve_styles(CLASS_COLORS, ax), strict=False
     ):
-        edges = np.concatenate([[0], values, [right]])  # where all curves end
-        fraction = np.append(np.arange(len(values) + 1) / len(values), 1)
+        fraction = np.arange(len(values) + 1) / len(values)
+        edges = np.concatenate([[0], values])
         if label in styles:  # which may have its linestyle as `ls`
             style = {"color": style["color"]} | styles[label]
-        ax.step(edges, fraction, where="post", label=label, **style)
+        (line,) = ax.step(edges, fraction, where="post", label=label, **style)
+        look = line.get_color(), line.get_linestyle()
+        ax.hlines(1, values[-1], right, *look, linewidth=line.get_linewidth())  # where all end
     if num_classes is not None:
         ax.axvline(most, color=GREY, linewidth=0.8)
         ax.annotate(f" log {num_classes}", (most, 0.6), color=GREY, rotation=90, ha="right")
