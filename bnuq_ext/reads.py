@@ -11,33 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from .chosen import MASKS, Chosen
 from .inputs import has_rows, tensors
 from .passes import DoesNotFold, begun_pass
 from .untraced import uncompiled
 
 _aten = torch.ops.aten
-MASKS = {torch.bool, torch.uint8}
 # These reach no dispatcher.
 _ARRAYS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
-# What asks how many rows there are, which is a value where values have chosen them.
-_SIZES = {
-    *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.shape.__get__),
-    *(Tensor.__iter__, Tensor.unbind, torch.unbind, torch.numel),
-}
-# What takes some of them by their numbers hangs on how many there are too.
-_NARROWS = {Tensor.narrow, Tensor.narrow_copy, torch.narrow, torch.narrow_copy}
-_CUTS = _NARROWS | {
-    *(Tensor.split, Tensor.split_with_sizes, Tensor.tensor_split, Tensor.unsafe_split, torch.split),
-    *(torch.tensor_split, torch.unsafe_split, Tensor.chunk, Tensor.unsafe_chunk, torch.chunk),
-    *(torch.unsafe_chunk, Tensor.vsplit, torch.vsplit),
-}
-# Their results are as long as they are told to be.
-_TOLD = {
-    *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
-    *(nn.functional.embedding_bag, torch.segment_reduce, torch.sparse_coo_tensor),
-}
 # These read tensors in a list past the dispatcher.
 _LISTS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 # Whatever was there, or what a kernel that is started beside the dispatcher will write.
@@ -319,60 +301,19 @@ class _Integers(DispatchMode):
 class _Arrays(TorchFunctionMode):
     def __init__(self, reads: Reads):
         super().__init__()
-        self.reads = reads
-        # What values have chosen, and what is made of it, with the dimension along which that lies.
-        self.picked = WeakTensorKeyDictionary()
+        self.reads, self.chosen = reads, Chosen()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        picked = [t for t in tensors((args, kwargs)) if t in self.picked]
+        sources = self.chosen.among((args, kwargs))
         if func in _ARRAYS:
             self.reads.look(args)
-        elif picked and picked[0] is [*args, *kwargs.values()][0]:
-            if _asks(func, (picked[0], *args[1:]), kwargs, self.picked[picked[0]]):
-                self.reads.found = COUNTS
+        elif sources and self.chosen.are_counted(func, args, kwargs):
+            self.reads.found = COUNTS
         before = self.reads.selections
         result = func(*args, **kwargs)
         if func in _LISTS:
             self.reads.keep((args, kwargs), result)
-        if func not in _TOLD and (picked or self.reads.selections > before):
-            self._follow(picked, args, result)
+        if sources or self.reads.selections > before:
+            return self.chosen.follow(func, args, kwargs, sources, result)
         return result
-
-    def _follow(self, picked: list[Tensor], args: tuple, result) -> None:
-        """A result is as long as what was chosen, unless it is what that was written into."""
-        into = args[0] if args and isinstance(args[0], Tensor) else None
-        whole = None if into is None or into in self.picked else into.shape
-        lengths = {t.shape[self.picked[t]] for t in picked if t.dim()}
-        for t in tensors(result):
-            if t.shape != whole:
-                self.picked[t] = next((d for d, n in enumerate(t.shape) if n in lengths), 0)
-
-
-def _asks(func, args: tuple, kwargs: dict, along: int) -> bool:
-    """Whether a function asks how many rows there are,
-    which are one dimension of what is chosen."""
-    if func is Tensor.size and len(args) + len(kwargs) > 1:
-        return _dim(args, kwargs, 1) in (along, along - args[0].dim())
-    if func in _CUTS:
-        place = 1 if func in _NARROWS else 2
-        return _dim(args, kwargs, place) in (along, along - args[0].dim())
-    if func in (Tensor.__getitem__, Tensor.__setitem__):
-        return _cuts(*args[:2], along)
-    if func in (Tensor.hsplit, torch.hsplit):
-        return along == (0 if args[0].dim() == 1 else 1)
-    return func in _SIZES
-
-
-def _dim(args: tuple, kwargs: dict, place: int) -> int:
-    return args[place] if len(args) > place else kwargs.get("dim", 0)
-
-
-def _cuts(t: Tensor, index, along: int) -> bool:
-    """Whether an index takes some of what lies along a dimension by their numbers."""
-    index = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
-    if any(i is Ellipsis for i in index):
-        place = next(p for p, i in enumerate(index) if i is Ellipsis)
-        index[place : place + 1] = [slice(None)] * (t.dim() - len(index) + 1)
-    taken = index[along] if along < len(index) else slice(None)
-    return isinstance(taken, slice) and taken != slice(None)

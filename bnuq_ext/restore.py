@@ -39,8 +39,9 @@ def evaluating(modules: list[nn.Module], *, warns: bool = True):
     with _EVAL_LOCK:
         if not _EVAL_USERS and not any([is_training(module) for module in modules]):
             return nullcontext()  # in eval already, and no other body will put flags back
-    own = {cls for cls in {type(m) for m in modules if is_training(m)} if _has_own_modes(cls)}
-    if warns and (new := own.difference(_WARNED_OF)):
+    own = {cls for cls in {type(m) for m in modules} if _has_own_modes(cls)}
+    told = own & {type(m) for m in modules if is_training(m)}
+    if warns and (new := told.difference(_WARNED_OF)):
         _WARNED_OF.update(new)
         names = ", ".join(sorted(cls.__name__ for cls in new))
         warn(

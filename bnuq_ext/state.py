@@ -3,6 +3,7 @@
 import pickle
 import random
 from collections import deque
+from weakref import finalize, ref
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from .contents import CONTAINERS, is_freed, is_record
-from .structure import Structure
+from .structure import OURS, Structure
 
 OWN_BANK = "_bnuq_bank"  # attribute of a model that `attach` gave a bank: that of its layers, in copies too
 OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, OWN_BANK})
@@ -72,14 +73,33 @@ class State:
     def __init__(self, modules: list[nn.Module], within: list[nn.Module] | None = None):
         """`within`: modules whose structure counts, if they are others."""
         self.structures = [Structure(module) for module in within or modules]
-        # A first call makes them, for good.
         self.lazy = [module for module in modules if _is_lazy(module)]
-        others = [module for module in modules if module not in self.lazy]
-        self.saved = [(m, _copies(_attributes(m)), _copies(m._buffers)) for m in others]
+        self.saved: list[tuple[nn.Module, dict, dict]] = []
+        for module in modules:
+            if _is_lazy(module):
+                self._save_when_made(module)
+            else:
+                self._save(module)
         self.memories = [
             (p, p.detach()) for m in modules for p in m._parameters.values() if _lies(p)
         ]
         self.overwritten: list[dict[nn.Parameter, Tensor]] = []
+
+    def _save(self, module: nn.Module) -> None:
+        self.saved.append((module, _copies(_attributes(module)), _copies(module._buffers)))
+
+    def _save_when_made(self, module: nn.Module) -> None:
+        """Saves a lazy layer as its first call makes it, before it is run: it stays one for good."""
+        known = ref(self)
+
+        def save(layer, args):
+            handle.remove()
+            if (state := known()) is not None:
+                state._save(layer)
+
+        setattr(save, OURS, True)
+        handle = module.register_forward_pre_hook(save)  # behind torch's own, which makes the layer
+        finalize(self, handle.remove)
 
     def follow(self, overwritten: dict[nn.Parameter, Tensor]) -> None:
         """Takes copies of parameters that are made as they are written into; see `Reads`."""

@@ -44,6 +44,11 @@ def written_over(rows):
     return rows
 
 
+def twice(mask):
+    """The numbers of the rows, (2, N)."""
+    return torch.arange(len(mask)).expand(2, -1)
+
+
 LIMITED = {
     "slice": lambda mask, score: chosen(mask)[:LIMIT],
     "of torch.where": lambda mask, score: torch.where(mask)[0][:LIMIT],
@@ -54,6 +59,17 @@ LIMITED = {
     "of columns": lambda mask, score: mask.nonzero().T[0, :LIMIT],
     "of columns by split": lambda mask, score: mask.nonzero().t().split(LIMIT, 1)[0].flatten(),
     "of columns by hsplit": lambda mask, score: mask.nonzero().t().hsplit([LIMIT])[0].flatten(),
+    "of columns made in place": lambda mask, score: mask.nonzero().t_()[0, :LIMIT],
+    "of a dimension made in place": lambda mask, score: chosen(mask).unsqueeze_(0)[:, :LIMIT][0],
+    "of masked columns": lambda mask, score: twice(mask)[:, mask][:, :LIMIT][0],
+    "of the last, masked": lambda mask, score: twice(mask)[..., mask][..., :LIMIT][0],
+    "of a mask behind a new dimension": lambda mask, score: twice(mask)[0][None, mask][0, :LIMIT],
+    "of masked columns by split": lambda mask, score: twice(mask)[:, mask].split(LIMIT, 1)[0][0],
+    "of an entry of columns": lambda mask, score: [*mask.nonzero().T][0][:LIMIT],
+    "of repeated columns": lambda mask, score: twice(mask).repeat_interleave(mask.long(), dim=1)[
+        0, :LIMIT
+    ],
+    "dsplit": lambda mask, score: chosen(mask)[None, None].dsplit([LIMIT])[0].flatten(),
     "behind an ellipsis": lambda mask, score: chosen(mask)[..., :LIMIT],
     "the last": lambda mask, score: chosen(mask)[-LIMIT:],
     "every other": lambda mask, score: chosen(mask)[::2],
@@ -78,6 +94,9 @@ WHOLE = {
     "an ellipsis": lambda mask, score: mask.nonzero()[..., 0],
     "part behind an ellipsis": lambda mask, score: mask.nonzero()[..., :1].squeeze(1),
     "a column by narrow": lambda mask, score: mask.nonzero().narrow(1, 0, 1).squeeze(1),
+    "columns by unbind": lambda mask, score: mask.nonzero().unbind(1)[0],
+    "without a dimension, in place": lambda mask, score: chosen(mask)[None].squeeze_(0),
+    "part of masked columns": lambda mask, score: twice(mask)[:, mask][:1].flatten(),
     "a slice of a table": lambda mask, score: torch.arange(len(mask)).expand(2, -1)[
         :1, chosen(mask)
     ][0],

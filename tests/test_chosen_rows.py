@@ -129,3 +129,22 @@ def test_rows_that_are_picked_behind_stochastic_layers_fold():
     x = torch.randn(48, D)
     model = prepared(Masked, x)
     assert assert_right_or_refused(model, x[:N]) == "folded"
+
+
+class PutTogether(Norms):
+    """Rows go to one of two layers; its output has them in their order again."""
+
+    def forward(self, x):
+        h = self.first(x)
+        mask = h[:, 0] > 0.1
+        order = torch.cat([mask.nonzero(), (~mask).nonzero()])[:, 0].argsort()
+        return torch.cat([self.head(h[mask]), -self.head(h[~mask])])[order]
+
+
+def test_an_output_of_rows_that_are_put_together_again():
+    x = torch.randn(48, D, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = prepared(PutTogether, x)
+    expected = samples(copy.deepcopy(model), x, num_samples=8, strategy="loop")
+    torch.testing.assert_close(samples(model, x, num_samples=8), expected)
+    assert way(model) == "folded"

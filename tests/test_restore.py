@@ -150,6 +150,16 @@ def test_what_eval_keeps_does_not_outlive_a_prediction_in_training():
             model[0].weight.mul_(3)
 
 
+def test_nor_that_of_a_body_that_begins_as_another_ends():
+    layer = caching()(4, 3).train()
+    first = evaluating([layer], warns=False)
+    with first:
+        second = evaluating([layer], warns=False)
+    with second:
+        layer(ROWS)
+    assert layer.training and layer.cache == {}
+
+
 def test_numbers_drawn_from_numpy_show():
     """Its state is 624 words and a place among them."""
     with preserved_rng():

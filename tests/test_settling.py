@@ -18,8 +18,11 @@ from installing import (
     stochastic,
 )
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedParameter
 
 import bnuq_ext as bnuq
+from bnuq_ext.state import State
 
 
 @pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
@@ -262,3 +265,45 @@ def test_lazy_layers_are_what_a_first_call_makes_of_them(first):
     assert torch.equal(torch.randn(3), drawn)
     assert repr(model.head) == repr(other.head) and model.head[0].in_features == 8
     assert not model.head[0]._forward_pre_hooks
+
+
+class Counting(LazyModuleMixin, nn.Module):
+    """Adds the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.calls = UninitializedParameter(), []
+        self.register_buffer("total", torch.zeros(()))
+
+    def initialize_parameters(self, x):
+        if self.has_uninitialized_params():
+            self.weight.materialize((3, x.shape[-1]))
+            nn.init.normal_(self.weight)
+
+    def forward(self, x):
+        self.calls.append(1)
+        self.total += 1
+        return x @ self.weight.T + len(self.calls) + self.total
+
+
+@pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
+def test_a_lazy_layer_that_counts_its_calls(first):
+    found = []
+    for strategy in ("auto", "loop"):
+        model = stochastic(lambda net: None, first)
+        model.head, options = Counting(), {"likelihood": "gaussian", **KEY}
+        torch.manual_seed(0)
+        pred = bnuq.predict(model, data()[3], strategy=strategy, keep_samples=True, **options)
+        found.append((pred.samples, model.head.total, torch.randn(3)))
+    for auto, loop in zip(*found, strict=True):
+        torch.testing.assert_close(auto, loop)
+    assert found[0][1] == KEY["num_samples"]
+
+
+def test_a_lazy_layer_that_is_not_called_keeps_no_hook():
+    layer = nn.LazyLinear(3)
+    before = [*layer._forward_pre_hooks]
+    state = State([layer])
+    assert len(layer._forward_pre_hooks) == len(before) + 1
+    del state
+    assert [*layer._forward_pre_hooks] == before

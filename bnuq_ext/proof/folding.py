@@ -28,6 +28,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..chunks import OTHERS, is_out_of_memory
@@ -320,9 +321,11 @@ class Folding:
         if plan.way != "folded":
             arguments = expand(self.forward.op, arguments, num_samples)
         output, _ = self.forward.run(arguments, draw, plan.rows, plan.shared)
-        if tuple(output.shape) != (num_samples * plan.shape[0], *plan.shape[1:]):
+        with torch._C.DisableTorchFunction():  # `Reads` would take it for the model's question
+            shape = [*output.shape]
+        if shape != [num_samples * plan.shape[0], *plan.shape[1:]]:
             raise DoesNotFold(
-                f"{num_samples} replicas have outputs {list(output.shape)}, one has {list(plan.shape)}"
+                f"{num_samples} replicas have outputs {shape}, one has {list(plan.shape)}"
             )
         return output.view(num_samples, *plan.shape)
 

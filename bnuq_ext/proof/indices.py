@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..chosen import MASKS
 from ..inputs import tensors
 from ..passes import DoesNotFold, begun_pass
-from ..reads import MASKS, DispatchMode, is_integer, watched
+from ..reads import DispatchMode, is_integer, watched
 
 _aten = torch.ops.aten
 _OWN = {"aten", "prims", "bnuq"}
