@@ -144,8 +144,10 @@ class Bank:
 
     def __repr__(self) -> str:
         channels = sum(mean.shape[1] for mean in self.mean.values())
+        last = int(self.of_last_batches().sum())
+        fewer = f" ({last} of {self.dataset_size % self.batch_size})" if last else ""
         return (
-            f"Bank({len(self)} snapshots of {self.batch_size} rows out of {self.dataset_size}; "
+            f"Bank({len(self)} snapshots of {self.batch_size} rows{fewer} out of {self.dataset_size}; "
             f"{len(self.mean)} batch-norm calls, {channels} channels)"
         )
 

@@ -26,8 +26,9 @@ _OF_DIM = {
 }
 _REPEATS = {Tensor.repeat_interleave, torch.repeat_interleave}
 _ITEMS = {Tensor.__getitem__, Tensor.__setitem__}
-_WRITE = ("index_put", "index_add", "index_copy", "index_fill", "index_reduce", "masked_scatter")
-_WRITE += ("scatter", "put", "unique")
+# What takes rows out of its first argument, and it may be all of them.
+_TAKES = {Tensor.__getitem__, Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.argwhere}
+_TAKES |= {Tensor.index_select, torch.index_select, Tensor.gather, torch.gather}
 # Their results are as long as they are told to be.
 _TOLD = {
     *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
@@ -59,7 +60,7 @@ class Chosen:
 
     def follow(self, func, args: tuple, kwargs: dict, sources: list, result):
         """Notes what a function has chosen, or made of `sources`: as long as they are, unless it is
-        what that was written into. Returns the result."""
+        what that was written into, or added to. Returns the result."""
         if func in _TOLD:
             return result
         if func is Tensor.__iter__:
@@ -67,22 +68,15 @@ class Chosen:
             self._note(rows, sources, None, 0)
             return iter(rows)
         into = args[0] if args and isinstance(args[0], Tensor) else None
-        keeps = into is not None and into not in self._along and _keeps_shape(func)
-        self._note(
-            tensors(result), sources, into.shape if keeps else None, _place(func, args, kwargs)
-        )
+        of_itself = into is None or into in self._along or func in _TAKES
+        whole = None if of_itself else into.shape
+        self._note(tensors(result), sources, whole, _place(func, args, kwargs))
         return result
 
     def _note(self, made, sources, whole, place: int) -> None:
         for t in made:
             if t.shape != whole:
                 self._along[t] = _along(tuple(t.shape), sources, place) % max(t.dim(), 1)
-
-
-def _keeps_shape(func) -> bool:
-    """Whether a function writes into its first argument, or tells where its rows are in the result."""
-    name = func.__name__
-    return name.startswith(_WRITE) or (name.endswith("_") and not name.endswith("__"))
 
 
 def _along(shape: tuple[int, ...], sources, place: int) -> int:

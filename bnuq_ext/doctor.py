@@ -48,7 +48,9 @@ class DoctorReport:
         lines = [
             f"{self.covered + self.excluded + self.uncovered} batch-norm calls: {self.covered} by "
             f"{len(self.converted)} stochastic layers, {self.excluded} by excluded layers, "
-            f"{self.uncovered} not covered",
+            f"{self.uncovered} not covered"
+            + f"; modules that are not converted: {len(self.unconverted)}"
+            * bool(self.unconverted),
             *(f"  stochastic, never called: {name}" for name in idle),
             *(f"  excluded: {name}" for name in self.excluded_layers),
             *(f"  not converted: {describe({n: r})}" for n, r in self.unconverted.items()),

@@ -91,6 +91,13 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
                 "noisy and predictions were found to be worse (Teye et al. 2018); good if the model was "
                 "trained with such batches"
             )
+        last = int(bank.of_last_batches().sum())
+        if last and (rows := bank.dataset_size % bank.batch_size) <= bank.batch_size // 2:
+            yield (
+                f"small last batches: {last} of the bank's {len(bank)} snapshots have {rows} rows, the others "
+                f"{bank.batch_size}. Their statistics are noisier, and so are the replicas that use them; "
+                "drop_last=True of the loader leaves them out"
+            )
         yield from remarks_on_gone_layers(model, bank)
     far = [name for name, layer in norms.items() if _gap(layer) > _FAR]
     if far:

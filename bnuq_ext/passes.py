@@ -327,7 +327,8 @@ class ReplicaPass(Pass):
             # A part of a model may be run with the bank of the whole.
             made = self.calls.get(name, 0)
             if name in self.streams and made <= call:
-                self._refuse(name, f"{made} calls")
+                wanted = sum(split_key(k)[0] == name for k in self.draw.tables)
+                self._refuse(name, f"{made} calls instead of {wanted}")
 
     def _refuse(self, key: str, got: str) -> NoReturn:
         advice = "how often may depend on the number of rows, or on values"

@@ -214,7 +214,7 @@ def check_logits(op: str, shape: torch.Size) -> None:
         requirement = "be logits (N, K, *) for a categorical likelihood"
         refuse(op, "the output", requirement, list(shape))
     if shape[1] < 2:  # the softmax of one is 1, whatever the network says
-        requirement = "have at least 2 classes (of one logit z, output_fn can make [0, z])"
+        requirement = "have at least 2 classes (of one logit z, output_fn can make [-z, z] / 2)"
         refuse(op, "the output", requirement, list(shape))
 
 

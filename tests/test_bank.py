@@ -58,7 +58,10 @@ def test_holds_what_it_was_given():
     assert (len(bank), bank.batch_size, bank.dataset_size, bank.disjoint) == (4, 16, 57, 0.5)
     assert (bank.names, bank.unused) == (("layers.0", "layers.1"), ("head",))
     assert bank.metadata == {"data": "digits"}
-    assert repr(bank) == "Bank(4 snapshots of 16 rows out of 57; 2 batch-norm calls, 8 channels)"
+    assert (
+        repr(bank)
+        == "Bank(4 snapshots of 16 rows (1 of 9) out of 57; 2 batch-norm calls, 8 channels)"
+    )
 
 
 def test_defaults():

@@ -219,9 +219,9 @@ def trained(store, split):
 
 def test_other_settings_or_data_are_refused(finished, tmp_path):
     folder, *_ = finished
-    with pytest.raises(ValueError, match="got another scheme$"):
+    with pytest.raises(ValueError, match="got one with scheme 'geometric', not 'uniform'$"):
         bbb.run(folder, ["gaussian"], replace(TINY, scheme="uniform"), progress=False)
-    with pytest.raises(ValueError, match="got another data, scaling$"):
+    with pytest.raises(ValueError, match="got one with data .*; scaling .*, not .*$"):
         bbb.run(folder, ["gaussian"], replace(TINY, scaling="126"), progress=False)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import bnuq_ext as bnuq
 from bnuq_ext.nn import named_stochastic_layers
@@ -144,7 +145,8 @@ def test_report_reads_well():
     partial = bnuq.convert(Network(), filter_fn=lambda name, module: name != "left")
     model = nn.Sequential(partial, nn.BatchNorm2d(4)).eval()
     assert repr(bnuq.doctor(model, x)).split("\n") == [
-        "5 batch-norm calls: 2 by 2 stochastic layers, 1 by excluded layers, 2 not covered",
+        "5 batch-norm calls: 2 by 2 stochastic layers, 1 by excluded layers, 2 not covered; "
+        "modules that are not converted: 1",
         "  stochastic, never called: 0.idle",
         "  excluded: 0.left",
         "  not converted: 1 (BatchNorm2d)",
@@ -259,3 +261,15 @@ def test_running_statistics_out_of_buffers_are_told_of():
     with pytest.warns(UserWarning, match=f"predict: {text}"):
         bnuq.predict(model, x, likelihood="gaussian", num_samples=3)
     bnuq.predict(model, x, likelihood="gaussian", num_samples=3)  # once
+
+
+@pytest.mark.parametrize("rows, warns", [(62, False), (52, True), (48, False)])
+def test_small_last_batches_are_warned_of(rows, warns):
+    model = bnuq.convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))).eval()
+    data = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(data), batch_size=24, shuffle=True)
+    with pytest.warns(UserWarning, match="more than a tenth"):
+        bank = bnuq.collect(model, loader, 6, progress=False)
+    last = f"2 of the bank's 6 snapshots have {rows % 24} rows, the others 24."
+    assert any(last in text for text in bnuq.doctor(model, data).warnings) == warns
+    assert (f"24 rows (2 of {rows % 24}) out of {rows}" in repr(bank)) == (rows % 24 > 0)

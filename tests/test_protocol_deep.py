@@ -180,8 +180,8 @@ def test_picture(run):
     panels = deep.draw(found, TINY).axes
     assert [ax.get_title() for ax in panels] == ["5 layers, tanh", "5 layers, relu"]
     for ax, activation in zip(panels, TINY.activations, strict=True):
-        assert ax.get_xlabel() == "step"
-        assert panels[0].get_ylabel() == "training loss (nats), mean over 20 steps"
+        assert ax.get_xlabel() == "step (means over 20)"
+        assert panels[0].get_ylabel() == "training loss, first run (nats)"
         named = {line.get_label(): line.get_ydata() for line in ax.lines}
         assert len(named) == 5 and named["chance, log 10"][0] == math.log(10)
         for k, (norm, kind, init) in enumerate(keys):

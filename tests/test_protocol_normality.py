@@ -46,7 +46,7 @@ def test_theory_holds_in_the_first_layer_only(done):
     texts = results["remarks"]
     assert texts[0].startswith("Layer 1:") and texts[1].startswith("Layer 2:") and len(texts) == 3
     least = min(row[4] for row in rows if row[3] == 2)
-    assert f"is {least:.2g} to" in texts[1]
+    assert f"is {least:.3g} to" in texts[1]
 
 
 def test_first_unit_is_shown_as_it_is(data_root):
@@ -81,7 +81,7 @@ def test_figures_show_the_densities(data_root):
         expected = stats.norm(m, var**0.5).pdf(line.get_xdata())
         np.testing.assert_allclose(line.get_ydata(), expected, rtol=1e-6)
     ratio = unit["analytic"][1] / unit["observed"][1]
-    assert f"times$ {ratio:.2g}" in axes[2, 1].texts[0].get_text()
+    assert f"analytic / observed variance {ratio:.3g}" in axes[2, 1].texts[0].get_text()
 
 
 def invented(seed):
@@ -121,9 +121,9 @@ def test_every_number_stands_in_its_own_column(tmp_path, monkeypatch):
     for number, text in enumerate(report.remarks[:2], 1):
         low, high = (f([r[4:] for r in rows if r[3] == number], axis=0) for f in (np.min, np.max))
         assert text.startswith(
-            f"Layer {number}: the analytic variance of mu_B is {low[0]:.2g} to {high[0]:.2g}"
+            f"Layer {number}: the analytic variance of mu_B is {low[0]:.3g} to {high[0]:.3g}"
         )
-        assert f"that of sigma_B {low[1]:.2g} to {high[1]:.2g} times" in text
+        assert f"that of sigma_B {low[1]:.3g} to {high[1]:.3g} times" in text
         assert (
             f"of mu_B it is {low[2]:.0f} to {high[2]:.0f} %, of sigma_B {low[3]:.0f} to {high[3]:.0f} %"
             in text
@@ -149,7 +149,7 @@ def test_panels_of_means_and_of_deviations():
             density = stats.norm(m, var**0.5).pdf(line.get_xdata())
             np.testing.assert_allclose(line.get_ydata(), density, rtol=1e-6)
         ratio = unit["analytic"][place + 1] / unit["observed"][place + 1]
-        assert ax.texts[0].get_text() == f"KS p {p}, analytic variance $\\times$ {ratio:.2g}"
+        assert ax.texts[0].get_text() == f"KS p {p}, analytic / observed variance {ratio:.3g}"
 
 
 def test_epochs_are_counted_from_the_start(data_root, monkeypatch):

@@ -80,24 +80,32 @@ def test_tables(finished, score, paper_size, paper_T):
 def test_remarks_and_figure(finished):
     folder, results = finished
     # The tiny table has no larger batch size.
-    assert results["remarks"][0].endswith("the best larger one on 0 of 0 data sets (none).")
-    few, many = (values(folder, 16, T, "pll").mean() for T in (4, 9))
-    expected = "1 of 1 data sets (wine)" if many > few else "0 of 1 data sets (none)"
-    assert results["remarks"][3] == f"PLL: T = 9 is better than T = 4 on {expected}."
+    assert results["remarks"][0].endswith("standard errors on 0 of 0 data sets (none).")
+    gain = values(folder, 16, 9, "pll") - values(folder, 16, 4, "pll")
+    better = gain.mean() > 2 * gain.std(ddof=1) / 2  # of four runs
+    where = "1 of 1 data sets (wine)" if better else "0 of 1 data sets (none)"
+    expected = f"PLL: T = 9 is better than T = 4 by more than two standard errors on {where}."
+    assert results["remarks"][3] == expected
     assert (folder / "batch-size.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_claims_by_hand():
     sizes = {
-        "a": {8: [1.0], 32: [2.0]},
-        "d": {8: [0.0], 16: [3.0], 32: [2.0], 64: [1.0]},
-        "b": {16: [3.0], 64: [1.0]},
-        "c": {64: [1.0]},
+        "a": {8: [1.0, 1.1], 32: [2.0, 2.2]},
+        "d": {8: [0.0, 0.0], 16: [3.0, 3.0], 32: [2.0, 2.1], 64: [1.0, 1.0]},
+        "b": {16: [3.0, 3.0], 64: [1.0, 1.1]},
+        "noise": {16: [3.0, 3.0], 64: [2.0, 5.0]},
+        "one run": {16: [3.0], 64: [5.0]},
+        "c": {64: [1.0, 1.0]},
     }
-    counts = {"a": {4: [1.0], 9: [2.0]}, "b": {4: [1.0], 9: [0.0]}}
+    counts = {
+        "a": {4: [1.0, 3.0], 9: [2.0, 4.1]},
+        "b": {4: [1.0, 1.0], 9: [0.0, 0.1]},
+        "noise": {4: [1.0, 1.0], 9: [0.9, 1.4]},
+    }
     about_size, about_count = sensitivity.claims("crps", sizes, counts, TINY)
-    assert about_size.endswith("on 1 of 3 data sets (a).")
-    assert about_count.endswith("on 1 of 2 data sets (a).")
+    assert about_size.endswith("on 1 of 5 data sets (a).")
+    assert about_count.endswith("on 1 of 3 data sets (a).")
 
 
 def test_the_figure_is_logarithmic_only_where_scores_are_large():

@@ -85,13 +85,20 @@ def test_other_settings_are_refused(tmp_path):
         ({"epochs": 1}, "widths"),
         ({"epochs": 1, "widths": (2, 3), "rate": 1}, "rate"),
     ):
-        with pytest.raises(ValueError, match=f"got another {name}$"):
+        with pytest.raises(ValueError, match=f"got one with {name} [^;]*$"):
+            Store(tmp_path, other)
+    many = {"epochs": 2, "widths": [4], "rate": 1, "seed": 0}
+    for other, text in (
+        (many, "epochs 1, not 2; rate None, not 1; seed None, not 0; ..."),
+        ({**many, "protocol": "ood"}, "protocol None, not 'ood'"),
+    ):
+        with pytest.raises(ValueError, match=f"got one with {re.escape(text)}$"):
             Store(tmp_path, other)
     with pytest.raises(ValueError) as caught:
         Store(tmp_path, {"epochs": 2, "widths": (2, 3)})
     assert str(caught.value) == (
         f"store: folder must hold no run but one of the same settings ({tmp_path}; choose another, "
-        "or delete it), got another epochs"
+        "or delete it), got one with epochs 1, not 2"
     )
 
 
@@ -108,7 +115,7 @@ def test_a_run_without_a_result_stands_in_no_other_s_way(tmp_path):
 def test_of_two_runs_in_one_folder_the_slower_is_refused(tmp_path):
     slower, faster = (Store(tmp_path, {"data": name}) for name in "ab")
     faster.unit("one", dict)
-    with pytest.raises(ValueError, match="got another data$"):
+    with pytest.raises(ValueError, match="got one with data [^;]*$"):
         slower.unit("two", dict)
     assert [path.name for path in (tmp_path / "units").iterdir()] == ["one.json"]
 

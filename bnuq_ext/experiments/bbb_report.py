@@ -99,8 +99,8 @@ def text(results: dict) -> str:
         f"{results['pixels']}-{h}-{h}-10 on {train} images ({validation} to validate, {test} to test), SGD "
         f"{settings['learning_rate']:g}, batch {settings['batch_size']}, {settings['num_samples']} samples a "
         f"step, KL weights {settings['scheme']}, scaling {settings['scaling']}, seed {settings['seed']}.",
-        f"Errors: the mean of {settings['test_samples']} samples and the posterior mean. Best: the least "
-        "validation error.",
+        f"Errors: of the mean prediction of {settings['test_samples'] + 1} networks, "
+        f"{settings['test_samples']} samples and the posterior mean. Best: the least validation error.",
         "",
         f"{'prior':<16} {'epochs':>7} {'best':>5} {'validation':>11} {'test':>7} {'last test':>10} "
         f"{'s an epoch':>11}",

@@ -84,7 +84,7 @@ class Store:
                 f"hold no run but one of the same settings ({self.folder}; choose another, or "
                 "delete it)"
             )
-            refuse("store", "folder", requirement, f"another {', '.join(other)}")
+            refuse("store", "folder", requirement, _differences(found, settings, other))
         return True
 
     def unit(self, name: str, compute) -> dict:
@@ -113,6 +113,13 @@ class Store:
 
     def _path(self, name: str) -> Path:
         return self.folder / "units" / f"{name}.json"
+
+
+def _differences(found: dict, settings: dict, names: list[str]) -> str:
+    """What two runs have otherwise; of runs of two protocols nothing else matters."""
+    shown = ["protocol"] if "protocol" in names else names
+    parts = [f"{n} {found.get(n)!r}, not {settings.get(n)!r}" for n in shown[:3]]
+    return f"one with {'; '.join(parts)}{'; ...' * (len(shown) > 3)}"
 
 
 def _digest(result: dict) -> str:

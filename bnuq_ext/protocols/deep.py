@@ -198,7 +198,7 @@ def row(key: tuple[str, str, str], runs: list[dict]) -> list:
 def draw(found: dict, settings: Settings):
     """A panel for each activation."""
     figure = new_figure(4.6 * len(settings.activations), 3.8)
-    ylabel = f"training loss (nats), mean over {SMOOTHED} steps"
+    ylabel = "training loss, first run (nats)"
     panels = figure.subplots(1, len(settings.activations), sharey=True, squeeze=False)[0]
     for ax, activation in zip(panels, settings.activations, strict=True):
         curves = {
@@ -208,7 +208,10 @@ def draw(found: dict, settings: Settings):
         }
         levels = {f"chance, log {CLASSES}": math.log(CLASSES)}
         plots.error_over_epochs(curves, levels=levels, ylabel=ylabel, ax=ax)
-        ax.set(xlabel="step", title=f"{settings.num_layers} layers, {activation}")
+        ax.set(
+            xlabel=f"step (means over {SMOOTHED})",
+            title=f"{settings.num_layers} layers, {activation}",
+        )
         ax.label_outer()
     legend_outside(panels, "lower", ncols=2)
     return figure

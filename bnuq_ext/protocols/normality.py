@@ -195,7 +195,7 @@ def _panel(ax, unit: dict, statistic: str, xlabel: str) -> None:
     ratio = unit["analytic"][place + 1] / unit["observed"][place + 1]
     p = unit[f"{statistic}_p"]
     text = (
-        f"KS p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}, analytic variance $\\times$ {ratio:.2g}"
+        f"KS p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}, analytic / observed variance {ratio:.3g}"
     )
     ax.annotate(
         text, (0.5, 0.97), xycoords="axes fraction", ha="center", va="top", fontsize="small"
@@ -211,8 +211,8 @@ def remarks(rows: list[list]) -> list[str]:
             [row[k] for row in mine] for k in range(4, 10)
         )
         texts.append(
-            f"Layer {layer}: the analytic variance of mu_B is {min(mean):.2g} to {max(mean):.2g} times the observed one, "
-            f"that of sigma_B {min(std):.2g} to {max(std):.2g} times. Where all units were normal {LEVEL:.0%} would "
+            f"Layer {layer}: the analytic variance of mu_B is {min(mean):.3g} to {max(mean):.3g} times the observed one, "
+            f"that of sigma_B {min(std):.3g} to {max(std):.3g} times. Where all units were normal {LEVEL:.0%} would "
             f"be rejected; of mu_B it is {min(not_mean):.0f} to {max(not_mean):.0f} %, of sigma_B {min(not_std):.0f} to "
             f"{max(not_std):.0f} %. The median correlation of the two is {min(found):.2f} to {max(found):.2f} "
             f"(in theory {min(theory):.2f} to {max(theory):.2f})."

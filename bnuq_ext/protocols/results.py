@@ -114,7 +114,9 @@ class Estimate(str):
         while 1e-12 * abs(mean) < error < math.inf and round(error, digits) == 0:
             digits += 1
         form = ".3e" if abs(mean) >= 1e6 or error >= 1e6 else f".{digits}f"
-        text = f"{mark}{mean:{form}}" + ("" if math.isnan(error) else f" ± {error:{form}}")
+        text = f"{mean:{form}}"
+        text = text.removeprefix("-") if float(text) == 0 else text  # of what rounds to 0
+        text = mark + text + ("" if math.isnan(error) else f" ± {error:{form}}")
         cell = super().__new__(cls, text)
         cell.mean, cell.error = mean, error
         return cell

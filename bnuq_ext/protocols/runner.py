@@ -187,7 +187,7 @@ def markdown(about: dict, report: Report) -> str:
     settings = about["settings"] | {"data_root": root or without}
     parts = [
         f"# {about['title']}",
-        f"Computed in {about['seconds'] / 60:.1f} core minutes on {machine['processor']}, "
+        f"Computed in {about['seconds'] / 60:.1f} core minutes (at most: the units' times, added up) on {machine['processor']}, "
         f"torch {machine['torch']}, bnuq_ext {machine['bnuq_ext']}. Settings:",
         "\n".join(f"- {name}: {value}" for name, value in settings.items()),
         *(f"## {table.title}\n\n{table.markdown()}" for table in report.tables),

@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 
 from ..experiments.store import save_figures
-from ..metrics.significance import mean_and_error
+from ..metrics.significance import compare, mean_and_error
 from ..ops.checks import refuse
 from ..plots.canvas import COLORS, GREY, new_figure
 from . import uci
@@ -89,8 +89,8 @@ def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report
     tables, remarks = [], []
     for score in SCORES:
         of_sizes, of_counts = PAPER[score]
-        what = f"Normalised {score.upper()} [%] of MCBN"
-        title = f"{what} by batch size, T = {settings.num_samples}"
+        what = f"Normalised {score.upper()} [%] of MCBN (mean ± standard error over runs)"
+        title = f"{what} by batch size, T = {settings.num_samples}; blank where M exceeds the training rows"
         columns = settings.batch_sizes
         tables.append(table(f"batch-size-{score}", title, sizes[score], columns, of_sizes))
         title = f"{what} by T, M = {settings.sampled_batch_size}"
@@ -132,23 +132,27 @@ def table(name: str, title: str, found: dict, columns: tuple[int, ...], paper: s
 
 
 def claims(score: str, sizes: dict, counts: dict, settings: Settings) -> list[str]:
-    """Whether M of at most 16 is worse than larger ones, and whether more replicas are better."""
-    worse, compared = [], 0
+    """Whether M of at most 16 is worse than larger ones, and whether more replicas are better, by more
+    than two standard errors of the runs' differences."""
+    pairs = {}
     for name, by_size in sizes.items():
-        small = [fmean(v) for M, v in by_size.items() if M <= 16]
-        large = [fmean(v) for M, v in by_size.items() if M > 16]
-        compared += bool(small and large)
-        if small and large and max(small) < max(large):
-            worse.append(name)
+        small = [v for M, v in by_size.items() if M <= 16]
+        large = [v for M, v in by_size.items() if M > 16]
+        if small and large:
+            pairs[name] = max(large, key=fmean), max(small, key=fmean)
     first, last = min(settings.sample_counts), max(settings.sample_counts)
-    both = [name for name, found in counts.items() if {first, last} <= found.keys()]
-    better = [name for name in both if fmean(counts[name][last]) > fmean(counts[name][first])]
+    both = {n: (v[last], v[first]) for n, v in counts.items() if {first, last} <= v.keys()}
     return [
-        f"{score.upper()}: the best M of at most 16 is worse than the best larger one on {len(worse)} of "
-        f"{compared} data sets ({', '.join(worse) or 'none'}).",
-        f"{score.upper()}: T = {last} is better than T = {first} on {len(better)} of {len(both)} data sets "
-        f"({', '.join(better) or 'none'}).",
+        f"{score.upper()}: the best M of at most 16 is worse than the best larger one {_where(pairs)}",
+        f"{score.upper()}: T = {last} is better than T = {first} {_where(both)}",
     ]
+
+
+def _where(pairs: dict[str, tuple[list[float], list[float]]]) -> str:
+    """On which data sets the first of two scores is better."""
+    found = [name for name, two in pairs.items() if compare(*two, more_is_better=True) == "better"]
+    names = ", ".join(found) or "none"
+    return f"by more than two standard errors on {len(found)} of {len(pairs)} data sets ({names})."
 
 
 def draw(sizes: dict, settings: Settings):

@@ -71,7 +71,17 @@ def normalised(groups: dict) -> tuple[Table, list[str]]:
     """Tables 1, 4 and 5: percent of the way from a constant variance to the best one
     of each point."""
     rows, remarks = [], []
-    columns = ["data set", "score", "method", "ours [%]", "p", "", "paper [%]", "paper p", "agree"]
+    columns = [
+        "data set",
+        "score",
+        "method",
+        "ours [%]",
+        "p",
+        "below 0.05",
+        "paper [%]",
+        "paper p",
+        "agree",
+    ]
     for score, number in (("crps", "04_normalised_crps"), ("pll", "05_normalised_pll")):
         better = {}
         for (name, method), splits in groups.items():
@@ -84,7 +94,10 @@ def normalised(groups: dict) -> tuple[Table, list[str]]:
             rows.append([name, score.upper(), method, ours, *significance, *printed_cells])
             better.setdefault(method, []).append((name, fmean(values), p))
         remarks += [verdict(score.upper(), method, found) for method, found in better.items()]
-    title = "Normalised scores: 0 is a constant variance, 100 the best variance of each point"
+    title = (
+        "Normalised scores: 0 is a constant variance, 100 the best variance of each point (mean ± standard "
+        "error over runs; stars as the paper's: p below 0.05, 0.01, 0.001, 0.0001)"
+    )
     remarks.append(agreement("normalised scores", rows))
     return Table("normalised", title, columns, rows), remarks
 
