@@ -338,6 +338,8 @@ def test_mean_and_error():
     assert results.Estimate(12.0, 1.2345e150, mark="= ") == "= 1.200e+01 ± 1.234e+150"
     assert results.Estimate(1.5e150, math.nan) == "1.500e+150"
     assert results.Estimate(math.inf, math.nan) == "inf"
+    assert results.Estimate(-1e-5, 2e-4, mark="= ") == "= 0.0000 ± 0.0002"
+    assert results.Estimate(-6e-5, 2e-4) == "-0.0001 ± 0.0002"
     mean, error = significance.mean_and_error([3.0])
     assert mean == 3.0 and math.isnan(error) and results.Estimate(mean, error, 1) == "3.0"
 

@@ -211,7 +211,11 @@ def _paper() -> dict:
 def _paper_table() -> Table:
     rows = read_table("atanov_table1")
     cells = [[row[column] or None for column in row] for row in rows]
-    return Table("paper", "As printed: Atanov et al. 2019, Table 1", list(rows[0]), cells)
+    headings = ["network", "data", "method"]
+    for score, statistics in product(PRINTED, ("without SBN", "with SBN")):
+        heading = f"{SCORES[score][0]} {statistics}"
+        headings += [heading, f"{heading} ±"]
+    return Table("paper", "As printed: Atanov et al. 2019, Table 1", headings, cells)
 
 
 def _missing(cases: dict, settings) -> list[str]:
