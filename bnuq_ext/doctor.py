@@ -45,12 +45,12 @@ class DoctorReport:
 
     def __repr__(self) -> str:
         idle = [name for name, calls in self.converted.items() if calls == 0]
+        number = len(self.unconverted)
+        others = f"; modules that are not converted: {number}" if number else ""
         lines = [
             f"{self.covered + self.excluded + self.uncovered} batch-norm calls: {self.covered} by "
             f"{len(self.converted)} stochastic layers, {self.excluded} by excluded layers, "
-            f"{self.uncovered} not covered"
-            + f"; modules that are not converted: {len(self.unconverted)}"
-            * bool(self.unconverted),
+            f"{self.uncovered} not covered{others}",
             *(f"  stochastic, never called: {name}" for name in idle),
             *(f"  excluded: {name}" for name in self.excluded_layers),
             *(f"  not converted: {describe({n: r})}" for n, r in self.unconverted.items()),

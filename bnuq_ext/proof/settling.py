@@ -31,7 +31,7 @@ def settle(folding, first: State, generators: list) -> bool:
         before = random_states()
         changed, rebuilt = _again(folding, second, modules)
         drawn_once = drawn_since(after)
-        if drawn_once and first.completed():
+        if drawn_once and first.completed():  # the weights of lazy layers, which stay
             generators.clear()
         if rebuilt or (changed and not first.rebuilt()):
             return False
