@@ -20,7 +20,7 @@ _DIM_AT = {
     **dict.fromkeys((Tensor.chunk, Tensor.unsafe_chunk, torch.chunk, torch.unsafe_chunk), 2),
 }
 _OF_DIM = {
-    **dict.fromkeys((Tensor.__len__, Tensor.__iter__, Tensor.vsplit, torch.vsplit), 0),
+    **dict.fromkeys((Tensor.__len__, Tensor.vsplit, torch.vsplit), 0),
     **dict.fromkeys((Tensor.hsplit, torch.hsplit), 1),
     **dict.fromkeys((Tensor.dsplit, torch.dsplit), 2),
 }
@@ -58,23 +58,15 @@ class Chosen:
         dim = _dim(func, args, kwargs, subject)
         return func in _SIZES if dim is None else dim % max(subject.dim(), 1) == along
 
-    def follow(self, func, args: tuple, kwargs: dict, sources: list, result):
+    def follow(self, func, args: tuple, kwargs: dict, sources: list, result) -> None:
         """Notes what a function has chosen, or made of `sources`: as long as they are, unless it is
-        what that was written into, or added to. Returns the result."""
+        what that was written into, or added to."""
         if func in _TOLD:
-            return result
-        if func is Tensor.__iter__:
-            rows = [*result]
-            self._note(rows, sources, None, 0)
-            return iter(rows)
+            return
         into = args[0] if args and isinstance(args[0], Tensor) else None
         of_itself = into is None or into in self._along or func in _TAKES
-        whole = None if of_itself else into.shape
-        self._note(tensors(result), sources, whole, _place(func, args, kwargs))
-        return result
-
-    def _note(self, made, sources, whole, place: int) -> None:
-        for t in made:
+        whole, place = None if of_itself else into.shape, _place(func, args, kwargs)
+        for t in tensors(result):
             if t.shape != whole:
                 self._along[t] = _along(tuple(t.shape), sources, place) % max(t.dim(), 1)
 
@@ -117,6 +109,8 @@ def _place(func, args: tuple, kwargs: dict) -> int:
     if func is not Tensor.__getitem__:
         return 0
     index, place = _parts(args[1]), 0
+    if _are_apart(index):
+        return 0
     for part in index:
         if _is_mask(part):
             return place
@@ -125,6 +119,13 @@ def _place(func, args: tuple, kwargs: dict) -> int:
         elif part is None or isinstance(part, slice):
             place += 1
     return 0
+
+
+def _are_apart(index: tuple) -> bool:
+    """Whether slices part the tensors of an index: what they choose comes first then."""
+    places = [place for place, part in enumerate(index) if isinstance(part, (Tensor, list))]
+    between = index[places[0] : places[-1]] if places else ()
+    return any(part is None or part is Ellipsis or isinstance(part, slice) for part in between)
 
 
 def _parts(index) -> tuple:

@@ -315,5 +315,5 @@ class _Arrays(TorchFunctionMode):
         if func in _LISTS:
             self.reads.keep((args, kwargs), result)
         if sources or self.reads.selections > before:
-            return self.chosen.follow(func, args, kwargs, sources, result)
+            self.chosen.follow(func, args, kwargs, sources, result)
         return result

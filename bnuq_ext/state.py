@@ -3,16 +3,16 @@
 import pickle
 import random
 from collections import deque
-from weakref import finalize, ref
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from .contents import CONTAINERS, is_freed, is_record
-from .structure import OURS, Structure
+from .structure import Structure
 
 OWN_BANK = "_bnuq_bank"  # attribute of a model that `attach` gave a bank: that of its layers, in copies too
 OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, OWN_BANK})
@@ -74,32 +74,12 @@ class State:
         """`within`: modules whose structure counts, if they are others."""
         self.structures = [Structure(module) for module in within or modules]
         self.lazy = [module for module in modules if _is_lazy(module)]
-        self.saved: list[tuple[nn.Module, dict, dict]] = []
-        for module in modules:
-            if _is_lazy(module):
-                self._save_when_made(module)
-            else:
-                self._save(module)
+        others = [module for module in modules if not (_is_lazy(module) and _is_of_torch(module))]
+        self.saved = [(m, _copies(_attributes(m)), _copies(m._buffers)) for m in others]
         self.memories = [
             (p, p.detach()) for m in modules for p in m._parameters.values() if _lies(p)
         ]
         self.overwritten: list[dict[nn.Parameter, Tensor]] = []
-
-    def _save(self, module: nn.Module) -> None:
-        self.saved.append((module, _copies(_attributes(module)), _copies(module._buffers)))
-
-    def _save_when_made(self, module: nn.Module) -> None:
-        """Saves a lazy layer as its first call makes it, before it is run: it stays one for good."""
-        known = ref(self)
-
-        def save(layer, args):
-            handle.remove()
-            if (state := known()) is not None:
-                state._save(layer)
-
-        setattr(save, OURS, True)
-        handle = module.register_forward_pre_hook(save)  # behind torch's own, which makes the layer
-        finalize(self, handle.remove)
 
     def follow(self, overwritten: dict[nn.Parameter, Tensor]) -> None:
         """Takes copies of parameters that are made as they are written into; see `Reads`."""
@@ -141,10 +121,21 @@ class State:
             for copies in reversed(self.overwritten):
                 for parameter, saved in copies.items():
                     _put_back(parameter, saved)
+            self._restore_made()
+
+    def _restore_made(self) -> None:
+        """Torch's lazy layers, which a first call has made for good: as it has made them."""
+        for module in self.lazy:
+            if isinstance(module, _NormBase) and not _is_lazy(module):
+                module.reset_running_stats()
 
 
 def _is_lazy(module: nn.Module) -> bool:
     return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _attributes(module: nn.Module) -> dict:

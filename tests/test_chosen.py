@@ -53,6 +53,9 @@ COUNTED = {
     ],
     "masked columns": lambda x, mask: x.T[:, mask][:, :4],
     "masked columns by narrow": lambda x, mask: x.T[:, mask].narrow(1, 0, 4),
+    "masked apart from others": lambda x, mask: x[None, None].expand(1, 3, -1, -1)[
+        torch.tensor([0]), :, mask
+    ][:4],
     "masked last": lambda x, mask: x.T[..., mask].tensor_split(2, -1),
     "masked behind a new dimension": lambda x, mask: x[None, mask].chunk(2, 1),
     "masked behind a number": lambda x, mask: x.T[0, mask][:4],

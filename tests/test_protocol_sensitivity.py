@@ -104,7 +104,7 @@ def test_claims_by_hand():
         "noise": {4: [1.0, 1.0], 9: [0.9, 1.4]},
     }
     about_size, about_count = sensitivity.claims("crps", sizes, counts, TINY)
-    assert about_size.endswith("on 1 of 5 data sets (a).")
+    assert about_size.endswith("on 1 of 4 data sets (a).")
     assert about_count.endswith("on 1 of 3 data sets (a).")
 
 

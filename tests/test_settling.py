@@ -22,7 +22,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
 import bnuq_ext as bnuq
-from bnuq_ext.state import State
 
 
 @pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
@@ -300,10 +299,28 @@ def test_a_lazy_layer_that_counts_its_calls(first):
     assert found[0][1] == KEY["num_samples"]
 
 
-def test_a_lazy_layer_that_is_not_called_keeps_no_hook():
-    layer = nn.LazyLinear(3)
-    before = [*layer._forward_pre_hooks]
-    state = State([layer])
-    assert len(layer._forward_pre_hooks) == len(before) + 1
-    del state
-    assert [*layer._forward_pre_hooks] == before
+class Normed(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(6, 8), norm, bnuq.BayesLinear(8, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(self.norm(self.body(x)).relu())
+
+
+def test_lazy_batch_norm_in_a_training_step():
+    x, y = data()[3], torch.arange(8) % 3
+    lazy, plain = Normed(nn.LazyBatchNorm1d()), Normed(nn.BatchNorm1d(8))
+    for net in (lazy, plain):
+        net.losses = [
+            bnuq.elbo_loss(net, x, y, num_samples=3, dataset_size=9, seed=0).loss.item()
+            for _ in range(2)
+        ]
+    assert lazy.losses == plain.losses and lazy.calls == plain.calls == 6
+    for name, buffer in plain.norm.named_buffers():
+        torch.testing.assert_close(getattr(lazy.norm, name), buffer)

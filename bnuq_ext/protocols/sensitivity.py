@@ -149,10 +149,12 @@ def claims(score: str, sizes: dict, counts: dict, settings: Settings) -> list[st
 
 
 def _where(pairs: dict[str, tuple[list[float], list[float]]]) -> str:
-    """On which data sets the first of two scores is better."""
-    found = [name for name, two in pairs.items() if compare(*two, more_is_better=True) == "better"]
+    """On which data sets, of those with several runs, the first of two scores is better."""
+    signs = {name: compare(*two, more_is_better=True) for name, two in pairs.items()}
+    known = {name: sign for name, sign in signs.items() if sign is not None}
+    found = [name for name, sign in known.items() if sign == "better"]
     names = ", ".join(found) or "none"
-    return f"by more than two standard errors on {len(found)} of {len(pairs)} data sets ({names})."
+    return f"by more than two standard errors on {len(found)} of {len(known)} data sets ({names})."
 
 
 def draw(sizes: dict, settings: Settings):
