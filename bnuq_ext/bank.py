@@ -144,8 +144,8 @@ class Bank:
 
     def __repr__(self) -> str:
         channels = sum(mean.shape[1] for mean in self.mean.values())
-        last = int(self.of_last_batches().sum())
-        fewer = f" ({last} of {self.dataset_size % self.batch_size})" if last else ""
+        last, rows = self.count_last_batches()
+        fewer = f" ({last} of {rows})" if last else ""
         return (
             f"Bank({len(self)} snapshots of {self.batch_size} rows{fewer} out of {self.dataset_size}; "
             f"{len(self.mean)} batch-norm calls, {channels} channels)"
@@ -197,6 +197,10 @@ class Bank:
         sizes = [n * self.batch_size == n.max() * rest for n in self.count.values()]
         found = torch.stack(sizes).all(0)
         return found & (found.sum() <= math.ceil(len(self) / (whole + 1)))
+
+    def count_last_batches(self) -> tuple[int, int]:
+        """How many snapshots are of last batches, and the rows that these have."""
+        return int(self.of_last_batches().sum()), self.dataset_size % self.batch_size
 
     def __getstate__(self):
         return {key: value for key, value in vars(self).items() if key != "_cache"}

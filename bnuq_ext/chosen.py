@@ -95,10 +95,10 @@ def _dim(func, args: tuple, kwargs: dict, subject: Tensor) -> int | None:
 def _cuts(t: Tensor, index, along: int) -> bool:
     """Whether an index takes some of what lies along a dimension by their numbers."""
     index, dim = _parts(index), 0
-    for part in index:
+    for part, width in zip(index, _widths(t, index), strict=True):
         if dim == along and isinstance(part, slice):
             return part != slice(None)
-        dim += t.dim() - sum(map(_width, index)) if part is Ellipsis else _width(part)
+        dim += width
     return False
 
 
@@ -111,11 +111,11 @@ def _place(func, args: tuple, kwargs: dict) -> int:
     index, place = _parts(args[1]), 0
     if _are_apart(index):
         return 0
-    for part in index:
+    for part, width in zip(index, _widths(args[0], index), strict=True):
         if _is_mask(part):
             return place
         if part is Ellipsis:
-            place += args[0].dim() - sum(map(_width, index))
+            place += width
         elif part is None or isinstance(part, slice):
             place += 1
     return 0
@@ -132,8 +132,14 @@ def _parts(index) -> tuple:
     return index if isinstance(index, tuple) else (index,)
 
 
+def _widths(t: Tensor, index: tuple) -> list[int]:
+    """How many dimensions of t each part of an index takes."""
+    rest = t.dim() - sum(map(_width, index))
+    return [rest if part is Ellipsis else _width(part) for part in index]
+
+
 def _width(part) -> int:
-    """How many dimensions a part of an index takes."""
+    """`_widths` of one part by itself, and 0 for an ellipsis."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     return part.dim() if _is_mask(part) else 1

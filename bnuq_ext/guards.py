@@ -91,8 +91,8 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
                 "noisy and predictions were found to be worse (Teye et al. 2018); good if the model was "
                 "trained with such batches"
             )
-        last = int(bank.of_last_batches().sum())
-        if last and (rows := bank.dataset_size % bank.batch_size) <= bank.batch_size // 2:
+        last, rows = bank.count_last_batches()
+        if last and rows <= bank.batch_size // 2:
             yield (
                 f"small last batches: {last} of the bank's {len(bank)} snapshots have {rows} rows, the others "
                 f"{bank.batch_size}. Their statistics are noisier, and so are the replicas that use them; "

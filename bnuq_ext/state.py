@@ -12,7 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from .contents import CONTAINERS, is_freed, is_record
-from .structure import Structure
+from .structure import Structure, is_of_torch
 
 OWN_BANK = "_bnuq_bank"  # attribute of a model that `attach` gave a bank: that of its layers, in copies too
 OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, OWN_BANK})
@@ -74,7 +74,7 @@ class State:
         """`within`: modules whose structure counts, if they are others."""
         self.structures = [Structure(module) for module in within or modules]
         self.lazy = [module for module in modules if _is_lazy(module)]
-        others = [module for module in modules if not (_is_lazy(module) and _is_of_torch(module))]
+        others = [module for module in modules if not (_is_lazy(module) and is_of_torch(module))]
         self.saved = [(m, _copies(_attributes(m)), _copies(m._buffers)) for m in others]
         self.memories = [
             (p, p.detach()) for m in modules for p in m._parameters.values() if _lies(p)
@@ -132,10 +132,6 @@ class State:
 
 def _is_lazy(module: nn.Module) -> bool:
     return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
 
 
 def _attributes(module: nn.Module) -> dict:

@@ -84,10 +84,15 @@ def _marks(name: str, items: list[tuple], ours: set[int]) -> list:
     return [(key, _mark(item)) for key, item in items if key not in ours]
 
 
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether its class is one of torch.nn's own."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
 def _mark(item) -> object:
     """What tells a hook or a submodule from another; of a module of torch's that holds nothing its
     settings."""
-    if isinstance(item, nn.Module) and type(item).__module__.startswith("torch.nn."):
+    if isinstance(item, nn.Module) and is_of_torch(item):
         if not any(vars(item)[name] for name in _TABLES):
             return type(item), repr(item)
     return id(item)

@@ -71,17 +71,8 @@ def normalised(groups: dict) -> tuple[Table, list[str]]:
     """Tables 1, 4 and 5: percent of the way from a constant variance to the best one
     of each point."""
     rows, remarks = [], []
-    columns = [
-        "data set",
-        "score",
-        "method",
-        "ours [%]",
-        "p",
-        "below 0.05",
-        "paper [%]",
-        "paper p",
-        "agree",
-    ]
+    columns = ["data set", "score", "method", "ours [%]", "p", "below 0.05"]
+    columns += ["paper [%]", "paper p", "agree"]
     for score, number in (("crps", "04_normalised_crps"), ("pll", "05_normalised_pll")):
         better = {}
         for (name, method), splits in groups.items():
