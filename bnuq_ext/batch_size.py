@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ from .ops.checks import check_callable, check_flags, check_integer, refuse
 from .predict import predict
 from .prediction import check_likelihood
 from .progress import progress_bar
-from .restore import preserved_rng, unmoved_by_errors, without_gradients
-from .samplers import check_key, draw_key
+from .restore import without_gradients
+from .samplers import check_key, key_of_body
 from .state import OWN_BANK
 from .statistics_kl import (
     StatisticsGaussian,
@@ -128,13 +128,7 @@ def fit_batch_size(
     check_flags(OP, progress=progress)
     check_callable(OP, "output_fn", output_fn)
     device = device_of(model.modules())
-    with (
-        unmoved_by_errors(),
-        nullcontext(draw_key(seed, torch.device("cpu"))) as key,
-        preserved_rng(),
-        without_gradients(),
-        _bank_put_back(model, layers),
-    ):
+    with key_of_body(seed) as key, without_gradients(), _bank_put_back(model, layers):
         judge = _Judge(model, device, likelihood, noise_var, key, rows_at_a_time, output_fn)
         _check_targets("data", data)
         if validation is not None:

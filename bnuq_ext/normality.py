@@ -4,7 +4,6 @@ and as wide as the theory says?"""
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -22,8 +21,8 @@ from .nn import require_stochastic_layers
 from .ops.checks import acc_dtype, check_flags, check_floating, check_integer, refuse
 from .passes import Pass, running
 from .progress import progress_bar
-from .restore import evaluating, preserved_rng, unmoved_by_errors, without_gradients
-from .samplers import check_key, draw_key
+from .restore import evaluating, without_gradients
+from .samplers import check_key, key_of_body
 from .state import modules_of
 from .statistics_kl import (
     StatisticsGaussian,
@@ -159,11 +158,7 @@ def statistics_normality(
     check_key(OP, seed)
     check_flags(OP, progress=progress)
     device = device_of(model.modules())
-    with (
-        unmoved_by_errors(),
-        nullcontext(draw_key(seed, torch.device("cpu"))) as key,
-        preserved_rng(),
-    ):
+    with key_of_body(seed) as key:
         torch.manual_seed(key)
         bank, _ = gather(OP, model, source, num_batches, device=device, progress=progress)
         fetch, starts = fetcher(data), range(0, N, rows_at_a_time)

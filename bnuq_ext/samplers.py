@@ -8,6 +8,7 @@ normals, on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from .ops.batch_norm import fitted_statistics
 from .ops.checks import check_integer, check_key_range, check_one_of, refuse
 from .ops.modes import has_values, is_captured
 from .ops.philox import new_key
-from .restore import without_gradients
+from .restore import preserved_rng, unmoved_by_errors, without_gradients
 from .warn import warn
 
 if TYPE_CHECKING:
@@ -244,6 +245,16 @@ def check_key(op: str, seed) -> None:
 def draw_key(seed: int | None, device: torch.device) -> int:
     """The seed, or one from torch's generator of the device."""
     return int(seed) if seed is not None else new_key(device).item()
+
+
+@contextmanager
+def key_of_body(seed: int | None):
+    """`draw_key` on the CPU, for a body whose own draws are put back; an error in it takes back that of
+    the key too."""
+    with unmoved_by_errors():
+        key = draw_key(seed, torch.device("cpu"))
+        with preserved_rng():
+            yield key
 
 
 def make_sampler(
