@@ -45,6 +45,18 @@ def without_gpu():
         yield
 
 
+@pytest.fixture(scope="module")
+def run_protocol(tmp_path_factory):
+    """Runs a protocol by its module, name and settings: its folder, and what results.json holds."""
+    from bnuq_ext.protocols import runner  # as in `model`
+
+    def run(module, name, settings, data_root=None):
+        folder = tmp_path_factory.mktemp(name)
+        return folder, runner.run(module, name, folder, settings, data_root, 1, progress=False)
+
+    return run
+
+
 @pytest.fixture
 def model():
     """predicting's, for files without one of their own."""

@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.protocols import batch_size, batch_size_report, runner
+from bnuq_ext.protocols import batch_size, batch_size_report
 
 pytestmark = pytest.mark.usefixtures("without_gpu")
 
@@ -46,9 +46,8 @@ def data_root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def done(data_root, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("batch-size")
-    return folder, runner.run(batch_size, "batch-size", folder, TINY, data_root, 1, progress=False)
+def done(data_root, run_protocol):
+    return run_protocol(batch_size, "batch-size", TINY, data_root)
 
 
 def test_tables(done):

@@ -14,7 +14,7 @@ from rates import record_sgd
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.protocols import cifar, runner
+from bnuq_ext.protocols import cifar
 
 pytestmark = pytest.mark.usefixtures("without_gpu")
 
@@ -37,9 +37,8 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(root, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cifar")
-    return folder, runner.run(cifar, "cifar", folder, TINY, root, 1, progress=False)
+def run(root, run_protocol):
+    return run_protocol(cifar, "cifar", TINY, root)
 
 
 def test_report(run):

@@ -17,9 +17,8 @@ TINY = deep.Settings(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deep")
-    return folder, runner.run(deep, "deep", folder, TINY, None, 1, progress=False)
+def run(run_protocol):
+    return run_protocol(deep, "deep", TINY)
 
 
 def test_report(run):

@@ -11,7 +11,7 @@ from scipy import stats
 import bnuq_ext as bnuq
 from bnuq_ext.experiments.fitting import batch_norm_chain
 from bnuq_ext.normality import lilliefors
-from bnuq_ext.protocols import normality, runner
+from bnuq_ext.protocols import normality
 
 TINY = normality.Settings(
     datasets=("tiny",), batch_sizes=(8, 20, 40), epochs=(1, 3), widths=(12, 10), num_batches=300
@@ -29,9 +29,8 @@ def data_root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def done(data_root, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("normality")
-    return folder, runner.run(normality, "normality", folder, TINY, data_root, 1, progress=False)
+def done(data_root, run_protocol):
+    return run_protocol(normality, "normality", TINY, data_root)
 
 
 def test_theory_holds_in_the_first_layer_only(done):

@@ -15,7 +15,7 @@ from packed import idx
 from real_data import REAL, needs_real_data
 
 import bnuq_ext as bnuq
-from bnuq_ext.protocols import ood, ood_report, runner
+from bnuq_ext.protocols import ood, ood_report
 
 pytestmark = pytest.mark.usefixtures("without_gpu", "on_one_thread")
 
@@ -34,10 +34,8 @@ SETTINGS = ood.Settings(
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ood")
-    results = runner.run(ood, "ood", folder, SETTINGS, None, 1, progress=False)
-    return folder, results
+def done(run_protocol):
+    return run_protocol(ood, "ood", SETTINGS)
 
 
 def outcomes_of(folder):

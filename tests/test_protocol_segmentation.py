@@ -14,7 +14,7 @@ from sklearn.metrics import jaccard_score, roc_auc_score
 from bnuq_ext import data
 from bnuq_ext.nn import named_stochastic_layers
 from bnuq_ext.plots.canvas import CLASS_COLORS
-from bnuq_ext.protocols import runner, segmentation
+from bnuq_ext.protocols import segmentation
 
 pytestmark = pytest.mark.usefixtures("without_gpu")
 
@@ -51,10 +51,8 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(root, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("segmentation")
-    options = segmentation, "segmentation", folder, TINY, root, 1
-    return folder, runner.run(*options, progress=False)
+def run(root, run_protocol):
+    return run_protocol(segmentation, "segmentation", TINY, root)
 
 
 def test_report(run):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from estimates import shown
 
-from bnuq_ext.protocols import runner, sensitivity
+from bnuq_ext.protocols import sensitivity
 
 TINY = replace(
     sensitivity.QUICK,
@@ -25,12 +25,12 @@ TINY = replace(
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    root, folder = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("sensitivity")
+def finished(tmp_path_factory, run_protocol):
+    root = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     x = rng.normal(size=(60, 3))
     np.savez(root / "wine.npz", X=x, y=x[:, 0] + rng.normal(size=60))
-    return folder, runner.run(sensitivity, "sensitivity", folder, TINY, root, 1, False)
+    return run_protocol(sensitivity, "sensitivity", TINY, root)
 
 
 def values(folder, M, T, score):

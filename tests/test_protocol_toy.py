@@ -9,7 +9,7 @@ from estimates import shown
 from torch import nn
 
 from bnuq_ext import metrics
-from bnuq_ext.protocols import runner, toy, uci
+from bnuq_ext.protocols import toy, uci
 
 TINY = toy.Settings(
     num_train=40,
@@ -24,9 +24,8 @@ TINY = toy.Settings(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
-    return folder, runner.run(toy, "toy", folder, TINY, None, 1, progress=False)
+def run(run_protocol):
+    return run_protocol(toy, "toy", TINY)
 
 
 def test_report(run):

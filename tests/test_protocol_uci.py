@@ -47,12 +47,12 @@ def part(num_rows=60, seed=0):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    root, folder = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("uci")
+def finished(tmp_path_factory, run_protocol):
+    root = tmp_path_factory.mktemp("data")
     x, y = table()
     np.savez(root / "boston.npz", X=x, y=y)
     np.savetxt(root / "mine.csv", np.column_stack(table(50, 1)), delimiter=",")
-    return folder, runner.run(uci, "uci", folder, TINY, root, 1, False)
+    return run_protocol(uci, "uci", TINY, root)
 
 
 def runs_of(folder, name, method, score):
