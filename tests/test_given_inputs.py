@@ -16,11 +16,13 @@ import bnuq_ext as bnuq
 from bnuq_ext.inputs import map_tensors
 
 
-class CentredInPlace(nn.Module):
+class Normed(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
 
+
+class CentredInPlace(Normed):
     def forward(self, x):
         return self.norm(self.linear(x.sub_(1).mul_(2)))
 
@@ -98,13 +100,12 @@ class Attributes(dict):
     __getattr__ = dict.__getitem__
 
 
-class Batched(nn.Module):
+class Batched(Normed):
     """Takes a batch as one argument, and changes it."""
 
     def __init__(self, change):
         super().__init__()
         self.change = change
-        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
 
     def forward(self, batch):
         return self.norm(self.linear(self.change(batch)))
@@ -146,12 +147,8 @@ def test_a_batch_that_is_changed_by_the_forward(kind, change, strategy):
         torch.testing.assert_close(pred.samples, expected, rtol=1e-4, atol=1e-5)
 
 
-class Attending(nn.Module):
+class Attending(Normed):
     """Does something else where it attends to itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
 
     def forward(self, query, context):
         return self.norm(self.linear(query if query is context else query - context))
@@ -207,11 +204,7 @@ def test_containers_keep_their_class_where_it_takes_a_dict():
     assert given["x"] is x
 
 
-class Twins(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
-
+class Twins(Normed):
     def forward(self, x, other):
         h = self.norm(self.linear(x))
         return h if other is x else h - h.mean(0)
@@ -229,11 +222,7 @@ def test_one_tensor_twice_is_not_two_tensors():
     torch.testing.assert_close(actual.mean, expected.mean)
 
 
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
-
+class Pair(Normed):
     def forward(self, a, b):
         return self.norm(self.linear(a - 2 * b))
 
