@@ -3,7 +3,7 @@ together and one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import NamedTuple
 
@@ -106,20 +106,13 @@ class Trial(NamedTuple):
             reads = Reads(self.modules, probe, ROWS)
             carried = Carried(self.modules, reads.constant)
             gates, mixed = Gates(reads), Mixed(reads.constant, 2)
-            first = self._compare(probe, gates, mixed, carried)
+            rows, shared, folded = self._compare(probe, gates, mixed, carried)
             if not checks.met:  # they take half as long again
                 guarded.close()
-            return self._examine_further(probe, gates, *first)
-
-    def _examine_further(
-        self, probe, gates: Gates, rows: dict[str, int], shared: dict[str, bool], folded: Tensor
-    ) -> Proof:
-        reads = gates.reads
-        ranges = Ranges() if reads.casts else nullcontext()
-        self._compare_harder(probe, rows, folded, ranges, reads.finite)
-        self._compare_varied(varied_probes(probe))
-        self._compare_turned(probe, gates)
-        return Proof(shared, self.flags is not None and self._compare_moved(probe))
+            self._compare_harder(probe, rows, folded, reads)
+            self._compare_varied(probe)
+            self._compare_turned(probe, gates)
+            return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
         self, probe, mode, mixed: Mixed | None = None, carried: Carried | None = None
@@ -146,33 +139,33 @@ class Trial(NamedTuple):
         with mode, mixed or nullcontext():
             return self.forward.run(arguments, mixed.watched(draw) if mixed else draw, rows)
 
-    def _compare_harder(
-        self, probe, rows: dict[str, int], folded: Tensor, ranges, finite: bool
-    ) -> None:
+    def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor, reads: Reads) -> None:
         """The same with infinities, unless all must be finite, and with rows far out and nearly
         alike, none of which become indices that they would not be; and with gradients if they will
         be taken."""
-        *alone, both = self._draws()
+        draws, ranges = self._draws(), Ranges() if reads.casts else nullcontext()
         run = self._runner(self._arguments(probe), rows, ranges)
-        if isinstance(ranges, Ranges):
-            run(both)
+        if reads.casts:  # the first forward has the ranges
+            run(draws[-1])
         tolerance = tolerance_of(folded, probe, self.modules)
-        check_apart(run, both, folded, tolerance, finite)
-        one = self._runner(probe, None, ranges)
-        check_scaled(one, run, [*alone, both], folded, tolerance)
+        check_apart(run, draws[-1], folded, tolerance, reads.finite)
+        check_scaled(self._runner(probe, None, ranges), run, draws, folded, tolerance)
         self._compare_crowds(probe, rows, ranges, tolerance)
         if self.flags is not None:
-            with torch.enable_grad():
-                loop = torch.cat([self.forward.run(probe, draw)[0] for draw in alone])
-                parameters = [
-                    p for m in self.modules for p in m.parameters(False) if p.requires_grad
-                ]
-                tolerance = tolerance_of(loop, probe, self.modules)
-                check_gradients(parameters, run(both), loop, tolerance)
+            self._compare_gradients(probe, run, draws)
 
-    def _compare_varied(self, probes: Iterator) -> None:
+    def _compare_gradients(self, probe, run: Callable[[Draw], Tensor], draws: list[Draw]) -> None:
+        """`run` is of both together."""
+        *alone, both = draws
+        parameters = [p for m in self.modules for p in m.parameters(False) if p.requires_grad]
+        with torch.enable_grad():
+            loop = torch.cat([self.forward.run(probe, draw)[0] for draw in alone])
+            tolerance = tolerance_of(loop, probe, self.modules)
+            check_gradients(parameters, run(both), loop, tolerance)
+
+    def _compare_varied(self, probe) -> None:
         """The same where flags are set otherwise."""
-        for varied in probes:
+        for varied in varied_probes(probe):
             self._try(varied, nullcontext())
 
     def _compare_turned(self, probe, gates: Gates) -> None:
