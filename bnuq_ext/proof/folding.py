@@ -142,11 +142,11 @@ class Folding:
 
     def has_tried(self) -> bool:
         """Whether there has been a trial on inputs of this trailing shape."""
-        return any((way, self._place(1)) in self.known.trials for way in WAYS)
+        return any((way, self.kind) in self.known.trials for way in WAYS)
 
     def undecided(self) -> int:
         """How many trials on such inputs could not tell."""
-        return self.known.undecided.get(self._place(1), 0)
+        return self.known.undecided.get(self.kind, 0)
 
     def give_up(self, plan: Plan, reason: Exception) -> Plan:
         """The next way that passes its trial, after a failure at the actual size."""
@@ -160,7 +160,12 @@ class Folding:
     @cached_property
     def place(self) -> tuple:
         """What the plan is remembered by."""
-        return self._place(0)
+        return self._key(0)
+
+    @cached_property
+    def kind(self) -> tuple:
+        """What a trial is remembered by: the same whatever the number of rows."""
+        return self._key(1)
 
     @cached_property
     def reals(self) -> tuple:
@@ -171,7 +176,7 @@ class Folding:
     def _num_rows(self) -> int:
         return num_rows(self.forward.op, self.inputs)
 
-    def _place(self, from_dim: int) -> tuple:
+    def _key(self, from_dim: int) -> tuple:
         return (
             signature(self.inputs, from_dim, self._num_rows()),
             len({id(t) for t in tensors(self.inputs)}),  # a model may ask whether two are one
@@ -271,7 +276,7 @@ class Folding:
     def _trial(self, way: str) -> tuple[Proof | str, bool]:
         """What two replicas of three rows have shown, or why not;
         whether for all inputs of the trailing shape."""
-        place = (way, self._place(1))
+        place = (way, self.kind)
         if place in self.known.trials:
             return self.known.trials[place], True
         lasting = True
@@ -280,7 +285,7 @@ class Folding:
             found = trial.prove(self.inputs)
         except Undecided as error:
             found, lasting = str(error), False
-            self.remember(self.known.undecided, place[1], self.undecided() + 1)
+            self.remember(self.known.undecided, self.kind, self.undecided() + 1)
         except DoesNotFold as error:
             found = str(error)
         except Exception as error:
