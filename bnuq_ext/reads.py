@@ -85,7 +85,7 @@ class Reads:
         self.overwritten: dict[nn.Parameter, Tensor] = {}
 
     def __enter__(self) -> None:
-        _enter(_Arrays(self), _Scalars(self))
+        _enter(_Functions(self), _Operations(self))
 
     def __exit__(self, *error) -> None:
         _leave(*error)
@@ -168,7 +168,7 @@ class Ranges:
 
     def __enter__(self) -> None:
         self.place = 0
-        _enter(nullcontext(), _Integers(self))
+        _enter(nullcontext(), _Casts(self))
 
     def __exit__(self, *error) -> None:
         self.recorded = True
@@ -267,7 +267,7 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
-class _Scalars(DispatchMode):
+class _Operations(DispatchMode):
     def __init__(self, reads: Reads):
         super().__init__()
         self.reads = reads
@@ -285,7 +285,7 @@ class _Scalars(DispatchMode):
         return result
 
 
-class _Integers(DispatchMode):
+class _Casts(DispatchMode):
     def __init__(self, ranges: Ranges):
         super().__init__()
         self.ranges = ranges
@@ -298,7 +298,7 @@ class _Integers(DispatchMode):
         return func(*args, **kwargs)
 
 
-class _Arrays(TorchFunctionMode):
+class _Functions(TorchFunctionMode):
     def __init__(self, reads: Reads):
         super().__init__()
         self.reads, self.chosen = reads, Chosen()

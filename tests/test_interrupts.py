@@ -120,7 +120,7 @@ CORRUPTS = pytest.mark.skipif(
     "corrupts Python's heap; 2.11 and later pass",
 )
 MODES = [
-    *(reads.Reads, reads._Scalars, reads._Arrays, gates.Gates, carried.Carried),
+    *(reads.Reads, reads._Operations, reads._Functions, gates.Gates, carried.Carried),
     pytest.param(mixed.Mixed, marks=CORRUPTS),
     norm_calls.BatchNormCounter,
 ]
