@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakSet
 
@@ -16,10 +17,19 @@ from .forks import free_in_children
 from .state import State, is_training, modules_of
 from .warn import warn
 
+
+@dataclass(slots=True)
+class _Held:
+    """Of a module in eval: how many bodies it is so for, and what it had before the first, its flag,
+    and its state where it has a train() of its own."""
+
+    users: int
+    training: bool
+    state: State | None
+
+
 _EVAL_LOCK = free_in_children(threading.Lock())
-# By module: bodies inside; before the first its flag,
-# and its state where it has a train() of its own.
-_EVAL_USERS: dict[int, tuple[int, bool, State | None]] = {}
+_EVAL_USERS: dict[int, _Held] = {}
 _INTERRUPTS = 8  # that flags and generators are put back in spite of
 # Of other packages; those of transformers change kernels too, of a model that was told to use some.
 _FLAGS_ALONE = {f"transformers.modeling_utils.PreTrainedModel.{name}" for name in ("train", "eval")}
@@ -69,8 +79,9 @@ def _held_in_eval(modules: list[nn.Module], own: set[type[nn.Module]]):
         for module in modules:
             with _EVAL_LOCK:
                 entered.append(module)  # first: an interrupt may come after any line
-                users, *before = _EVAL_USERS.get(id(module)) or (0, *_before(module, own))
-                _EVAL_USERS[id(module)] = users + 1, *before
+                held = _EVAL_USERS.get(id(module)) or _first_held(module, own)
+                held.users += 1
+                _EVAL_USERS[id(module)] = held
                 module.training = False
         yield
     finally:
@@ -96,19 +107,20 @@ def _leave(module: nn.Module) -> None:
     """Puts the flag back where no other body needs it. (torch.compile's wrapper has none of its own:
     it sets the next's.)"""
     with _EVAL_LOCK:
-        users, training, state = _EVAL_USERS.get(id(module), (1, module.training, None))
-        if users > 1:
-            _EVAL_USERS[id(module)] = users - 1, training, state
+        held = _EVAL_USERS.get(id(module)) or _Held(1, module.training, None)
+        if held.users > 1:
+            held.users -= 1
         else:
-            if state is not None and not state.rebuilt():
-                state.restore()
-            module.training = training
+            if held.state is not None and not held.state.rebuilt():
+                held.state.restore()
+            module.training = held.training
             _EVAL_USERS.pop(id(module), None)
 
 
-def _before(module: nn.Module, own: set[type[nn.Module]]) -> tuple[bool, State | None]:
+def _first_held(module: nn.Module, own: set[type[nn.Module]]) -> _Held:
     kept = module.training and type(module) in own
-    return module.training, State([module], modules_of(module)) if kept else None
+    state = State([module], modules_of(module)) if kept else None
+    return _Held(0, module.training, state)
 
 
 @contextmanager
