@@ -24,6 +24,7 @@ SMOOTHED = 20  # steps
 NORMS = {"bn": "with BN", "plain": "without BN"}
 INITS = {"torch": "torch's initialisation", "kept": "variance kept"}
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
+ARGUMENTS = ("norm", "activation", "init", "run")  # of a unit
 
 
 @dataclass(frozen=True)
@@ -52,19 +53,19 @@ QUICK, FULL = Settings(learning_rates=(1e-3, 1e-4), steps=800, num_runs=2), Sett
 
 def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
     return [
-        Unit(
-            f"{name(norm, activation, init)}-{run}",
-            {"norm": norm, "activation": activation, "init": init, "run": run},
-        )
+        Unit(unit_name(kind, run), dict(zip(ARGUMENTS, (*kind, run), strict=True)))
         for run in range(settings.num_runs)
-        for activation in settings.activations
-        for init in settings.inits
-        for norm in NORMS
+        for kind in kinds(settings)
     ]
 
 
-def name(norm: str, activation: str, init: str) -> str:
-    return f"{norm}-{activation}-{init}"
+def kinds(settings: Settings) -> list[tuple[str, str, str]]:
+    """(norm, activation, init) of the networks, in the order of the table."""
+    return [(n, a, i) for a in settings.activations for i in settings.inits for n in NORMS]
+
+
+def unit_name(kind: tuple[str, str, str], run: int) -> str:
+    return f"{'-'.join(kind)}-{run}"
 
 
 def load(data_root: str | None, seed: int) -> data.Split:
@@ -172,12 +173,8 @@ def final_loss(losses: list[float]) -> float:
 def report(results: dict[str, dict], settings: Settings, folder: Path) -> Report:
     """A row for each kind of network, and the training losses of the first run."""
     found = {
-        (norm, activation, init): [
-            results[f"{name(norm, activation, init)}-{run}"] for run in range(settings.num_runs)
-        ]
-        for activation in settings.activations
-        for init in settings.inits
-        for norm in NORMS
+        kind: [results[unit_name(kind, run)] for run in range(settings.num_runs)]
+        for kind in kinds(settings)
     }
     columns = ["activation", "initialisation", "batch norm", "training loss", "test accuracy"]
     columns += ["gradient norm, second layer over last hidden layer", "learning rate"]
