@@ -87,6 +87,11 @@ class Outcomes:
                 found["entropy_unknown"].append(unknown.mean().item())
         return dict(found)
 
+    def corrupted_nll(self, method: str, statistics: str) -> list[float]:
+        """Of each repetition the mean over all corruptions."""
+        scores = [self.scores(method, statistics, images)["nll"] for images in self.images[1:]]
+        return [float(np.mean(column)) for column in zip(*scores, strict=True)]
+
     def entropies(self, method: str, statistics: str, images: str) -> Tensor:
         """(N,) of all repetitions together."""
         return torch.cat([entropy(probs[images]) for probs in self.probs[method, statistics]])
@@ -153,16 +158,11 @@ def differences_table(cases: dict) -> Table:
     names = ("error", "nll", "auroc")
     rows = []
     for case, outcomes in cases.items():
-        corrupted = [key for key in outcomes.images if key != "known"]
         for method, name in product(METHODS, list(STATISTICS)[1:]):
             drawn, running = (outcomes.scores(method, n) for n in (name, "running"))
             cells = [_difference(drawn[s], running[s], s) for s in names]
-            if corrupted:
-                parts = [
-                    [outcomes.scores(method, n, key)["nll"] for key in corrupted]
-                    for n in (name, "running")
-                ]
-                means = [[float(np.mean(column)) for column in zip(*p, strict=True)] for p in parts]
+            if len(outcomes.images) > 1:
+                means = [outcomes.corrupted_nll(method, n) for n in (name, "running")]
                 cells.append(_difference(*means, "nll"))
             rows.append([*case, method, name, *cells])
     columns = ["data", "network", "method", "statistics", *(SCORES[s][0] for s in names)]
