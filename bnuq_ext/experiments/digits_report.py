@@ -13,6 +13,7 @@ from .store import save_figures, write_json
 
 # Whether more is better.
 SCORES = {"accuracy": True, "nll": False, "ece": False}
+UNSEEN_COMPARED = {"accuracy": True, "nll": False, "auroc_entropy": True}  # MI has no plug-in
 UNSEEN = {
     "accuracy": "accuracy",
     "nll": "NLL",
@@ -50,21 +51,18 @@ def _of_noise(units: list[dict], stds: list[str]) -> dict:
     def column(std, row, score):
         return [unit[std][row][score] for unit in units]
 
+    def compared(row, baseline):
+        return {
+            k: {s: compare(column(s, row, k), column(s, baseline, k), more) for s in stds}
+            for k, more in SCORES.items()
+        }
+
     return {
         "noisy": {
             std: {row: {k: estimate(column(std, row, k)) for k in SCORES} for row in ROWS}
             for std in stds
         },
-        "compared": {
-            baseline: {
-                row: {
-                    k: {s: compare(column(s, row, k), column(s, baseline, k), more) for s in stds}
-                    for k, more in SCORES.items()
-                }
-                for row in SAMPLERS
-            }
-            for baseline in (PLUG_IN, TEMPERATURE)
-        },
+        "compared": _with_plug_ins(compared),
     }
 
 
@@ -72,19 +70,23 @@ def _of_unseen_classes(units: list[dict]) -> dict:
     def column(row, score):
         return [unit[row][score] for unit in units]
 
+    def compared(row, baseline):
+        return {
+            k: compare(column(row, k), column(baseline, k), more)
+            for k, more in UNSEEN_COMPARED.items()
+        }
+
     return {
         "unseen": {row: {k: estimate(column(row, k)) for k in UNSEEN} for row in ROWS},
-        # Mutual information has no plug-in to be compared with.
-        "unseen_compared": {
-            baseline: {
-                row: {
-                    k: compare(column(row, k), column(baseline, k), more)
-                    for k, more in {"accuracy": True, "nll": False, "auroc_entropy": True}.items()
-                }
-                for row in SAMPLERS
-            }
-            for baseline in (PLUG_IN, TEMPERATURE)
-        },
+        "unseen_compared": _with_plug_ins(compared),
+    }
+
+
+def _with_plug_ins(compared) -> dict[str, dict[str, dict]]:
+    """`compared(row, baseline)` of each sampler and both plug-ins."""
+    return {
+        baseline: {row: compared(row, baseline) for row in SAMPLERS}
+        for baseline in (PLUG_IN, TEMPERATURE)
     }
 
 
