@@ -87,29 +87,37 @@ def share_axes(
         gaps: behind each panel, in heights of a letter; a constrained layout finds its own.
         options: of the new Axes, such as sharex.
     """
-    from matplotlib.gridspec import GridSpec
-
-    figure, spec, step = ax.figure, ax.get_subplotspec(), 1
-    ratios = [1] * len(labels) if ratios is None else ratios
-    shape = {}
+    figure = ax.figure
+    ratios, step, spaces = [1] * len(labels) if ratios is None else ratios, 1, {}
     if gaps and not _is_constrained(figure):
         length = ax.bbox.size[int(rows)] / figure.dpi
-        ratios, step, shape = _with_gaps(ratios, gaps, length), 2, {"wspace": 0, "hspace": 0}
-    shape |= {"nrows": len(ratios), "ncols": 1} if rows else {"nrows": 1, "ncols": len(ratios)}
-    shape["height_ratios" if rows else "width_ratios"] = ratios
-    if spec is not None:
-        cells, add = spec.subgridspec(**shape), figure.add_subplot
-        places = [cells[i] for i in range(0, len(ratios), step)]
-        ax.set_subplotspec(places[place])
-    else:
-        sides = zip(("left", "bottom", "right", "top"), ax.get_position().extents, strict=True)
-        cells, add = GridSpec(figure=figure, **dict(sides), **shape), figure.add_axes
-        places = [cells[i].get_position(figure) for i in range(0, len(ratios), step)]
-        ax.set_position(places[place])
+        ratios, step, spaces = _with_gaps(ratios, gaps, length), 2, {"wspace": 0, "hspace": 0}
+    places = _places(ax, ratios, rows, spaces)[::step]
+    move, add = ax.set_position, figure.add_axes
+    if ax.get_subplotspec() is not None:
+        move, add = ax.set_subplotspec, figure.add_subplot
+    move(places[place])
     return [
         ax if i == place else add(places[i], label=label, **options)
         for i, label in enumerate(labels)
     ]
+
+
+def _places(ax, ratios: list[float], rows: bool, spaces: dict) -> list:
+    """Those in `ax` of panels with these heights or widths: cells where it has one itself, else
+    rectangles."""
+    from matplotlib.gridspec import GridSpec
+
+    n, spec = len(ratios), ax.get_subplotspec()
+    shape = {"nrows": n, "ncols": 1, "height_ratios": ratios}
+    if not rows:
+        shape = {"nrows": 1, "ncols": n, "width_ratios": ratios}
+    if spec is not None:
+        cells = spec.subgridspec(**shape, **spaces)
+        return [cells[i] for i in range(n)]
+    sides = zip(("left", "bottom", "right", "top"), ax.get_position().extents, strict=True)
+    cells = GridSpec(figure=ax.figure, **dict(sides), **shape, **spaces)
+    return [cells[i].get_position(ax.figure) for i in range(n)]
 
 
 def _is_constrained(figure) -> bool:
