@@ -174,15 +174,15 @@ def stacked_probabilities(probs: Values, *, shown: Iterable[int], ax: Axes | Non
     Returns:
         Axes.
     """
-    ax = take_axes(ax)
-    probs = take_probs("stacked_probabilities", "probs", probs)
+    op, ax = "stacked_probabilities", take_axes(ax)
+    probs = take_probs(op, "probs", probs)
     if probs.ndim != 2 or len(probs) == 0:
-        refuse("stacked_probabilities", "probs", "have shape (T, K) with T > 0", list(probs.shape))
+        refuse(op, "probs", "have shape (T, K) with T > 0", list(probs.shape))
     K, shown = probs.shape[1], _take_classes(shown)
     if not all(0 <= k < K for k in shown):
-        refuse("stacked_probabilities", "shown", f"lie in [0, {K})", shown)
+        refuse(op, "shown", f"lie in [0, {K})", shown)
     if len(set(shown)) < len(shown):
-        refuse("stacked_probabilities", "shown", "name each class once", shown)
+        refuse(op, "shown", "name each class once", shown)
     columns, bottom = np.arange(1, len(probs) + 1), np.zeros(len(probs))
     colors = class_colors(len(shown))
     parts = [(str(k), color, probs[:, k]) for k, color in zip(shown, colors, strict=True)]

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.typing import ColorType
 
+OP = "segmentation_maps"
 GAP = 0.05  # between two maps, in widths of one
 
 
 def _take_map(name: str, values, shape):
     values = take_array(values)
-    check_shape("segmentation_maps", name, values, shape)
+    check_shape(OP, name, values, shape)
     return values
 
 
@@ -30,7 +31,7 @@ def _take_names(count: int, class_names, colors) -> tuple:
     colors = class_colors(count) if colors is None else colors
     for name, given in (("class_names", names), ("colors", colors)):
         if len(given) != count:
-            refuse("segmentation_maps", name, f"have {count} entries, one a class", len(given))
+            refuse(OP, name, f"have {count} entries, one a class", len(given))
     return names, colors
 
 
@@ -72,20 +73,20 @@ def segmentation_maps(
         Axes, with the images side by side: "image", "truth" (where given), "prediction" and
         "uncertainty", each with its name above it and as its label.
     """
-    probs, image = take_probs("segmentation_maps", "probs", probs), take_array(image)
+    probs, image = take_probs(OP, "probs", probs), take_array(image)
     if probs.ndim != 3 or probs.size == 0:
         requirement = "have shape (K, H, W), each at least 1"
-        refuse("segmentation_maps", "probs", requirement, list(probs.shape))
+        refuse(OP, "probs", requirement, list(probs.shape))
     count, shape = len(probs), probs.shape[1:]
     names, colors = _take_names(count, class_names, colors)
     if image.shape[:2] != shape or image.shape[2:] not in ((), (1,), (3,), (4,)):
         requirement = f"have shape {list(shape)} or {[*shape, 3]}"
-        refuse("segmentation_maps", "image", requirement, list(image.shape))
+        refuse(OP, "image", requirement, list(image.shape))
     classes = {"prediction": probs.argmax(0)}
     if truth is not None:
         truth = _take_map("truth", truth, shape)
         if truth.dtype.kind not in "biu":
-            refuse("segmentation_maps", "truth", "hold integer labels", truth.dtype, TypeError)
+            refuse(OP, "truth", "hold integer labels", truth.dtype, TypeError)
         classes = {"truth": truth.astype(np.int64), **classes}
     maps = {"image": image} | {name: _colored(c, colors) for name, c in classes.items()}
     maps["uncertainty"] = _take_map("uncertainty", uncertainty, shape)

@@ -22,14 +22,16 @@ from .canvas import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+OP = "statistic_marginals"
+
 
 def _take_density(entry) -> tuple:
     try:
         family, location, scale = entry
     except (TypeError, ValueError):
         requirement = "hold (family, location, scale)"
-        refuse("statistic_marginals", "densities", requirement, repr(entry), TypeError)
-    return family, *(take_numbers("statistic_marginals", "densities", v) for v in (location, scale))
+        refuse(OP, "densities", requirement, repr(entry), TypeError)
+    return family, *(take_numbers(OP, "densities", v) for v in (location, scale))
 
 
 def _points(ends: tuple, family: str, location: float, scale: float):
@@ -44,9 +46,9 @@ def _points(ends: tuple, family: str, location: float, scale: float):
 def _density(family: str, location: float, scale: float, points):
     """The density of N(location, scale²), or of what has this as its logarithm."""
     if family not in ("normal", "lognormal"):
-        refuse("statistic_marginals", "family", "be normal or lognormal", repr(family))
+        refuse(OP, "family", "be normal or lognormal", repr(family))
     if not scale > 0:
-        refuse("statistic_marginals", "scale", "be positive", scale)
+        refuse(OP, "scale", "be positive", scale)
     if family == "lognormal":
         density = np.zeros_like(points)
         above = points > 0
@@ -80,10 +82,10 @@ def statistic_marginals(
         Axes.
     """
     ax = take_axes(ax)
-    values = take_finite("statistic_marginals", "values", values)
-    check_mapping("statistic_marginals", "densities", densities, "(family, location, scale)")
+    values = take_finite(OP, "values", values)
+    check_mapping(OP, "densities", densities, "(family, location, scale)")
     if not isinstance(num_bins, str):
-        num_bins = check_integer("statistic_marginals", "num_bins", num_bins, 1)
+        num_bins = check_integer(OP, "num_bins", num_bins, 1)
     low, high = values.min(), values.max()
     margin = 0.15 * (high - low) or 0.5
     heights, edges = np.histogram(values, num_bins, density=True)

@@ -108,15 +108,16 @@ def weight_histograms(
     Returns:
         Axes of the last entry; above it in the figure are those labelled by the other entries.
     """
-    check_entries("weight_histograms", "weights", weights)
-    check_positive("weight_histograms", "limit", limit)
-    num_bins = check_integer("weight_histograms", "num_bins", num_bins, 1)
-    colors = take_options("weight_histograms", "colors", colors, "colours")
+    op = "weight_histograms"
+    check_entries(op, "weights", weights)
+    check_positive(op, "limit", limit)
+    num_bins = check_integer(op, "num_bins", num_bins, 1)
+    colors = take_options(op, "colors", colors, "colours")
     edges = np.linspace(-limit, limit, num_bins + 1)
     ax = take_axes(ax, 5.4, 0.6 + 1.5 * len(weights))
     panels = share_axes(ax, [*weights], len(weights) - 1, rows=True, sharex=ax)
     for panel, (label, values), color in zip(panels, weights.items(), cycle(COLORS), strict=False):
-        values = take_finite("weight_histograms", label, values)
+        values = take_finite(op, label, values)
         _histogram(panel, values, edges, colors.get(label, color), label, initial)
         panel.tick_params(labelbottom=panel is ax)
     ax.set_xlabel("mean of a weight")
@@ -165,15 +166,16 @@ def signal_to_noise(
     Returns:
         Axes of the distribution function; above it in the figure are those labelled "histogram".
     """
-    snr = np.sort(take_finite("signal_to_noise", "snr", snr))
+    op = "signal_to_noise"
+    snr = np.sort(take_finite(op, "snr", snr))
     if snr[0] < 0:
-        refuse("signal_to_noise", "snr", "not be negative", snr[0])
+        refuse(op, "snr", "not be negative", snr[0])
     if not snr[-1] > 0:
-        refuse("signal_to_noise", "snr", "have a positive value", snr[-1])
-    cuts = take_numbers("signal_to_noise", "cuts", cuts).reshape(-1)
+        refuse(op, "snr", "have a positive value", snr[-1])
+    cuts = take_numbers(op, "cuts", cuts).reshape(-1)
     if not ((cuts >= 0) & (cuts <= 1)).all():
-        refuse("signal_to_noise", "cuts", "lie in [0, 1]", cuts.tolist())
-    num_bins = check_integer("signal_to_noise", "num_bins", num_bins, 1)
+        refuse(op, "cuts", "lie in [0, 1]", cuts.tolist())
+    num_bins = check_integer(op, "num_bins", num_bins, 1)
     ax = take_axes(ax, 5.4, 4.6)
     upper, _ = share_axes(ax, ["histogram", "distribution"], 1, rows=True, sharex=ax)
     low, high = _draw_histogram(upper, snr, num_bins)
