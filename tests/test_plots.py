@@ -248,48 +248,32 @@ def test_tensors_of_any_kind_are_drawn():
     np.testing.assert_array_equal(ax.figure.axes[1].images[0].get_array(), probs.detach())
 
 
-def test_rejects():
+REFUSED = [
+    (plots.entropy_cdf, [{"none": []}], {}, "none must have shape (N,) with N > 0, got [0]"),
+    (plots.against_batch_size, [[2, 4], {"a": [1.0]}], {"ylabel": ""}, "a must have one value for each of 2 batch sizes, got 1"),
+    (plots.error_over_epochs, [{"a": []}], {}, "a must have shape (N,) with N > 0, got [0]"),
+    (plots.error_over_epochs, [{"a": [2, 1]}], {"best": {"a": 3}}, "best must lie in [1, 2], got 3"),
+    (plots.weight_histograms, [{"a": [[1, 2]]}], {}, "a must have shape (N,) with N > 0, got [1, 2]"),
+    (plots.weight_histograms, [{"a": [0, np.nan]}], {}, "a must be finite, got 1 values that are not"),
+    (plots.weight_histograms, [{}], {}, "weights must have an entry, got 0"),
+    (plots.weight_histograms, [{"a": [1]}], {"initial": []}, "initial must have shape (N,) with N > 0, got [0]"),
+    (plots.weight_histograms, [{"a": [0.1]}], {"num_bins": 0}, "num_bins must be at least 1, got 0"),
+    (plots.weight_histograms, [{"a": [0.1]}], {"limit": -1}, "limit must be positive, got -1"),
+    (plots.signal_to_noise, [[]], {}, "snr must have shape (N,) with N > 0, got [0]"),
+    (plots.signal_to_noise, [[1, np.inf]], {}, "snr must be finite, got 1 values that are not"),
+    (plots.signal_to_noise, [[0, 0]], {}, "snr must have a positive value, got 0.0"),
+    (plots.signal_to_noise, [[1, 2]], {"cuts": (0.5, 75)}, "cuts must lie in [0, 1], got [0.5, 75.0]"),
+    (plots.signal_to_noise, [[1, 2]], {"num_bins": 0}, "num_bins must be at least 1, got 0"),
+    (plots.verdict, [[[0]], [0.5, 0.5], [0.5, 0.5]], {}, "replicas must have shape (T, 2) with T > 0, got [2]"),
+    (plots.verdict, [[[0]], [[0.5, 0.5]], [[0.5, 0.5]]], {}, "plug_in must have shape (K,), got [1, 2]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("draw, arguments, options, text", REFUSED, ids=[r[3] for r in REFUSED])
+def test_rejects(draw, arguments, options, text):
     with pytest.raises(ValueError) as caught:
-        plots.entropy_cdf({"none": []})
-    assert str(caught.value) == "entropy_cdf: none must have shape (N,) with N > 0, got [0]"
-    with pytest.raises(ValueError) as caught:
-        plots.against_batch_size([2, 4], {"a": [1.0]}, ylabel="")
-    assert str(caught.value) == (
-        "against_batch_size: a must have one value for each of 2 batch sizes, got 1"
-    )
-    with pytest.raises(ValueError) as caught:
-        plots.error_over_epochs({"a": []})
-    assert str(caught.value) == "error_over_epochs: a must have shape (N,) with N > 0, got [0]"
-    with pytest.raises(ValueError, match="^weight_histograms: a must have shape"):
-        plots.weight_histograms({"a": [[1.0, 2.0]]})
-    with pytest.raises(ValueError) as caught:
-        plots.weight_histograms({"a": [0.0, np.nan]})
-    assert str(caught.value) == "weight_histograms: a must be finite, got 1 values that are not"
-    with pytest.raises(ValueError) as caught:
-        plots.weight_histograms({})
-    assert str(caught.value) == "weight_histograms: weights must have an entry, got 0"
-    with pytest.raises(ValueError, match="^weight_histograms: initial must have shape"):
-        plots.weight_histograms({"a": [1.0]}, initial=[])
-    with pytest.raises(ValueError, match="^signal_to_noise: snr must have shape"):
-        plots.signal_to_noise([])
-    with pytest.raises(ValueError) as caught:
-        plots.signal_to_noise([1.0, np.inf])
-    assert str(caught.value) == ("signal_to_noise: snr must be finite, got 1 values that are not")
-    with pytest.raises(ValueError) as caught:
-        plots.signal_to_noise([0.0, 0.0])
-    assert str(caught.value) == "signal_to_noise: snr must have a positive value, got 0.0"
-    with pytest.raises(ValueError) as caught:
-        plots.signal_to_noise([1.0, 2.0], cuts=(0.5, 75))
-    assert str(caught.value) == "signal_to_noise: cuts must lie in [0, 1], got [0.5, 75.0]"
-    with pytest.raises(ValueError) as caught:
-        plots.error_over_epochs({"a": [2.0, 1.0]}, best={"a": 3})
-    assert str(caught.value) == "error_over_epochs: best must lie in [1, 2], got 3"
-    with pytest.raises(ValueError) as caught:
-        plots.verdict([[0.0]], [0.5, 0.5], [0.5, 0.5])
-    assert str(caught.value) == "verdict: replicas must have shape (T, 2) with T > 0, got [2]"
-    with pytest.raises(ValueError) as caught:
-        plots.verdict([[0.0]], [[0.5, 0.5]], [[0.5, 0.5]])
-    assert str(caught.value) == "verdict: plug_in must have shape (K,), got [1, 2]"
+        draw(*arguments, **options)
+    assert str(caught.value) == f"{draw.__name__}: {text}"
 
 
 def test_rejects_other_types():
@@ -307,12 +291,6 @@ def test_rejects_other_types():
         plots.statistic_marginals([1.0, 2.0], [1.0])
     with pytest.raises(TypeError, match="^reliability_diagram: y must hold integer labels, got"):
         plots.reliability_diagram([[0.3, 0.7]], [0.5])
-    with pytest.raises(ValueError, match="^weight_histograms: num_bins must be at least 1, got 0"):
-        plots.weight_histograms({"a": [0.1]}, num_bins=0)
-    with pytest.raises(ValueError, match="^weight_histograms: limit must be positive, got -1"):
-        plots.weight_histograms({"a": [0.1]}, limit=-1)
-    with pytest.raises(ValueError, match="^signal_to_noise: num_bins must be at least 1, got 0"):
-        plots.signal_to_noise([1.0, 2.0], num_bins=0)
     with pytest.raises(TypeError, match="^against_batch_size: curves must be a dict of label"):
         plots.against_batch_size([2], [1.0], ylabel="")
     some = Prediction.from_samples(torch.zeros(2, 3, 4), "categorical")
