@@ -4,6 +4,7 @@ chosen by the ELBO."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from numbers import Real
@@ -271,24 +272,23 @@ class _Judge:
 
     def scores(self, dataset, rows: list[int], num_samples: int) -> _Scores:
         fetch, step = fetcher(dataset), self.rows_at_a_time
-        totals = torch.zeros(6, dtype=torch.float64, device="cpu")
+        totals: Counter[str] = Counter()
         for start in range(0, len(rows), step):
             inputs, y = split_batch(OP, fetch(rows[start : start + step]))
             pred = predict(
                 self.model, move(inputs, self.device), likelihood=self.likelihood, num_samples=num_samples,
                 seed=self.key, output_fn=self.output_fn, keep_samples=True,
             )  # fmt: skip
-            totals += self._sums(pred.samples.double(), y)
-        log_likelihood, nll, count, information, variance, values = totals.tolist()
+            totals.update(self._sums(pred.samples.double(), y))
         categorical = self.likelihood == "categorical"
         return _Scores(
-            log_likelihood,
-            nll / count,
-            information / count if categorical else None,
-            variance / values,
+            log_likelihood=totals["log_likelihood"],
+            nll=totals["nll"] / totals["count"],
+            information=totals["information"] / totals["count"] if categorical else None,
+            variance=totals["variance"] / totals["values"],
         )
 
-    def _sums(self, samples: Tensor, y) -> Tensor:
+    def _sums(self, samples: Tensor, y) -> dict[str, float]:
         log_p = log_likelihood(samples, y, self.likelihood, self.noise_var)
         mixed = log_p.logsumexp(0) - math.log(len(log_p))
         information = 0.0
@@ -296,15 +296,14 @@ class _Judge:
             samples = samples.softmax(2)
             information = mutual_information(samples, reduction="none").sum()
         variance = samples.var(0, correction=0)
-        sums = (
-            log_p.mean(0).sum(),
-            -mixed.sum(),
-            mixed.numel(),
-            information,
-            variance.sum(),
-            variance.numel(),
-        )
-        return torch.tensor([float(s) for s in sums], dtype=torch.float64, device="cpu")
+        return {
+            "log_likelihood": float(log_p.mean(0).sum()),
+            "nll": float(-mixed.sum()),
+            "count": mixed.numel(),
+            "information": float(information),
+            "variance": float(variance.sum()),
+            "values": variance.numel(),
+        }
 
 
 def log_likelihood(samples: Tensor, y, likelihood: str, noise_var) -> Tensor:
