@@ -84,6 +84,12 @@ CHANGES = {
 }
 
 
+def made(model, **options):
+    model = bnuq.convert(model, **options).eval()
+    bnuq.collect(model, BATCHES, progress=False)
+    return model
+
+
 def predicted(model, strategy="auto"):
     return bnuq.predict(
         model, X, likelihood="gaussian", num_samples=5, seed=0, strategy=strategy
@@ -92,8 +98,7 @@ def predicted(model, strategy="auto"):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen(name, monkeypatch):
-    model = bnuq.convert(Net()).eval()
-    bnuq.collect(model, BATCHES, progress=False)
+    model = made(Net())
     before = predicted(model, "folded")
     CHANGES[name](model, monkeypatch)
     expected = predicted(copy.deepcopy(model), "loop")
@@ -137,8 +142,7 @@ class Partial(Counts):
 
 @pytest.mark.parametrize("cls", [Counts, Partial])
 def test_what_classes_count_is_no_change(cls):
-    model = bnuq.convert(cls()).eval()
-    bnuq.collect(model, BATCHES, progress=False)
+    model = made(cls())
     modules = list(model.modules())
     before = fingerprint(modules)
     for rows in (X, X[:3]):
@@ -150,8 +154,7 @@ def test_what_classes_count_is_no_change(cls):
 
 
 def test_what_a_class_and_its_object_share_is_looked_into(monkeypatch):
-    model = bnuq.convert(Counts(), inplace=True).eval()
-    bnuq.collect(model, BATCHES, progress=False)
+    model = made(Counts(), inplace=True)
     before = predicted(model, "folded")
     monkeypatch.setitem(Counts.settings["a"], "mixes", True)
     assert (predicted(model, "loop") - before).abs().max() > 0.01
@@ -173,8 +176,7 @@ def test_a_model_with_classes_of_its_own_is_freed():
         def forward(self, x):
             return self.head.go(self.norm(x).relu())
 
-    model = bnuq.convert(Local(), inplace=True).eval()
-    bnuq.collect(model, BATCHES, progress=False)
+    model = made(Local(), inplace=True)
     predicted(model)
     gone = weakref.ref(model)
     del model

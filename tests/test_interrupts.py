@@ -37,6 +37,12 @@ class Bare(nn.Module):
         return self.last(self.norm(x).relu())
 
 
+def made():
+    model = bnuq.convert(Bare()).eval()
+    bnuq.collect(model, BATCHES, progress=False)
+    return model
+
+
 def is_cut(code):
     return code.co_name in CUT.get(code.co_filename, ())
 
@@ -64,11 +70,6 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_interrupted_at_every_line(name):
-    def made():
-        model = bnuq.convert(Bare()).eval()
-        bnuq.collect(model, BATCHES, progress=False)
-        return model
-
     model = made()
     expected, run = model(X), RUNS[name]
     last = {}
@@ -133,8 +134,7 @@ def test_interrupted_right_behind_the_entry_of_a_mode(mode, monkeypatch):
         enter(self)
         raise KeyboardInterrupt
 
-    model = bnuq.convert(Bare()).eval()
-    bnuq.collect(model, BATCHES, progress=False)
+    model = made()
     expected = bnuq.predict(model, X, likelihood="gaussian", seed=0, strategy="loop").mean
     enter = mode.__enter__
     with torch.device("cpu"):  # a mode of the caller
@@ -151,8 +151,7 @@ def test_interrupted_right_behind_the_entry_of_a_mode(mode, monkeypatch):
 
 
 def test_an_error_in_a_backward_does_not_leave_the_thread_in_a_forward_that_is_over():
-    model = bnuq.convert(Bare()).eval()
-    bnuq.collect(model, BATCHES, progress=False)
+    model = made()
     expected = model(X)
     with bnuq.replicas(model, 2, seed=0):
         y = model(X)
@@ -167,8 +166,7 @@ def test_an_error_in_a_backward_does_not_leave_the_thread_in_a_forward_that_is_o
 
 
 def test_an_error_inside_a_body_leaves_the_body():
-    model, inner = bnuq.convert(Bare()).eval(), bnuq.convert(Bare()).eval()
-    bnuq.collect(model, BATCHES, progress=False)
+    model, inner = made(), bnuq.convert(Bare()).eval()
     with bnuq.replicas(model, 2, seed=0):
         session = current_pass()
         with pytest.raises(ValueError, match="bank"):
