@@ -105,7 +105,7 @@ COMMON = [
     ),
     ({"residual": BANK["x"].to(META)}, ValueError, "residual must be on cpu, got meta"),
     ({"residual": 0}, TypeError, "residual must be a tensor, got int"),
-    ({"seed": 5}, TypeError, "seed must be a tensor, got int"),
+    ({"seed": 0.5}, TypeError, "seed must be an integer or a tensor, got float"),
     ({"seed": SEED.int()}, TypeError, "seed must be int64, got torch.int32"),
     ({"seed": SEED.repeat(2)}, ValueError, "seed must have shape [2], got [4]"),
     ({"seed": SEED.to(META)}, ValueError, "seed must be on cpu, got meta"),

@@ -230,7 +230,7 @@ SEED = torch.tensor([1, 0])
         (
             lambda: ops.philox_normal([1, 0], 0, (2, 3)),
             TypeError,
-            "philox_normal: seed must be a tensor, got list",
+            "philox_normal: seed must be an integer or a tensor, got list",
         ),
         (
             lambda: ops.philox_normal(SEED.int(), 0, (2, 3)),

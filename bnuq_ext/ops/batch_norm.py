@@ -18,7 +18,7 @@ from .batch_norm_checks import (
 )
 from .checks import acc_dtype, check_device
 from .modes import mark_written, past_autograd, refuse_other_derivatives
-from .philox import philox_normal
+from .philox import philox_normal, seed_tensor
 
 _bnuq = torch.ops.bnuq
 _OPS = {  # with a result of their own, and with one that is given
@@ -31,7 +31,7 @@ def batch_norm_bank(
     x: Tensor,
     mean: Tensor,
     var: Tensor,
-    seed: Tensor | None = None,
+    seed: int | Tensor | None = None,
     snapshot: Tensor | None = None,
     *,
     num_samples: int | None = None,
@@ -53,8 +53,8 @@ def batch_norm_bank(
             bfloat16.
         mean: (B, C), the snapshots' means.
         var: (B, C), the snapshots' biased variances.
-        seed: (2,) int64, key and first replica: s_t is as in `snapshot_indices`.
-            Or give `snapshot`.
+        seed: (2,) int64, key and first replica, on x's device, or an integer, as `new_seed` of it:
+            s_t is as in `snapshot_indices`. Or give `snapshot`.
         snapshot: (T,) int64 in [0, B); checked on the CPU. On CUDA, and where torch traces or
             transforms the call, another value yields NaN.
         num_samples: T; at least 1. Needed with `seed`; with `snapshot` it is its length.
@@ -85,8 +85,8 @@ def batch_norm_bank(
     negative_slope = slope_of(op, activation, slope)
     acc = acc_dtype(x.dtype)
     mean, var, weight, bias = (prepare(t, acc) for t in (mean, var, weight, bias))
-    seed, snapshot = prepare(seed, torch.int64), prepare(snapshot, torch.int64)
-    args = (x, mean, var, seed, snapshot, num_samples, weight, bias, residual)
+    seed = None if seed is None else seed_tensor(seed, x.device)
+    args = (x, mean, var, seed, prepare(snapshot, torch.int64), num_samples, weight, bias, residual)
     args += (eps, negative_slope, shared)
     if out is not None:
         needs_grad = wants_grad(x, mean, var, weight, bias, residual)
@@ -125,7 +125,7 @@ def batch_norm_snapshots(
 def batch_norm_fitted(
     x: Tensor,
     params: Tensor,
-    seed: Tensor,
+    seed: int | Tensor,
     stream: int,
     num_samples: int,
     family: str,
@@ -151,7 +151,7 @@ def batch_norm_fitted(
     Args:
         params: (4, C): mean and std of the batch mean; mean and std of the spread, or of its
             logarithm.
-        seed: (2,) int64, key and first replica.
+        seed: (2,) int64, key and first replica, on x's device; or an integer, as `new_seed` of it.
         stream: number of the stochastic layer; at least 0, below 2^32.
         num_samples: T; at least 1.
         family: "normal" or "lognormal", of the spread.
@@ -169,7 +169,7 @@ def batch_norm_fitted(
     negative_slope = slope_of(op, activation, slope)
     acc = acc_dtype(x.dtype)
     params, weight, bias = (prepare(t, acc) for t in (params, weight, bias))
-    args = (x, params, seed.contiguous(), stream, FAMILIES[family], num_samples)
+    args = (x, params, seed_tensor(seed, x.device), stream, FAMILIES[family], num_samples)
     args += (weight, bias, residual, eps, negative_slope, shared)
     if out is not None:
         needs_grad = wants_grad(x, params, weight, bias, residual)

@@ -34,9 +34,9 @@ def is_finite(x: Tensor) -> bool:
     return not (is_dense(x) and x.is_floating_point()) or bool(torch.isfinite(x).all())
 
 
-def check_tensor(op: str, name: str, value) -> None:
+def check_tensor(op: str, name: str, value, kind: str = "a tensor") -> None:
     if not isinstance(value, Tensor):
-        refuse(op, name, "be a tensor", type(value).__name__, TypeError)
+        refuse(op, name, f"be {kind}", type(value).__name__, TypeError)
     if not is_dense(value):
         got = "a nested one" if value.is_nested else value.layout
         refuse(op, name, "be a dense tensor", got, TypeError)
@@ -96,7 +96,10 @@ def check_parameter(op: str, name: str, value: Tensor, shape: tuple, device) -> 
 
 
 def check_seed(op: str, seed, device: torch.device | None = None) -> None:
-    check_tensor(op, "seed", seed)
+    """Of an op's seed, which is an integer or a tensor on its device."""
+    if not isinstance(seed, Tensor) and _is_integer(seed):
+        return check_key_range(op, seed)
+    check_tensor(op, "seed", seed, "an integer or a tensor")
     if seed.dtype != torch.int64:
         refuse(op, "seed", "be int64", seed.dtype, TypeError)
     check_shape(op, "seed", seed, (2,))
@@ -128,7 +131,7 @@ def check_first_replica(op: str, value, num_samples: int) -> int:
 
 
 def check_one_of(op: str, name: str, value, choices) -> None:
-    if value not in tuple(choices):  # of a dict, to which a list is an error
+    if not isinstance(value, str) or value not in choices:  # an array would be compared by entries
         refuse(op, name, f"be one of {', '.join(choices)}", repr(value))
 
 
@@ -160,7 +163,7 @@ def check_scalar(op: str, name: str, value) -> None:
     """`check_number` that torch.compile can follow. A tensor is refused:
     its gradient would be lost."""
     # Older dynamo cannot ask one of its numbers for an attribute.
-    number = torch.compiler.is_compiling() or hasattr(value, "__float__")
+    number = torch.compiler.is_compiling() or _has(value, "__float__")
     if isinstance(value, Tensor) or not number:
         refuse(op, name, "be a number", type(value).__name__, TypeError)
 
@@ -240,7 +243,13 @@ def _is_integer(value) -> bool:
         return True
     if isinstance(value, bool | Tensor):
         return False
-    return isinstance(value, int | torch.SymInt) or hasattr(value, "__index__")
+    return isinstance(value, int | torch.SymInt) or _has(value, "__index__")
+
+
+def _has(value, conversion: str) -> bool:
+    """Whether it is a number by a method of its class; arrays and classes themselves are none."""
+    single = not isinstance(value, type) and not hasattr(value, "__len__")
+    return single and hasattr(value, conversion)
 
 
 def check_num_samples(op: str, num_samples) -> None:

@@ -19,6 +19,7 @@ from .checks import (
     refuse,
 )
 from .modes import past_autograd, refuse_other_derivatives, refuse_second_derivatives
+from .philox import seed_tensor
 
 
 def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
@@ -99,7 +100,7 @@ class _GaussianSum(torch.autograd.Function):
 def mixture_kl(
     mu: Tensor,
     rho: Tensor,
-    seed: Tensor,
+    seed: int | Tensor,
     stream: int,
     num_samples: int = 1,
     *,
@@ -117,7 +118,7 @@ def mixture_kl(
 
     Args:
         mu, rho: (O, I) or (O,) as in `gaussian_kl`.
-        seed: (2,) int64, key and first replica.
+        seed: (2,) int64, key and first replica, on mu's device; or an integer, as `new_seed` of it.
         stream: number of the stochastic layer; at least 0, below 2^32.
         num_samples: T; at least 1.
         pi: weight of the first component, in [0, 1].
@@ -144,7 +145,7 @@ def mixture_kl(
     check_fraction_value(op, "pi", pi)
     _check_std(op, "std1", std1, mu.dtype)
     _check_std(op, "std2", std2, mu.dtype)
-    noise = seed.contiguous(), stream, num_samples
+    noise = seed_tensor(seed, mu.device), stream, num_samples
     return torch.ops.bnuq.mixture_kl(mu.contiguous(), rho.contiguous(), *noise, pi, std1, std2)
 
 

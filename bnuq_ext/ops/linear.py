@@ -14,6 +14,7 @@ from .checks import (
     refuse,
 )
 from .modes import is_eager, past_autograd, refuse_other_derivatives, refuse_second_derivatives
+from .philox import seed_tensor
 
 # Overloads: a packet takes 3 us a call to find its only one.
 _op = torch.ops.bnuq.bayes_linear.default
@@ -27,7 +28,7 @@ def bayes_linear(
     bias_mu: Tensor | None = None,
     bias_rho: Tensor | None = None,
     *,
-    seed: Tensor,
+    seed: int | Tensor,
     stream: int,
     num_samples: int,
 ) -> Tensor:
@@ -44,7 +45,7 @@ def bayes_linear(
         mu, rho: (O, I), the weights' means and their spreads before the softplus; float32,
             or float64 for float64 x.
         bias_mu, bias_rho: (O,), or both None.
-        seed: (2,) int64, key and first replica.
+        seed: (2,) int64, key and first replica, on x's device; or an integer, as `new_seed` of it.
         stream: number of the stochastic layer; at least 0, below 2^32.
         num_samples: T; at least 1.
 
@@ -63,7 +64,7 @@ def bayes_linear(
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 3.
     """
     _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
-    args = (x, mu, rho, bias_mu, bias_rho, seed.contiguous(), stream, num_samples)
+    args = (x, mu, rho, bias_mu, bias_rho, seed_tensor(seed, x.device), stream, num_samples)
     if not is_eager():
         return _op(*args)
     if torch.is_grad_enabled():

@@ -45,8 +45,13 @@ def new_key(device: torch.types.Device) -> Tensor:
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
+def seed_tensor(seed: int | Tensor, device: torch.types.Device = "cpu") -> Tensor:
+    """An op's seed as the (2,) of `new_seed`, contiguous: of an integer the key, from replica 0 on."""
+    return seed.contiguous() if isinstance(seed, Tensor) else new_seed(seed, 0, device)
+
+
 def philox_normal(
-    seed: Tensor, stream: int, shape: Sequence[int], *, tag: str | None = None
+    seed: int | Tensor, stream: int, shape: Sequence[int], *, tag: str | None = None
 ) -> Tensor:
     """Standard normals, each a function of (key, stream, tag, replica, place) alone.
 
@@ -55,7 +60,8 @@ def philox_normal(
     Row t belongs to replica `seed[1] + t`.
 
     Args:
-        seed: (2,) int64, the key and the first replica; its device is the result's.
+        seed: (2,) int64, the key and the first replica; its device is the result's. Or an integer
+            in [-2^63, 2^63), as `new_seed(seed)` on the CPU.
         stream: number of the stochastic layer; at least 0, below 2^32.
         shape: (T, O, I) or (T, C).
         tag: what the noise is for: "weight", "bias", "mean", "spread", "joint" or "local". By
@@ -70,7 +76,8 @@ def philox_normal(
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
     """
     check_seed("philox_normal", seed)
-    if not hasattr(shape, "__iter__") or not all(hasattr(n, "__index__") for n in shape):
+    several = hasattr(shape, "__iter__") and not isinstance(shape, Tensor)
+    if not several or not all(hasattr(n, "__index__") for n in shape):
         refuse("philox_normal", "shape", "be a tuple of integers", repr(shape), TypeError)
     shape = tuple(shape)
     if len(shape) not in (2, 3):
@@ -80,10 +87,10 @@ def philox_normal(
     check_stream("philox_normal", stream)
     tag = tag if tag is not None else ("weight" if len(shape) == 3 else "mean")
     check_one_of("philox_normal", "tag", tag, TAGS)
-    return torch.ops.bnuq.philox_normal(seed.contiguous(), stream, TAGS[tag], shape)
+    return torch.ops.bnuq.philox_normal(seed_tensor(seed), stream, TAGS[tag], shape)
 
 
-def snapshot_indices(seed: Tensor, num_snapshots: int, num_samples: int) -> Tensor:
+def snapshot_indices(seed: int | Tensor, num_snapshots: int, num_samples: int) -> Tensor:
     """The snapshot of each replica: perm_e(t mod B), e = floor(t / B), t = `seed[1]`,
     `seed[1]` + 1, ...
 
@@ -91,7 +98,7 @@ def snapshot_indices(seed: Tensor, num_snapshots: int, num_samples: int) -> Tens
     so every B replicas use each snapshot once.
 
     Args:
-        seed: (2,) int64, the key and the first replica.
+        seed: as in `philox_normal`.
         num_snapshots: B; at least 1, below 2^31.
         num_samples: T; at least 0.
 
@@ -106,7 +113,7 @@ def snapshot_indices(seed: Tensor, num_snapshots: int, num_samples: int) -> Tens
     check_seed("snapshot_indices", seed)
     check_within("snapshot_indices", "num_snapshots", num_snapshots, 1, 2**31, "[1, 2^31)")
     check_within("snapshot_indices", "num_samples", num_samples, 0, 2**63, "[0, 2^63)")
-    return torch.ops.bnuq.snapshot_indices(seed.contiguous(), num_snapshots, num_samples)
+    return torch.ops.bnuq.snapshot_indices(seed_tensor(seed), num_snapshots, num_samples)
 
 
 @torch.library.register_fake("bnuq::philox_normal")
