@@ -231,10 +231,10 @@ class Members(Predictor):
         if any(shape != shapes[0] for shape in shapes):
             refuse(self.forward.op, "models", "have outputs of one shape", shapes)
         samples = torch.cat([p["samples"] for p in parts]) if self.request.keep else None
-        return pooled(parts, self.request.count) | {"samples": samples}
+        return pooled(parts) | {"samples": samples}
 
 
-def pooled(parts: list[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
+def pooled(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The moments of equally many replicas each, put together.
 
         mean = E_m[mean_m],   variance = E_m[variance_m] + E_m[(mean_m - mean)^2],
@@ -242,16 +242,16 @@ def pooled(parts: list[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
 
     Args:
         parts: summaries of `make_moments`.
-        count: replicas in all.
     """
     means = torch.stack([part["mean"] for part in parts])
     mean = means.mean(0)
     variance = torch.stack([part["variance"] for part in parts]).mean(0)
-    joined = {"mean": mean, "variance": variance + (means - mean).square().mean(0)}
+    variance = variance + (means - mean).square().mean(0)
+    joined = {"mean": mean, "variance": variance}
     if "entropy" not in parts[0]:
         return joined
     expected = torch.stack([p["entropy"] - p["mutual_information"] for p in parts]).mean(0)
-    return joined | entropies(mean, expected, count)
+    return joined | entropies(mean, variance, expected)
 
 
 @dataclass(frozen=True)

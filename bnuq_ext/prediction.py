@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from math import isfinite, log
+from math import isfinite
 from typing import Any
 
 import torch
@@ -45,9 +45,9 @@ class Prediction:
         noise_var: variance of the observation noise as given to `predict`; gaussian only.
         entropy: (N, *) entropy of the mean probabilities, in nats; categorical only.
         mutual_information: (N, *) between class and replica, in nats: entropy minus the mean of the
-            replicas' entropies. Not negative, and 0 where it is below the rounding of that
-            difference, eps (4 + sqrt(T) + sqrt(K) / 4) (1 + ln K), in float32 with 8 at the most
-            for sqrt(K) / 4: 4e-6 for 32 replicas and ten classes.
+            replicas' entropies, a difference that rounds by some eps (1 + ln K), held between 0 and
+            sum_k variance_k / mean_k, which it never exceeds. Exactly 0 where that sum is below
+            eps / 64 (2e-9 in float32), as it is for replicas that differ by rounding alone.
         samples: (T, N, ...) raw outputs of the replicas, where kept.
         snapshots: (T,) int64, row of the bank that each replica used; sampler "bank" only.
         targets: what the loader gave beside the inputs: one tensor, or a list of one entry a batch.
@@ -184,28 +184,27 @@ def check_noise_shape(op: str, noise_var, mean: Tensor) -> None:
         refuse(op, "noise_var", requirement, list(noise_var.shape))
 
 
-def entropies(mean: Tensor, expected_entropy: Tensor, count: int) -> dict[str, Tensor]:
+def entropies(mean: Tensor, variance: Tensor, expected_entropy: Tensor) -> dict[str, Tensor]:
     """Entropy and mutual information of `Prediction`.
 
     Args:
-        mean: (N, K, *) probabilities.
+        mean, variance: (N, K, *) of the replicas' probabilities.
         expected_entropy: (N, *) mean of the replicas' entropies, in nats.
-        count: replicas.
     """
     entropy = torch.special.entr(mean).sum(1)
-    information = _information(entropy, expected_entropy, count, mean.shape[1])
+    information = _information(mean, variance, entropy, expected_entropy)
     return {"entropy": entropy, "mutual_information": information}
 
 
-def _information(entropy: Tensor, expected_entropy: Tensor, count: int, classes: int) -> Tensor:
-    # Both terms, of at most ln K, come from T steps of a recursion and K of a sum, which round.
-    # Long sums of float32 are made in parts, or in float64.
-    summing = classes**0.5 / 4
-    if entropy.dtype == torch.float32:
-        summing = min(summing, 8)
-    steps = 4 + count**0.5 + summing
-    noise = torch.finfo(entropy.dtype).eps * steps * (1 + log(classes))
-    return torch.threshold_(entropy - expected_entropy, noise, 0.0)
+def _information(
+    mean: Tensor, variance: Tensor, entropy: Tensor, expected_entropy: Tensor
+) -> Tensor:
+    """E_t[KL(p_t || mean)] as the difference of entropies, up to its bound by the chi-squared divergence,
+    E_t[sum_k (p_tk - mean_k)^2 / mean_k]: of replicas that hardly differ that rounds far less."""
+    info = torch.finfo(mean.dtype)
+    bound = (variance / mean.clamp_min(info.tiny)).sum(1)
+    bound = torch.threshold_(bound, info.eps / 64, 0.0)
+    return torch.minimum(entropy - expected_entropy, bound).clamp_(min=0)
 
 
 def check_logits(op: str, shape: torch.Size) -> None:
@@ -255,8 +254,9 @@ class CategoricalMoments:
 
     def summary(self) -> dict[str, Tensor]:
         count = self.m2.new_full((), self.count)  # by a number torch's GPU code multiplies by 1/T
-        moments = {"mean": self.mean, "variance": self.m2 / count}
-        return moments | entropies(self.mean, self.expected_entropy, self.count)
+        mean, variance = self.mean, self.m2 / count
+        moments = {"mean": mean, "variance": variance}
+        return moments | entropies(mean, variance, self.expected_entropy)
 
 
 class GaussianMoments:
@@ -304,7 +304,7 @@ def summarise(op: str, likelihood: str, outputs: Tensor) -> dict[str, Tensor]:
         return moments.summary()
     check_logits(op, outputs.shape[1:])
     mean, variance, entropy, expected_entropy = predictive_statistics(outputs)
-    information = _information(entropy, expected_entropy, outputs.shape[0], mean.shape[1])
+    information = _information(mean, variance, entropy, expected_entropy)
     return {
         "mean": mean,
         "variance": variance,
