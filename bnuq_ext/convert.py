@@ -16,7 +16,7 @@ from .batch_norm_like import EXCLUDED, Survey, describe, survey
 from .inputs import tensors
 from .nn import STOCHASTIC_CLASSES, Stochastic, check_model, named_stochastic_layers, original_class
 from .ops.checks import check_callable, check_flags, refuse
-from .state import OWN_BANK, is_training
+from .state import OWN_BANK, all_names_of, is_training
 from .warn import warn
 
 # Its class stays, but where the model itself is a layer that is turned.
@@ -46,9 +46,11 @@ def convert(
             quantisation, fusion and tools of other packages that know batch norm by its class
             (BackPACK, Captum's LRP, Opacus' validator).
         inplace: change the given model instead of a copy; after an error it is unchanged.
-        strict: raise if something like batch norm cannot be converted; otherwise warn, once.
+        strict: raise if something like batch norm cannot be converted; otherwise warn, once, also
+            where there is no other.
         filter_fn: gets (qualified name, module) of each layer that could be converted and says
-            whether to; the others keep their class and are remembered as left out on purpose.
+            whether to, of a shared one with each of its names, any of which is enough; the others
+            keep their class and are remembered as left out on purpose.
 
     Returns:
         The converted copy, or the given model (another object only where it is itself a batch norm
@@ -56,14 +58,15 @@ def convert(
 
     Raises:
         TypeError: an argument of another type, or a model that copy.deepcopy refuses.
-        ValueError: no layer to convert, or with `strict` one that cannot be.
+        ValueError: no batch norm, none that filter_fn chooses, or with `strict` some that cannot be
+            converted.
     """
     check_model("convert", model)
     check_flags("convert", inplace=inplace, strict=strict)
     check_callable("convert", "filter_fn", filter_fn)
     found = survey(model)
     candidates = found.convertible | found.excluded
-    chosen = [n for n, m in candidates.items() if filter_fn is None or filter_fn(n, m)]
+    chosen = list(candidates) if filter_fn is None else _choose(model, candidates, filter_fn)
     _check_found(model, found, chosen, strict)
     if not inplace:
         model = copy_model("convert", model, _INPLACE)
@@ -147,6 +150,12 @@ def copy_model(op: str, model: Model, instead: str = "", memo: dict | None = Non
     return made
 
 
+def _choose(model: nn.Module, layers: dict[str, nn.Module], filter_fn) -> list[str]:
+    """Those of the layers, each with its first name, that filter_fn takes by one of their names."""
+    names = all_names_of(model)
+    return [first for first, m in layers.items() if any(filter_fn(n, m) for n in names[m])]
+
+
 def _check_found(model: nn.Module, found: Survey, chosen: list[str], strict: bool) -> None:
     left = describe(found.unsupported)
     if left and strict:
@@ -155,14 +164,13 @@ def _check_found(model: nn.Module, found: Survey, chosen: list[str], strict: boo
     if not (chosen or found.stochastic):
         if found.convertible or found.excluded:
             refuse("convert", "filter_fn", "choose a layer", "none")
-        refuse("convert", "model", "contain a batch-norm layer", f"none{_hint(model, left)}")
+        if not left:
+            refuse("convert", "model", "contain a batch-norm layer", f"none{_hint(model)}")
     if left:
         warn(f"convert: not converted: {left}")
 
 
-def _hint(model: nn.Module, left: str) -> str:
-    if left:
-        return f" that can be converted: {left}"
+def _hint(model: nn.Module) -> str:
     biased = sum(isinstance(m, _ConvNd) and m.bias is not None for m in model.modules())
     if not biased:
         return ""

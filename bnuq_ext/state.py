@@ -61,6 +61,20 @@ def names_of(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
+def all_names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """`names_of`, of shared modules with each of their names."""
+    found: dict[nn.Module, list[str]] = {}
+
+    def visit(name: str, module: nn.Module, around: tuple[nn.Module, ...]) -> None:
+        found.setdefault(module, []).append(name)
+        for key, child in module._modules.items():
+            if child is not None and not any(child is m for m in (module, *around)):
+                visit(f"{name}.{key}" if name else key, child, (module, *around))
+
+    visit("", model, ())
+    return found
+
+
 def is_training(module: nn.Module) -> bool:
     """Its flag, which what torch.jit.freeze has made has not."""
     return getattr(module, "training", False)

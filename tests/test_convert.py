@@ -262,6 +262,42 @@ def test_filter_chooses_by_name_and_module_and_the_rest_is_remembered():
     assert len(named_stochastic_layers(bnuq.convert(converted))) == 2
 
 
+class ManyNames(nn.Module):
+    """One batch norm under two names, in a part that has two names too."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.again, self.alias = self.part, self.part[1]
+        self.last = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.last(self.alias(self.again(x)))
+
+
+@pytest.mark.parametrize("chosen", ["part.1", "again.1", "alias"])
+def test_filter_is_asked_by_each_name_of_a_shared_layer(chosen):
+    asked = []
+
+    def choose(name, module):
+        asked.append(name)
+        return name == chosen
+
+    converted = bnuq.convert(ManyNames(), filter_fn=choose)
+    assert converted.part[1] is converted.again[1] is converted.alias
+    assert type(converted.alias) is bnuq.StochasticBatchNorm1d
+    assert type(converted.last) is nn.BatchNorm1d
+    names = ["part.1", "again.1", "alias"]
+    assert asked == [*names[: names.index(chosen) + 1], "last"]
+
+
+def test_filter_of_a_model_that_holds_itself():
+    model = ManyNames()
+    model.part.add_module("around", model)
+    converted = bnuq.convert(model, inplace=True, filter_fn=lambda n, m: n == "alias")
+    assert type(converted.alias) is bnuq.StochasticBatchNorm1d
+
+
 def test_filter_that_fails_leaves_the_model_unchanged():
     model = Residual()
     before = classes(model)

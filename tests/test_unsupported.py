@@ -206,13 +206,15 @@ def test_many_of_a_kind_are_counted():
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_a_model_with_nothing_else_is_an_error(kind):
+def test_a_model_with_nothing_else_is_an_error_or_stays_as_it_is(kind):
     make, text = UNSUPPORTED[kind]
+    model = make()
     with pytest.raises(ValueError, match=f"got the model .*{re.escape(text)}"):
-        bnuq.convert(make())
-    message = f"^convert: model must contain a batch-norm layer, got none that.*{re.escape(text)}"
-    with pytest.raises(ValueError, match=message):
-        bnuq.convert(make(), strict=False)
+        bnuq.convert(model)
+    message = f"^convert: not converted: the model .*{re.escape(text)}"
+    with pytest.warns(UserWarning, match=message):
+        left = bnuq.convert(model, strict=False, inplace=True)
+    assert left is model and not named_stochastic_layers(left)
 
 
 def test_scripts_and_graphs_without_batch_norm_are_left_alone():
