@@ -88,7 +88,7 @@ def find_source(op: str, data, batch_size: int | None) -> Source:
         op: who asks, for the messages.
         data: a DataLoader or an iterable of batches; with `batch_size` a map-style data set,
             or its tensors.
-        batch_size: rows of a batch that is drawn from a data set, at least 2; else None.
+        batch_size: rows of a batch that is drawn from a data set; else None.
     """
     if isinstance(data, torch_data.DataLoader):
         if batch_size is not None:
@@ -123,7 +123,7 @@ def _needs_batch_size(data) -> bool:
 
 
 def _dataset_source(op: str, dataset, batch_size: int) -> Source:
-    batch_size = check_integer(op, "batch_size", batch_size, 2)
+    batch_size = check_integer(op, "batch_size", batch_size, 1)
     if not is_dataset(dataset):
         got = type(dataset).__name__
         refuse(op, "data", "be a map-style data set when batch_size is given", got, TypeError)

@@ -82,7 +82,8 @@ def collect(
             found, two calls in a row give one bank, unless it is seeded anew in between.
         num_batches: B, batches to go through; at least 1.
         batch_size: M, rows drawn for a batch from a data set, without replacement within a batch,
-            one batch independent of the next; from 2 to the size of the data set.
+            one batch independent of the next; from 1 (where layers see several values a channel of
+            a row) to the size of the data set.
         device: where the inputs go; by default that of the model's first parameter or buffer.
         input_fn: batch -> what the model gets: a tensor, a tuple of arguments, a dict of keyword
             arguments. M is the first size of its first tensor. Where a loader's or the given

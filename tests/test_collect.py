@@ -367,3 +367,17 @@ def test_a_compiled_layer_keeps_its_name():
     model.bn1 = torch.compile(model.bn1, backend="eager")
     assert bnuq.collect(model, batches(), 5).equal(bank)
     bnuq.attach(model, bank)
+
+
+def test_batches_of_one_row_from_a_data_set():
+    """A convolution's batch norm has many values a channel in one row; a dense one has not."""
+    torch.manual_seed(0)
+    net = bnuq.convert(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()).eval())
+    rows = images(20)
+    with torch.no_grad():
+        every = [statistics_by_hand(net[0](row[None])) for row in rows]
+    bank = bnuq.collect(net, torch.utils.data.TensorDataset(rows), 12, batch_size=1, progress=False)
+    assert (len(bank), bank.batch_size, bank.dataset_size) == (12, 1, 20)
+    for mean, var in zip(bank.mean["1"], bank.var["1"], strict=True):
+        off = [max((mean - m).abs().max(), (var - v).abs().max()) for m, v in every]
+        assert min(off) < 1e-5

@@ -276,7 +276,12 @@ REFUSED = [
         ValueError,
         "data must have as many rows in each tensor, got [[120, ",
     ),
-    (dict(data=ROWS, batch_size=1), ValueError, "batch_size must be at least 2, got 1"),
+    (dict(data=ROWS, batch_size=0), ValueError, "batch_size must be at least 1, got 0"),
+    (
+        dict(data=ROWS, batch_size=1),
+        ValueError,
+        "data must hold a batch with two finite values a channel, got 5, of which 5 too small",
+    ),
     (dict(data=ROWS, batch_size="8"), TypeError, "batch_size must be an integer, got '8'"),
     (
         dict(data=ROWS, batch_size=121),
