@@ -18,10 +18,10 @@ from .bank import Bank
 from .batch_size_fit import BatchSizeFit
 from .batches import as_dataset, fetcher, find_source, is_dataset
 from .collect import gather
-from .inputs import Data, Inputs, device_of, move, split_batch
+from .inputs import Data, Inputs, as_rows_of, device_of, move, split_batch
 from .interrupts import leaving_nothing_behind
 from .metrics import mutual_information
-from .metrics.arguments import as_rows_of, check_fittable, label_log_probs, take_labels
+from .metrics.arguments import check_fittable, label_log_probs, take_labels
 from .nn import require_stochastic_layers
 from .ops.checks import check_callable, check_flags, check_integer, refuse
 from .predict import predict

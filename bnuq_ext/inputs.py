@@ -233,3 +233,9 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
             if tensor is not None:
                 return tensor.device
     return torch.device("cpu")
+
+
+def as_rows_of(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(N, 1) as (N,), or (N,) as (N, 1), where that gives the shape; else as they are."""
+    longer, shorter = (values.shape, shape) if values.dim() > len(shape) else (shape, values.shape)
+    return values.reshape(shape) if longer == (*shorter, 1) else values

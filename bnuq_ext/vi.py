@@ -15,7 +15,7 @@ from .bayes import DTYPES, BayesLinear, check_whole, require_bayes_layers
 from .calls import streams_of
 from .chain import Run, is_chain, run_chain
 from .forward import Forward
-from .inputs import Inputs, check_one_input, device_of, num_rows
+from .inputs import Inputs, as_rows_of, check_one_input, device_of, num_rows
 from .interrupts import leaving_nothing_behind
 from .known import know, nothing_known
 from .ops import new_seed
@@ -207,7 +207,7 @@ def elbo_loss(
         model: holds `BayesLinear` layers; in train() or eval() as you set it.
         x: a tensor, a tuple of arguments or a dict of keyword arguments.
         y: (N, *) integer labels for "categorical", with logits (N, K, *), K at least 2; -100 for
-            what adds nothing to nll; of the outputs' shape for "gaussian".
+            what adds nothing to nll; of the outputs' shape for "gaussian", (N,) for (N, 1) too.
         num_samples: T; at least 1.
         likelihood: "categorical", or "gaussian" with means as outputs.
         batch_weight: of the divergence, see `kl_weight`; a number or a tensor of one element, not
@@ -306,7 +306,9 @@ def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_st
     rows, categorical = outputs.shape[0] // num_samples, likelihood == "categorical"
     if categorical:
         check_logits("elbo_loss", (rows, *outputs.shape[1:]))
-    check_shape("elbo_loss", "y", y, (rows, *outputs.shape[2 if categorical else 1 :]))
+    expected = rows, *outputs.shape[2 if categorical else 1 :]
+    y = y if categorical else as_rows_of(y, expected)
+    check_shape("elbo_loss", "y", y, expected)
     if categorical:
         labels = y.long()
         if num_samples > 1:

@@ -86,6 +86,22 @@ def test_gaussian_matches_plain_torch():
     torch.testing.assert_close(out.nll, density.sum() / 2)
 
 
+@pytest.mark.parametrize("to", [(8,), (8, 1)], ids=str)
+def test_gaussian_targets_of_one_output(to):
+    """(N,) and (N, 1) are the same, in the outputs too; no other shape is made to fit."""
+    model, (x, _) = network(last=1), data()
+    options = dict(likelihood="gaussian", batch_weight=1.0, seed=3, num_samples=2)
+    fn = lambda z: z.view(-1, *to[1:])  # noqa: E731
+    y = torch.randn(8, dtype=torch.float64)
+    losses = [bnuq.elbo_loss(model, x, t, output_fn=fn, **options).nll for t in (y, y[:, None])]
+    expected = -torch.distributions.Normal(by_hand(model, x, 3, 2)[..., 0], 1.0).log_prob(y)
+    for nll in losses:
+        torch.testing.assert_close(nll, expected.sum() / 16)
+    for wrong in (y[None], y[:4], y.expand(8, 8)):
+        with pytest.raises(ValueError, match="^elbo_loss: y must have shape"):
+            bnuq.elbo_loss(model, x, wrong, output_fn=fn, **options)
+
+
 def test_mixture_is_taken_at_the_weights_of_the_forward():
     prior = bnuq.ScaleMixturePrior(0.25, 1.0, 0.1)
     model, (x, y) = network(prior), data()

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..inputs import as_rows_of
 from ..ops.checks import check_floating, check_number, check_one_of, check_shape, refuse
 
 # How far beyond 0 and 1 a probability may lie: more than the rounding of any dtype.
@@ -112,12 +113,6 @@ def take_targets(op: str, y: Tensor, mean: Tensor) -> Tensor:
     y = as_rows_of(y, mean.shape)
     check_shape(op, "y", y, mean.shape)
     return y.to(mean.device, torch.float64)
-
-
-def as_rows_of(values: Tensor, shape: torch.Size) -> Tensor:
-    """(N, 1) as (N,), or (N,) as (N, 1), where that gives the shape; else as they are."""
-    longer, shorter = (values.shape, shape) if values.dim() > len(shape) else (shape, values.shape)
-    return values.reshape(shape) if longer == (*shorter, 1) else values
 
 
 def take_scale(op: str, name: str, value: float | Tensor, target: Tensor) -> Tensor:
