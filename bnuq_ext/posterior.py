@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .adapters import qualified_name
@@ -19,6 +20,7 @@ from .ops.checks import check_callable, check_fraction, check_one_of, refuse
 from .priors import GaussianPrior, Prior, check_prior
 from .restore import without_gradients
 from .state import OF_EVERY_MODULE
+from .warn import warn
 
 RANKINGS = ("snr", "magnitude")
 # timm's differs from torch's in TorchScript only.
@@ -50,7 +52,8 @@ def to_bayesian(
         prior: see `BayesLinear`.
 
     Returns:
-        the copy; a `BayesLinear` where the model is itself a linear layer.
+        the copy, with a warning where it has subclasses of `torch.nn.Linear` that filter_fn accepts too,
+        which stay as they are; a `BayesLinear` where the model is itself a linear layer.
 
     Raises:
         ValueError, TypeError: copy.deepcopy refuses the model, it is wrapped in
@@ -73,12 +76,18 @@ def to_bayesian(
         if (qualified_name(type(layer)) in _LINEAR or type(layer) is nn.LazyLinear)
         and (filter_fn is None or filter_fn(name, layer))
     }
+    others = _subclasses(model)
     if not chosen:
-        got = f"none{_subclasses(model)}"
+        got = f"none but subclasses of it: {_described(others)}" if others else "none"
         refuse(op, "model", "contain a torch.nn.Linear that filter_fn accepts", got)
     for layer, name in chosen.items():
         _check_linear(op, f"layer {name!r}", layer)
         check_initial(op, "rho_init", rho_init, layer.weight.dtype)
+    # Attention reads the weight of its projection.
+    left = {n: m for n, m in others.items() if type(m) is not NonDynamicallyQuantizableLinear}
+    left = {n: m for n, m in left.items() if filter_fn is None or filter_fn(n, m)}
+    if left:
+        warn(f"{op}: not turned, subclasses of torch.nn.Linear: {_described(left)}")
     memo: dict = {}
     model = copy_model(op, model, memo=memo)
     for layer in chosen:
@@ -88,13 +97,17 @@ def to_bayesian(
     return model
 
 
-def _subclasses(model: nn.Module) -> str:
-    others = {
-        name: qualified_name(type(module))
+def _subclasses(model: nn.Module) -> dict[str, nn.Linear]:
+    """Linear layers that no `BayesLinear` can stand for."""
+    return {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and qualified_name(type(module)) not in _LINEAR
     }
-    return f" but subclasses of it: {describe(others)}" if others else ""
+
+
+def _described(layers: dict[str, nn.Linear]) -> str:
+    return describe({name: qualified_name(type(layer)) for name, layer in layers.items()})
 
 
 def _check_linear(op: str, place: str, layer: nn.Linear) -> None:

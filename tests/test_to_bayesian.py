@@ -64,7 +64,8 @@ def test_draws_nothing_and_initialises_like_a_new_layer():
 def test_frozen_weights_stay_frozen_and_parametrised_ones_linear():
     model = nn.Sequential(nn.Linear(5, 4), parametrizations.weight_norm(nn.Linear(4, 3))).eval()
     model[0].weight.requires_grad_(False)
-    made = bnuq.to_bayesian(model)
+    with pytest.warns(UserWarning, match=r"not turned.*: 1 \(torch.*ParametrizedLinear\)$"):
+        made = bnuq.to_bayesian(model)
     assert not made[0].weight_mu.requires_grad and made[0].weight_rho.requires_grad
     assert type(made[1]) is not bnuq.BayesLinear
     torch.testing.assert_close(made(x()), model(x()))
@@ -74,10 +75,14 @@ class Cast(nn.Linear):
     """A linear layer in all but class, as timm has one."""
 
 
-def test_a_subclass_of_linear_is_named_where_it_is_all_there_is():
+def test_a_subclass_of_linear_is_named():
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), Cast(4, 3))
-    made = bnuq.to_bayesian(model)
+    with pytest.warns(UserWarning) as caught:
+        made = bnuq.to_bayesian(model)
+    text = f"to_bayesian: not turned, subclasses of torch.nn.Linear: 2 ({__name__}.Cast)"
+    assert [str(w.message) for w in caught] == [text]
     assert [type(m) for m in made] == [bnuq.BayesLinear, nn.ReLU, Cast]
+    bnuq.to_bayesian(model, lambda name, layer: type(layer) is nn.Linear)  # left out on purpose
     message = rf"accepts, got none but subclasses of it: 2 \({__name__}.Cast\)$"
     with pytest.raises(ValueError, match=message):
         bnuq.to_bayesian(model, lambda name, layer: False)
