@@ -25,20 +25,21 @@ _ALLOCATIONS = (
     "aoti_torch_cpu_",
     "torch_parallel_for",
 )
-# The last two of cuDNN and of cuBLAS.
+# The last three of cuDNN and of cuBLAS.
 _SAID = (
     "not enough memory",
     "can't allocate memory",
     "out of memory",
     "bad_alloc",
     "unable to find an engine to execute",
+    "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
 
 def check_chunk(op: str, chunk) -> None:
     """Checks that a chunk is "auto" or at least 1."""
-    if chunk != "auto":
+    if not (isinstance(chunk, str) and chunk == "auto"):
         check_integer(op, "chunk", chunk, 1)
 
 

@@ -245,6 +245,7 @@ def test_what_torch_s_c_interface_leaves_of_it_is_known(text):
     "text",
     [
         "GET was unable to find an engine to execute this computation",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     ],
 )
