@@ -248,6 +248,21 @@ def test_tensors_of_any_kind_are_drawn():
     np.testing.assert_array_equal(ax.figure.axes[1].images[0].get_array(), probs.detach())
 
 
+def test_pixels_count_as_rows_in_a_reliability_diagram():
+    rng = np.random.default_rng(0)
+    rows, y = rng.dirichlet(np.ones(3), 40), rng.integers(0, 3, 40)
+    pixels = np.moveaxis(rows.reshape(2, 4, 5, 3), -1, 1)
+    one, other = (
+        plots.reliability_diagram(probs, labels, num_bins=5)
+        for probs, labels in ((rows, y), (pixels, y.reshape(2, 4, 5)))
+    )
+    assert other.get_title() == one.get_title() and "ECE 0.000" not in one.get_title()
+    for bar, expected in zip(other.patches[:-1], one.patches[:-1], strict=True):
+        assert bar.get_bbox().bounds == expected.get_bbox().bounds
+    with pytest.raises(ValueError, match=r"y must have shape \[2, 4, 5\], got \[40\]$"):
+        plots.reliability_diagram(pixels, y)
+
+
 REFUSED = [
     (plots.entropy_cdf, [{"none": []}], {}, "none must have shape (N,) with N > 0, got [0]"),
     (plots.against_batch_size, [[2, 4], {"a": [1.0]}], {"ylabel": ""}, "a must have one value for each of 2 batch sizes, got 1"),

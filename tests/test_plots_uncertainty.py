@@ -335,7 +335,7 @@ REFUSED = [
     ),
     (
         lambda: plots.reliability_diagram([0.3, 0.7], [0]),
-        "reliability_diagram: probs must have shape (N, K) with N > 0, got [2]",
+        "reliability_diagram: probs must have shape (N, K, *) with N > 0, got [2]",
     ),
     (
         lambda: plots.reliability_diagram([[0.3, 0.7], [float("nan"), 0.5]], [0, 1]),

@@ -100,8 +100,8 @@ def reliability_diagram(
     the plot names.
 
     Args:
-        probs: (N, K) probabilities.
-        y: (N,) integer labels in [0, K).
+        probs: (N, K, *) probabilities; a pixel counts as a row.
+        y: (N, *) integer labels in [0, K).
         num_bins: bins over [0, 1].
         ax: where to draw.
 
@@ -151,10 +151,13 @@ def _legend_above_one(ax, handles) -> None:
 
 
 def _take_labelled(op: str, probs, y) -> tuple:
+    """Probabilities (N, K) and labels (N,), of pixels too."""
     probs, y = take_probs(op, "probs", probs), take_array(y)
-    if probs.ndim != 2 or len(probs) == 0:
-        refuse(op, "probs", "have shape (N, K) with N > 0", list(probs.shape))
-    check_shape(op, "y", y, probs.shape[:1])
+    if probs.ndim < 2 or probs.size == 0:
+        refuse(op, "probs", "have shape (N, K, *) with N > 0", list(probs.shape))
+    probs = np.moveaxis(probs, 1, -1)
+    check_shape(op, "y", y, probs.shape[:-1])
+    probs, y = probs.reshape(-1, probs.shape[-1]), y.reshape(-1)
     if y.dtype.kind not in "iu":
         refuse(op, "y", "hold integer labels", y.dtype, TypeError)
     if not (0 <= y.min() and y.max() < probs.shape[1]):
