@@ -159,6 +159,8 @@ def test_auroc_matches_scikit_learn_with_ties():
     expected = sklearn_metrics.roc_auc_score(truth, torch.cat([inside, outside]))
     assert metrics.auroc(inside, outside).item() == pytest.approx(expected, rel=1e-12)
     assert metrics.auroc(outside, inside).item() == pytest.approx(1 - expected, rel=1e-12)
+    counts = [(8 * scores).long() for scores in (inside, outside)]
+    assert metrics.auroc(*counts) == metrics.auroc(*[c.double() for c in counts])
 
 
 def test_auroc_of_nan_or_nothing_is_nan():

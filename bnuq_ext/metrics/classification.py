@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import check_floating, check_integer, refuse
-from .arguments import check_replicas, reduce, take_labels, take_logits, take_probs, take_replicas
+from .arguments import (
+    check_replicas,
+    has_integers,
+    reduce,
+    take_labels,
+    take_logits,
+    take_probs,
+    take_replicas,
+)
 
 
 def nll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -169,14 +177,15 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     1982).
 
     Args:
-        scores_in: (N,) scores of data of the known kind.
+        scores_in: (N,) scores of data of the known kind, integers too.
         scores_out: (N',) scores of other data; higher means more foreign.
 
     Returns:
         () between 0 and 1, float64; 0.5 is chance, nan if either is empty or has a nan.
     """
     for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
-        check_floating("auroc", name, scores)
+        if not has_integers(scores):
+            check_floating("auroc", name, scores)
         if scores.dim() != 1:
             refuse("auroc", name, "have one dimension", scores.dim())
     ordered = scores_in.double().sort().values
