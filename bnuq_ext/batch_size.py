@@ -37,11 +37,13 @@ from .statistics_kl import (
     check_statistics_prior,
     observed_statistics,
 )
+from .untraced import untraced
 from .wrappers import check_unwrapped
 
 OP = "fit_batch_size"
 
 
+@untraced
 @leaving_nothing_behind
 def fit_batch_size(
     model: nn.Module,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .ops.checks import check_integer
+from .ops.checks import check_integer, refuse
 
 # Small chunks call every layer more often, large ones outgrow the caches: a ResNet-18 on 32 rows takes
 # 1.00 of the loop's time in chunks of 8 MB, 0.98 with 16 MB, 1.00 with 32 MB, 1.06 with 40 MB, a
@@ -39,7 +39,9 @@ _SAID = (
 
 def check_chunk(op: str, chunk) -> None:
     """Checks that a chunk is "auto" or at least 1."""
-    if not (isinstance(chunk, str) and chunk == "auto"):
+    if isinstance(chunk, str) and chunk != "auto":
+        refuse(op, "chunk", 'be "auto" or at least 1', repr(chunk))
+    if not isinstance(chunk, str):
         check_integer(op, "chunk", chunk, 1)
 
 

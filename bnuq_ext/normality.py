@@ -30,6 +30,7 @@ from .statistics_kl import (
     gaussian_of_moments,
     observed_statistics,
 )
+from .untraced import untraced
 from .wrappers import check_unwrapped
 
 OP = "statistics_normality"
@@ -100,6 +101,7 @@ class StatisticsNormality:
         return "\n".join(lines)
 
 
+@untraced
 @leaving_nothing_behind
 def statistics_normality(
     model: nn.Module,

@@ -183,6 +183,7 @@ def require_replicated(op: str, modules: list[nn.Module], name: str) -> None:
         refuse(op, name, "contain stochastic batch-norm layers", got)
 
 
+@untraced
 def forward_by_bank(
     op: str, model: nn.Module, modules: list[nn.Module], sampler: str, batch_size, seed, output_fn
 ) -> Forward:

@@ -210,6 +210,7 @@ def _sessions():
         session = session.outer
 
 
+@untraced
 def _reentrant_checkpoints() -> int:
     """How many of `torch.utils.checkpoint` this thread is in whose backward makes calls that nothing
     tells from new ones."""

@@ -308,3 +308,45 @@ def test_the_advice_of_torchscript_serves_every_stochastic_layer(stochastic):
     with pytest.raises(TypeError, match=advice):
         torch.jit.script(model)
     torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
+
+
+def of_replicas(model, x, seed):
+    with torch.no_grad(), bnuq.replicas(model, 3, seed=seed):
+        return model(x)
+
+
+CALLS = {
+    "replicas": lambda model, x: of_replicas(model, x, 0),
+    "replicas without a seed": lambda model, x: of_replicas(model, x, None),
+    "statistics_normality": lambda model, x: bnuq.statistics_normality(
+        model, (x,), 4, num_batches=8, progress=False
+    ).bank.mean["1"],
+    "fit_batch_size": lambda model, x: (
+        bnuq.fit_batch_size(
+            model,
+            (x, x.sum(1)),
+            [4, 8],
+            likelihood="gaussian",
+            noise_var=1.0,
+            num_samples=2,
+            progress=False,
+        ).nll
+    ),
+    "predict": lambda model, x: bnuq.predict(model, x, likelihood="gaussian", seed=0).mean,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_in_a_compiled_function_nothing_is_traced_that_torch_warns_of(call):
+    torch.manual_seed(0)
+    model = bnuq.convert(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))).eval()
+    bnuq.collect(model, torch.randn(3, 8, 4).unbind(), progress=False)
+    x, results = torch.randn(40, 4), []
+    compiled = torch.compile(CALLS[call], backend="eager")
+    for run in (compiled, CALLS[call]):
+        torch.manual_seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            warnings.filterwarnings("ignore", "(collect|fit_batch_size).*more than a tenth")
+            results.append(run(model, x))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
