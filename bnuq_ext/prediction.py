@@ -46,8 +46,8 @@ class Prediction:
         entropy: (N, *) entropy of the mean probabilities, in nats; categorical only.
         mutual_information: (N, *) between class and replica, in nats: entropy minus the mean of the
             replicas' entropies, a difference that rounds by some eps (1 + ln K), held between 0 and
-            sum_k variance_k / mean_k, which it never exceeds. Exactly 0 where that sum is below
-            eps / 64 (2e-9 in float32), as it is for replicas that differ by rounding alone.
+            sum_k variance_k / mean_k, which it never exceeds. Exactly 0 where it is below eps / 64
+            (2e-9 in float32), as it is for replicas that differ by rounding alone.
         samples: (T, N, ...) raw outputs of the replicas, where kept.
         snapshots: (T,) int64, row of the bank that each replica used; sampler "bank" only.
         targets: what the loader gave beside the inputs: one tensor, or a list of one entry a batch.
@@ -201,10 +201,9 @@ def _information(
 ) -> Tensor:
     """E_t[KL(p_t || mean)] as the difference of entropies, up to its bound by the chi-squared divergence,
     E_t[sum_k (p_tk - mean_k)^2 / mean_k]: of replicas that hardly differ that rounds far less."""
-    info = torch.finfo(mean.dtype)
-    bound = (variance / mean.clamp_min(info.tiny)).sum(1)
-    bound = torch.threshold_(bound, info.eps / 64, 0.0)
-    return torch.minimum(entropy - expected_entropy, bound).clamp_(min=0)
+    bound = (variance / mean).nansum(1)  # 0 / 0 is that of a class that no replica takes for possible
+    information = torch.minimum(entropy - expected_entropy, bound)
+    return torch.threshold_(information, torch.finfo(mean.dtype).eps / 64, 0.0)
 
 
 def check_logits(op: str, shape: torch.Size) -> None:
