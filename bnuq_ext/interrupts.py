@@ -1,14 +1,15 @@
 """An interrupt (Ctrl-C) may come between two lines of a context manager, which then is left half."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
 from traceback import walk_tb
+from types import FrameType
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import _C, overrides
-from torch.utils._python_dispatch import _pop_mode
+from torch.utils import _python_dispatch as dispatch
 
 from .passes import begun_pass, leave_passes
 from .reads import leave_watchers, num_watchers
@@ -16,50 +17,143 @@ from .warn import is_users
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Modes = tuple[list, ...]
+# Of the modes that a thread is in, by kind: how many, the one at a place, how to leave and to enter.
+_STACKS = (
+    (
+        _C._len_torch_dispatch_stack,
+        _C._get_dispatch_stack_at,
+        dispatch._pop_mode,
+        dispatch._push_mode,
+    ),
+    (
+        _C._len_torch_function_stack,
+        _C._get_function_stack_at,
+        overrides._pop_mode,
+        overrides._push_mode,
+    ),
+)
+_NONE: Modes = [], []
+
+
+def raise_interrupt(error: BaseException) -> None:
+    """Raises the interrupt that an error, as it is caught, has taken the place of, if there is one:
+    where that came in one of torch's modes, leaving them has failed with an error of its own."""
+    interrupt = interrupt_within(error)
+    if interrupt is not None:
+        raise interrupt from None
+
+
+def interrupt_within(error: BaseException) -> BaseException | None:
+    """The interrupt that an error, as it is caught, has taken the place of, or None. What closes
+    generators is none: their own errors come in its place."""
+    for link in _links(error):
+        if not isinstance(link, (Exception, GeneratorExit)):
+            return link
+    return None
+
+
+def _links(error: BaseException) -> Iterator[BaseException]:
+    """An error that is caught, and what it has taken the place of. What somebody around was handling
+    before is not of these: it has come up to one of the frames around the one that catches."""
+    link: BaseException | None = error
+    around, seen = _frames_around(error), set()
+    while link is not None and id(link) not in seen and _frame(link) not in around:
+        seen.add(id(link))  # others may have made a ring
+        yield link
+        link = link.__context__
+
+
+def _frame(error: BaseException) -> FrameType | None:
+    """The outermost that it has come to."""
+    return error.__traceback__ and error.__traceback__.tb_frame
+
+
+def _frames_around(error: BaseException) -> set[FrameType | None]:
+    around: set[FrameType | None] = set()
+    frame = _frame(error)
+    while frame is not None:
+        frame = frame.f_back
+        around.add(frame)
+    return around
 
 
 def _end_frames(error: BaseException) -> None:
     """Ends the generators that frames on the way hold, the innermost first, but for the user's own:
     at a later time they would put back what was true inside."""
-    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
-        if not is_users(frame):
-            with suppress(RuntimeError):  # of a frame that runs: the decorated function's caller
-                frame.clear()
+    for link in [*_links(error)]:
+        for frame, _ in reversed([*walk_tb(link.__traceback__)]):
+            if not is_users(frame):
+                with suppress(RuntimeError):  # of a frame that runs
+                    frame.clear()
 
 
-def _leave_modes(dispatch: int, functions: int) -> None:
-    """Leaves the modes that this thread has entered since it was in so many."""
-    for before, depth, at, pop in (
-        (dispatch, _C._len_torch_dispatch_stack, _C._get_dispatch_stack_at, _pop_mode),
-        (functions, _C._len_torch_function_stack, _C._get_function_stack_at, overrides._pop_mode),
-    ):
-        while (entered := depth()) > before:
-            with suppress(Exception):  # of one that is left half
-                at(entered - 1).__exit__(None, None, None)
+def _modes() -> Modes:
+    """Those that this thread is in, of both kinds, the innermost last."""
+    if not _C._len_torch_dispatch_stack() and not _C._len_torch_function_stack():
+        return _NONE
+    return tuple([*map(at, range(depth()))] for depth, at, *_ in _STACKS)
+
+
+def _without_ours(now: Modes, before: Modes) -> Modes:
+    """Modes that have been `before`, and those of others: a model may have entered one to stay."""
+    return tuple(
+        [m for m in modes if _is_among(m, old) or not _is_ours(m)]
+        for modes, old in zip(now, before, strict=True)
+    )
+
+
+def _is_among(mode, modes: list) -> bool:
+    return any(mode is other for other in modes)
+
+
+def _is_ours(mode) -> bool:
+    return type(mode).__module__.partition(".")[0] == __package__
+
+
+def _go_to(wanted: Modes) -> None:
+    """Leaves and enters modes so that this thread is in those alone."""
+    for (depth, at, pop, push), modes in zip(_STACKS, wanted, strict=True):
+        same = 0
+        while same < min(depth(), len(modes)) and at(same) is modes[same]:
+            same += 1
+        while (entered := depth()) > same:
+            mode = at(entered - 1)
+            if not _is_among(mode, modes):
+                with suppress(Exception):  # of one that is left half
+                    mode.__exit__(None, None, None)
             if depth() == entered:
                 pop()
+        for mode in modes[same:]:
+            push(mode)
 
 
 def leaving_nothing_behind(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, after whose errors the thread is again in the pass and in the grad mode that it
-    was called in, after interrupts in torch's modes too."""
+    """The function, after which the thread is in no mode of this package that it was not in before,
+    and after whose errors it is again in the pass and in the grad mode that it was called in. After
+    interrupts, which no error takes the place of, it is in torch's modes too."""
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return function(*args, **options)
         outer, gradients = begun_pass(), torch.is_grad_enabled()
-        modes = _C._len_torch_dispatch_stack(), _C._len_torch_function_stack()
-        watchers = num_watchers()
+        modes, watchers = _modes(), num_watchers()
         try:
-            return function(*args, **options)
+            result = function(*args, **options)
         except BaseException as error:
-            if not isinstance(error, Exception):
-                leave_watchers(watchers)
+            interrupt = interrupt_within(error) if isinstance(error, Exception) else error
+            leave_watchers(watchers)
+            if interrupt is not None:
                 _end_frames(error)
-                _leave_modes(*modes)
+            _go_to(_without_ours(_modes(), modes) if interrupt is None else modes)
             leave_passes(outer)
             torch.set_grad_enabled(gradients)
-            raise
+            if interrupt is None or interrupt is error:
+                raise
+            raise interrupt from None
+        if (now := _modes()) != modes:
+            _go_to(_without_ours(now, modes))
+        return result
 
     return call

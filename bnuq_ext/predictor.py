@@ -13,6 +13,7 @@ from tqdm import tqdm
 from .chunks import chunk_of, free_memory, is_out_of_memory, no_memory_to_keep, out_of_memory
 from .forward import Forward
 from .inputs import copied, is_one_input, move, num_rows, split_batch
+from .interrupts import raise_interrupt
 from .ops.checks import refuse
 from .ops.modes import is_recorded
 from .pages import keep_freed_pages
@@ -127,6 +128,7 @@ class Predictor:
                     moments = moments or make_moments(self.forward.op, self.likelihood)
                     moments.add(outputs)
             except Exception as error:
+                raise_interrupt(error)
                 if not is_out_of_memory(error):
                     if outputs is not None or size == 1:
                         raise

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .forward import Forward
+from .interrupts import raise_interrupt
 from .ops.modes import is_captured
 from .passes import DoesNotFold, Undecided
 from .proof.folding import AT_ONCE, CHANGES, LOOP, Plan
@@ -40,6 +41,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
             folding.refute(plan, "its proof does not hold for other values of the parameters")
             return None
     except Exception as error:  # in eval(), or without gradients, which the model need not bear
+        raise_interrupt(error)
         folding.refute(LOOP, _reason(error))
         return None
     if plan.way == "loop":
@@ -54,6 +56,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
         if folding.cached_plan() is None:
             return None
     except Exception as error:  # the model's own too, of more rows than it is made for
+        raise_interrupt(error)
         folding.refute(plan, _reason(error))
         return None
     return outputs.flatten(0, 1)

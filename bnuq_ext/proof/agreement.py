@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inputs import tensors
+from ..interrupts import raise_interrupt
 from ..passes import DoesNotFold, Undecided
 from ..samplers import Draw
 from .probe import ROWS
@@ -83,7 +84,8 @@ def check_apart(
         for size in (_LARGE,) if finite else (math.inf, _LARGE):
             try:
                 outputs = run(draw._replace(tap=partial(_fill, replica, sign * size))).chunk(2)
-            except Exception:
+            except Exception as error:
+                raise_interrupt(error)
                 continue
             check_equal(outputs[1 - replica], expected[1 - replica], tolerance)
             break
@@ -116,7 +118,8 @@ def check_scaled(
         one = draws[replica]._replace(tap=partial(_scale, 0, all_up))
         try:
             outputs, own = run(both).chunk(2), alone(one)
-        except Exception:  # a forward that takes no such values tells nothing
+        except Exception as error:  # a forward that takes no such values tells nothing
+            raise_interrupt(error)
             continue
         try:
             check_equal(outputs[1 - replica], expected[1 - replica], tolerance)
@@ -192,7 +195,8 @@ def check_crowd(
         first = alone(draws[0]._replace(tap=crowd.first))
         last = [alone(draw._replace(tap=crowd.others)) for draw in draws[-3:-1]]
         outputs = run(draws[-1]._replace(tap=crowd.first)).chunk(len(draws) - 1)
-    except Exception:  # a forward that takes no such values tells nothing
+    except Exception as error:  # a forward that takes no such values tells nothing
+        raise_interrupt(error)
         return
     if not all(output.isfinite().all() for output in (first, *last)):
         return
@@ -244,7 +248,8 @@ def check_gradients(
     try:
         with _hooks_aside(parameters):
             both = [torch.autograd.grad(out, parameters, **options) for out in (folded, loop)]
-    except Exception:  # of reentrant checkpoints, for one
+    except Exception as error:  # of reentrant checkpoints, for one
+        raise_interrupt(error)
         return
     flat = []
     for gradients in both:
@@ -264,7 +269,8 @@ def are_unused(parameters: list[Tensor], output: Tensor) -> bool:
         with _hooks_aside(parameters):
             given = torch.ones_like(output)
             gradients = torch.autograd.grad(output, parameters, given, allow_unused=True)
-    except Exception:  # see check_gradients
+    except Exception as error:  # see check_gradients
+        raise_interrupt(error)
         return False
     return all(g is None for g in gradients)
 

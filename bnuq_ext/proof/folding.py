@@ -35,6 +35,7 @@ from ..chunks import OTHERS, is_out_of_memory
 from ..fingerprint import fingerprint
 from ..forward import Forward
 from ..inputs import expand, num_rows, tensors
+from ..interrupts import raise_interrupt
 from ..ops.modes import autocast_dtypes, is_within_transform
 from ..passes import DoesNotFold, ReplicaPass, Undecided
 from ..reads import READS, Reads
@@ -245,7 +246,8 @@ class Folding:
         try:
             with reads:
                 return *self.forward.run(self.inputs, draw), reads
-        except Exception:  # of torch.cond, for one, which cannot be watched; or the model's own
+        except Exception as error:  # of torch.cond, which cannot be watched; or the model's own
+            raise_interrupt(error)
             reads.found = READS
         return *self.forward.run(self.inputs, draw), reads
 
@@ -289,6 +291,7 @@ class Folding:
         except DoesNotFold as error:
             found = str(error)
         except Exception as error:
+            raise_interrupt(error)
             found = f"{type(error).__name__} in a trial on {ROWS} rows: {error}"
             lasting = not (is_out_of_memory(error) or is_within_transform())
         self.remember(self.known.trials, place, found, lasting)

@@ -8,7 +8,7 @@ for masks cannot be compared.
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..dropout import Undropped
 from ..fingerprint import has_hooks
 from ..forward import Forward
+from ..interrupts import raise_interrupt
 from ..passes import DoesNotFold, refutes
 from ..restore import (
     drawn_since,
@@ -138,6 +139,7 @@ class StandingFolding(Folding):
         try:
             self._accept_without_dropout(plan, state)
         except Exception as error:
+            raise_interrupt(error)
             return error
         return None
 
@@ -180,13 +182,16 @@ class StandingFolding(Folding):
             if self.place in self.known.plans or self.earlier_plan() is not None:
                 return False
             state, settled = State(self.modules), False
-            with suppress(Exception), preserved_rng() as generators:
-                try:
-                    self.record(state)
-                    settled = self._changed(state) and settle(self, state, generators)
-                finally:
-                    if not settled:
-                        self.undo(state)
+            try:
+                with preserved_rng() as generators:
+                    try:
+                        self.record(state)
+                        settled = self._changed(state) and settle(self, state, generators)
+                    finally:
+                        if not settled:
+                            self.undo(state)
+            except Exception as error:
+                raise_interrupt(error)
         return not self.is_whole()
 
     def prove(self) -> Plan:
@@ -227,6 +232,7 @@ class StandingFolding(Folding):
                 with preserved_rng():
                     self.run(plan, self.first_replica, self.num_samples)
             except Exception as error:
+                raise_interrupt(error)
                 plan = self.give_up(plan, error)
         return plan
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..fingerprint import has_hooks
 from ..forward import Forward
 from ..inputs import expand
+from ..interrupts import raise_interrupt
 from ..ops.modes import autocast_dtypes, without_autocast
 from ..passes import DoesNotFold, Undecided, refutes
 from ..reads import Ranges, Reads
@@ -70,6 +71,7 @@ class Trial(NamedTuple):
         try:
             return self._prove(probe)
         except IndexError as error:
+            raise_interrupt(error)
             if not made_up:
                 raise
             raise Undecided(f"the model takes no rows made up for a trial: {error}") from error
@@ -92,6 +94,7 @@ class Trial(NamedTuple):
         except DoesNotFold:
             raise
         except Exception as error:  # 16-bit inputs beside weights of float32
+            raise_interrupt(error)
             raise undecided from error
         self._replace(tells=False)._examine(probe)
         return proof
@@ -183,6 +186,7 @@ class Trial(NamedTuple):
         try:
             self._compare(probe, mode, mixed)
         except Exception as error:
+            raise_interrupt(error)
             if refutes(error):
                 raise
 
@@ -195,6 +199,7 @@ class Trial(NamedTuple):
             unmet = [p for p in moved.unmet() if p.requires_grad]
             return not unmet or self._are_unused(unmet, probe)
         except Exception as error:
+            raise_interrupt(error)
             if refutes(error):
                 raise
             return False
