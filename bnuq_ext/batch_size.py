@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .attach import attach
 from .bank import Bank
 from .batch_size_fit import BatchSizeFit
-from .batches import as_dataset, fetcher, find_source, is_dataset
+from .batches import as_dataset, fetcher, find_source, is_dataset, parts_of
 from .collect import gather
 from .inputs import Data, Inputs, as_rows_of, device_of, move, split_batch
 from .interrupts import leaving_nothing_behind
@@ -29,7 +29,7 @@ from .prediction import check_likelihood
 from .progress import progress_bar
 from .restore import without_gradients
 from .samplers import check_key, key_of_body
-from .state import OWN_BANK
+from .state import OWN_BANK, generators_in, modules_of
 from .statistics_kl import (
     StatisticsGaussian,
     channel_kl,
@@ -131,7 +131,8 @@ def fit_batch_size(
     check_flags(OP, progress=progress)
     check_callable(OP, "output_fn", output_fn)
     device = device_of(model.modules())
-    with key_of_body(seed) as key, without_gradients(), _bank_put_back(model, layers):
+    own = generators_in([*modules_of(model), *parts_of(data), *parts_of(validation)])
+    with key_of_body(seed, *own) as key, without_gradients(), _bank_put_back(model, layers):
         judge = _Judge(model, device, likelihood, noise_var, key, rows_at_a_time, output_fn)
         _check_targets("data", data)
         if validation is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from .ops.checks import check_integer, refuse
+from .state import attributes_of, generators_in
 from .warn import warn
 
 
@@ -28,7 +29,7 @@ class Source:
         dataset_size: N, or None where nothing tells.
         batch_size: M, or None where nothing tells but the batches.
         in_order: whether the batches are known to follow the order of the data.
-        generators: the source's own random generators.
+        generators: the data's own random generators, and its samplers'.
         name: of the argument that it came by, for messages.
     """
 
@@ -39,7 +40,7 @@ class Source:
     dataset_size: int | None = None
     batch_size: int | None = None
     in_order: bool = False
-    generators: tuple[torch.Generator, ...] = ()
+    generators: tuple = ()
     name: str = "data"
 
     def batches(self, num_batches: int) -> Iterator[tuple[int, object]]:
@@ -90,6 +91,25 @@ def find_source(op: str, data, batch_size: int | None) -> Source:
             or its tensors.
         batch_size: rows of a batch that is drawn from a data set; else None.
     """
+    return replace(_source(op, data, batch_size), generators=(*generators_in(parts_of(data)),))
+
+
+def parts_of(data) -> list:
+    """A loader or a data set, the samplers that it draws by, and the data sets that it is made of."""
+    found: dict[int, object] = {}
+    ahead = [data]
+    while ahead:
+        part = ahead.pop()
+        if part is not None and id(part) not in found:
+            found[id(part)] = part
+            held = attributes_of(part)
+            ahead += [held.get(name) for name in ("dataset", "sampler", "batch_sampler")]
+            joined = held.get("datasets")
+            ahead += joined if isinstance(joined, (list, tuple)) else []
+    return [*found.values()]
+
+
+def _source(op: str, data, batch_size: int | None) -> Source:
     if isinstance(data, torch_data.DataLoader):
         if batch_size is not None:
             refuse(op, "batch_size", "be None for a loader, which has its own", batch_size)
@@ -163,13 +183,12 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
     batch_sampler = loader.batch_sampler
     if batch_sampler is None and isinstance(loader.sampler, torch_data.BatchSampler):
         batch_sampler = loader.sampler  # of a data set that takes many rows at once
-    generators, start = [loader.generator], partial(_with_own_workers, loader)
+    start = partial(_with_own_workers, loader)
     if batch_sampler is None or isinstance(loader.dataset, torch_data.IterableDataset):
         # The data set makes its own batches, or its own order: another pass would give the same.
         rows = None if batch_sampler is None else _size(loader.dataset)
-        return Source(start, dataset_size=rows, generators=_given(generators))
+        return Source(start, dataset_size=rows)
     sampler = getattr(batch_sampler, "sampler", None)
-    generators += [getattr(it, "generator", None) for it in (batch_sampler, sampler)]
     subset = isinstance(sampler, torch_data.SubsetRandomSampler)
     torchs = isinstance(sampler, (torch_data.RandomSampler, torch_data.SequentialSampler))
     rows = len(sampler) if subset else _size(sampler.data_source if torchs else loader.dataset)
@@ -184,7 +203,6 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
         dataset_size=rows,
         batch_size=min(batch_size, rows) if batch_size and rows else None,
         in_order=_in_order(sampler) and not whole,
-        generators=_given(generators),
     )
 
 
@@ -230,7 +248,3 @@ def _size(dataset) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError):  # torch's own data pipes have a __len__ that raises
         return None
-
-
-def _given(generators: list) -> tuple[torch.Generator, ...]:
-    return tuple({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())

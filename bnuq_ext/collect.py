@@ -42,7 +42,7 @@ from .ops.checks import (
 from .passes import Pass, running
 from .progress import progress_bar
 from .restore import evaluating, preserved_rng, without_gradients
-from .state import modules_of
+from .state import generators_in, modules_of
 from .untraced import untraced
 from .warn import warn
 from .wrappers import check_unwrapped
@@ -65,7 +65,8 @@ def collect(
 
     Each batch goes through the model with batch statistics in the stochastic layers, the deeper
     ones behind the ones before as in a training step, and everything else in eval. Parameters,
-    running statistics, training flags, gradients, hooks and random generators are left as found,
+    running statistics, training flags, gradients, hooks and random generators (also those that
+    modules, the loader, its samplers and the data set have as attributes) are left as found,
     whatever happens; the bank is attached to the model at the end only. It is that of the
     parameters as they are: collect again when they have been trained further.
 
@@ -147,7 +148,9 @@ def gather(
     so many batches are gone through at most until `num_batches` could be used.
     """
     record = _Record(op, require_stochastic_layers(op, model), input_fn, device, on_nonfinite)
-    with preserved_rng(*source.generators), evaluating(modules_of(model)), without_gradients():
+    modules = modules_of(model)
+    generators = *source.generators, *generators_in(modules)
+    with preserved_rng(*generators), evaluating(modules), without_gradients():
         # Closed with the body, so that a loader's workers end with it.
         with closing(source.batches(most or num_batches)) as batches:
             shown = progress_bar(batches, op, num_batches, shown=progress)

@@ -23,7 +23,7 @@ from .passes import Pass, running
 from .progress import progress_bar
 from .restore import evaluating, without_gradients
 from .samplers import check_key, key_of_body
-from .state import modules_of
+from .state import generators_in, modules_of
 from .statistics_kl import (
     StatisticsGaussian,
     finite_population_correction,
@@ -160,7 +160,8 @@ def statistics_normality(
     check_key(OP, seed)
     check_flags(OP, progress=progress)
     device = device_of(model.modules())
-    with key_of_body(seed) as key:
+    own = *source.generators, *generators_in(modules_of(model))
+    with key_of_body(seed, *own) as key:
         torch.manual_seed(key)
         bank, _ = gather(OP, model, source, num_batches, device=device, progress=progress)
         fetch, starts = fetcher(data), range(0, N, rows_at_a_time)

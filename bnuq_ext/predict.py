@@ -98,9 +98,9 @@ def predict(
         first_replica: global number of the first replica:
             10 replicas from 10 on are the second half of 20.
         loader: batches for sampler "batch": replica t takes the t-th that it yields. `seed` does
-            not choose them: torch's generators, and the loader's own, are put back after the call,
-            so that with a seed the next one has the same batches, unless something draws, or
-            `torch.manual_seed` is called, in between.
+            not choose them: torch's generators, and those that the loader, its samplers and its
+            data set have as attributes, are put back, so that with a seed the next call has the
+            same batches, unless something draws, or `torch.manual_seed` is called, in between.
         batch_size: M that "joint", "lognormal" and "normal" rescale the bank to; see
             `bnuq_ext.moments.Rescaling`.
         query: whether with sampler "batch" a query's own row counts in the statistics. "out": they

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .forks import free_in_children
-from .state import State, is_training, modules_of
+from .state import State, is_training, kept, modules_of
 from .warn import warn
 
 
@@ -124,9 +124,9 @@ def _first_held(module: nn.Module, own: set[type[nn.Module]]) -> _Held:
 
 
 @contextmanager
-def preserved_rng(*generators: torch.Generator):
+def preserved_rng(*generators):
     """The states of torch's, numpy's and Python's global generators,
-    and of the given ones, put back.
+    and of the given ones of any of these kinds, put back.
 
     A loader draws its order from them and transforms draw from them.
     CUDA's generators are looked at only where CUDA has started.
@@ -139,7 +139,7 @@ def preserved_rng(*generators: torch.Generator):
         partial(torch.set_rng_state, torch.get_rng_state()),
         partial(np.random.set_state, np.random.get_state()),
         partial(random.setstate, random.getstate()),
-        *(partial(g.set_state, g.get_state()) for g in generators),
+        *map(kept, generators),
     ]
     try:
         yield before

@@ -248,12 +248,12 @@ def draw_key(seed: int | None, device: torch.device) -> int:
 
 
 @contextmanager
-def key_of_body(seed: int | None):
-    """`draw_key` on the CPU, for a body whose own draws are put back; an error in it takes back that of
-    the key too."""
+def key_of_body(seed: int | None, *generators):
+    """`draw_key` on the CPU, for a body whose own draws are put back, those from the given generators
+    too; an error in it takes back that of the key as well."""
     with unmoved_by_errors():
         key = draw_key(seed, torch.device("cpu"))
-        with preserved_rng():
+        with preserved_rng(*generators):
             yield key
 
 

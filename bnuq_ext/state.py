@@ -3,6 +3,8 @@
 import pickle
 import random
 from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from .structure import Structure, is_of_torch
 OWN_BANK = "_bnuq_bank"  # attribute of a model that `attach` gave a bank: that of its layers, in copies too
 OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, OWN_BANK})
 # Of objects of these classes: what they hold, as a value of its own, and how that is put back.
-_HOLDERS = {
+_GENERATORS: dict[type, tuple[Callable, Callable]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.RandomState: (
@@ -28,6 +30,9 @@ _HOLDERS = {
         lambda g: pickle.dumps(g.bit_generator.state),
         lambda g, saved: setattr(g.bit_generator, "state", pickle.loads(saved)),
     ),
+}
+_HOLDERS = {
+    **_GENERATORS,
     np.ndarray: (np.copy, lambda array, saved: array.__setitem__(..., saved)),
     bytearray: (bytes, lambda array, saved: array.__setitem__(slice(None), saved)),
 }
@@ -40,6 +45,27 @@ def _held(value):
     if isinstance(value, (nn.Module, *CONTAINERS)) or not is_record(value):
         return value
     return getattr(value, "__dict__", value)
+
+
+def generators_in(owners: Iterable) -> list:
+    """The random generators that are attributes of these objects, each once."""
+    values = [value for owner in owners for value in [*attributes_of(owner).values()]]
+    return [*{id(value): value for value in values if type(value) in _GENERATORS}.values()]
+
+
+def attributes_of(owner) -> dict:
+    """An object's own, whatever its class makes of them."""
+    try:
+        held = object.__getattribute__(owner, "__dict__")
+    except Exception:  # none, or a property's own error
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
+def kept(generator) -> Callable[[], None]:
+    """What puts a random generator back."""
+    get, put = _GENERATORS[type(generator)]
+    return partial(put, generator, get(generator))
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
