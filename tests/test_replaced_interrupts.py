@@ -106,7 +106,7 @@ def test_in_torchs_modes_within_one_of_the_caller(name):
     assert modes() == []
 
 
-def failing(kind, at, calls=None):
+def failing(kind, at, calls=None, error=OSError):
     """Meets an interrupt and fails for it at the `at`-th of the calls."""
     calls = count(1) if calls is None else calls  # a list would be the model's, which it changes
 
@@ -115,7 +115,7 @@ def failing(kind, at, calls=None):
             try:
                 raise kind("of a test")
             finally:
-                raise OSError("its own")  # noqa: B012
+                raise error("its own")  # noqa: B012
 
     return meets
 
@@ -126,15 +126,52 @@ def num_forwards(run):
     return next(calls)
 
 
+def check_each(run, number, **options):
+    for at in range(1, number + 1):
+        with pytest.raises(KeyboardInterrupt, match="of a test"):
+            run(failing(KeyboardInterrupt, at, **options))
+        assert modes() == []
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_in_each_forward(name):
     users = name == "replicas"  # the last one is called by the body, and fails there as it would
-    for at in range(1, num_forwards(RUNS[name]) + 1 - users):
+    check_each(lambda meets: RUNS[name](made(meets)), num_forwards(RUNS[name]) - users)
+
+
+def test_in_each_forward_of_rows_that_are_made_up():
+    """Where an IndexError tells that the model takes none."""
+
+    def run(model):
+        model.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+        bnuq.predict(model, torch.arange(30).view(5, 6) % 4, likelihood="gaussian", seed=0)
+
+    check_each(lambda meets: run(made(meets)), num_forwards(run), error=IndexError)
+
+
+class Meeting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, meets):
+        ctx.meets = meets
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.meets(grad)
+        return grad, None
+
+
+def test_in_each_backward_of_a_trial():
+    def run(meets):
         model = made()
-        model.meets = failing(KeyboardInterrupt, at)
-        with pytest.raises(KeyboardInterrupt, match="of a test"):
-            RUNS[name](model)
-        assert modes() == []
+        model.last.register_forward_hook(lambda module, given, y: Meeting.apply(y, meets))
+        elbo(model)
+
+    calls = count(0)
+    run(failing(KeyboardInterrupt, None, calls))
+    number = next(calls)
+    assert number
+    check_each(run, number)
 
 
 @pytest.mark.parametrize("name", RUNS)
