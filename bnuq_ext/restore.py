@@ -90,7 +90,7 @@ def _held_in_eval(modules: list[nn.Module], own: set[type[nn.Module]]):
 
 def _undo(left: list, undo: Callable) -> None:
     """`undo(entry)` of each, the last one first, which is taken out then: it is called again after an
-    interrupt, which is raised at the end."""
+    interrupt, which is raised at the end, or an error if there was none."""
     interrupts: list[BaseException] = []
     while left and len(interrupts) < _INTERRUPTS:
         try:
@@ -100,7 +100,7 @@ def _undo(left: list, undo: Callable) -> None:
         except BaseException as error:  # of a signal's handler; it must not cost what is left
             interrupts.append(error)
     if interrupts:
-        raise interrupts[0]
+        raise min(interrupts, key=lambda error: isinstance(error, Exception))
 
 
 def _leave(module: nn.Module) -> None:

@@ -169,9 +169,10 @@ def test_numbers_drawn_from_numpy_show():
         assert drawn_since(before)
 
 
+@pytest.mark.parametrize("first", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("module, name", [(random, "setstate"), (torch, "set_rng_state")])
-def test_an_interrupt_does_not_cost_the_generators(monkeypatch, module, name):
-    put_back, left = getattr(module, name), [KeyboardInterrupt, KeyboardInterrupt]
+def test_an_interrupt_does_not_cost_the_generators(monkeypatch, module, name, first):
+    put_back, left = getattr(module, name), [KeyboardInterrupt, first]
 
     def interrupted(state):
         if left:
