@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .chosen import MASKS, Chosen
 from .inputs import has_rows, tensors
 from .passes import DoesNotFold, begun_pass
+from .products import products_of
 from .untraced import uncompiled
 
 _aten = torch.ops.aten
@@ -65,6 +66,7 @@ class Reads:
         before: bytes of the largest before, the input's rows included.
         apart: whether one was called, so that replicas are no longer the same.
         overwritten: copies of parameters, made before an operation writes into them.
+        products: of two numbers, in all operations; see `products_of`.
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
@@ -83,6 +85,7 @@ class Reads:
         self.largest, self.apart = 0, False
         self.before = sum([_held_bytes(t) for t in given])
         self.overwritten: dict[nn.Parameter, Tensor] = {}
+        self.products = 0
 
     def __enter__(self) -> None:
         _enter(_Functions(self), _Operations(self))
@@ -282,6 +285,7 @@ class _Operations(DispatchMode):
         self.reads.look_at_operation(func, args, kwargs)
         self.reads.follow(func, args, kwargs, result)
         self.reads.weigh(result)
+        self.reads.products += products_of(func, args, result)
         return result
 
 
