@@ -47,6 +47,7 @@ class Known:
         plans, trials: see `Folding`; undecided: how many trials could not tell.
         unproven: by inputs, forwards that have gone one after another, to be weighed against the
             cost of a trial.
+        rows: the same in rows, by what a trial is remembered by.
         earlier_plans: of earlier states, for as long as nothing but the values
             of parameters has changed; see `StandingFolding`.
         generation: how often those have changed.
@@ -71,6 +72,7 @@ class Known:
         self.trials: dict = {}
         self.undecided: dict = {}
         self.unproven: dict = {}
+        self.rows: dict = {}
         self.earlier_plans: dict = {}
         self.generation = 0
         self.times_changed = self.proofs = self.predictions = 0

@@ -110,7 +110,8 @@ def predict(
             replica. The model's input is one tensor then. Keeps all T batches in memory.
         strategy: "loop" runs one replica after another, which defines the answer; "folded" runs
             many as one batch or refuses; "auto" folds where the model has proved to give the loop's
-            answer, and where it is a plain `nn.Sequential` of layers that treat rows one by one, with
+            answer (on a CPU, where a proof takes seconds, it loops for about as long before it),
+            and where it is a plain `nn.Sequential` of layers that treat rows one by one, with
             no output_fn; in torch.export and torch.jit.trace it is the loop.
         chunk: replicas at a time, or "auto".
         output_fn: takes the tensor out of the model's output where that is none; in a trial it is

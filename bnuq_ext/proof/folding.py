@@ -77,6 +77,7 @@ class Plan(NamedTuple):
         steady: whether it may stand for other values of the parameters.
         repeatable: whether forwards with the training flags as they are can be compared: they draw
             no random numbers, and replicas differ; None until it has been found out.
+        products: of two numbers that the model takes for a row; see `products_of`.
     """
 
     way: str
@@ -90,6 +91,7 @@ class Plan(NamedTuple):
     lasting: bool = True
     steady: bool = True
     repeatable: bool | None = None
+    products: int = 0
 
 
 LOOP = Plan("loop", {}, 0, 0, (), {}, set())  # of which nothing has been tried
@@ -131,10 +133,15 @@ class Folding:
     def see(self, forwards: int) -> None:
         """Notes that such inputs are to have so many forwards."""
         self.remember(self.known.unproven, self.place, self.seen() + forwards)
+        self.remember(self.known.rows, self.kind, self.rows_seen() + forwards * self._num_rows())
 
     def seen(self) -> int:
         """How many they have had, with those that they are to have now."""
         return self.known.unproven.get(self.place, 0)
+
+    def rows_seen(self) -> int:
+        """How many rows have gone through the model as it is, whatever their number in an input."""
+        return self.known.rows.get(self.kind, 0)
 
     def is_planned(self) -> bool:
         """Whether it has been decided how such inputs go."""
@@ -202,6 +209,7 @@ class Folding:
                 largest = max(record.largest, reads.largest // OTHERS)
                 shape = tuple(output.shape)
                 plan = Plan("", record.rows, largest, reads.before // OTHERS, shape, {}, set())
+                plan = plan._replace(products=reads.products // reads.num_rows)
                 if self._changed(state):
                     settled = self.settles and settle(self, state, generators)
                 elif not self.may_draw and drawn_since(before):
