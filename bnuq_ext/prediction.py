@@ -201,9 +201,8 @@ def _information(
 ) -> Tensor:
     """E_t[KL(p_t || mean)] as the difference of entropies, up to its bound by the chi-squared divergence,
     E_t[sum_k (p_tk - mean_k)^2 / mean_k]: of replicas that hardly differ that rounds far less."""
-    bound = (variance / mean).nansum(
-        1
-    )  # 0 / 0 is that of a class that no replica takes for possible
+    # 0 / 0 is that of a class that no replica takes for possible.
+    bound = (variance / mean).nansum(1)
     information = torch.minimum(entropy - expected_entropy, bound)
     return torch.threshold_(information, torch.finfo(mean.dtype).eps / 64, 0.0)
 
