@@ -55,13 +55,14 @@ def interrupt_within(error: BaseException) -> BaseException | None:
 
 def _links(error: BaseException) -> Iterator[BaseException]:
     """An error that is caught, and what it has taken the place of. What somebody around was handling
-    before is not of these: it has come up to one of the frames around the one that catches."""
+    before is not of these: it has come up to one of the frames around the one that catches. Nor is
+    what somebody has made another error of, by `raise from`, as asyncio does of a cancellation."""
     link: BaseException | None = error
     around, seen = _frames_around(error), set()
     while link is not None and id(link) not in seen and _frame(link) not in around:
         seen.add(id(link))  # others may have made a ring
         yield link
-        link = link.__context__
+        link = None if link.__suppress_context__ else link.__context__
 
 
 def _frame(error: BaseException) -> FrameType | None:

@@ -1,6 +1,7 @@
 """An interrupt that an error has taken the place of, in one of torch's modes or in a forward, is not
 taken for the model's own error."""
 
+import asyncio
 import gc
 from itertools import count
 
@@ -178,6 +179,27 @@ def test_in_each_backward_of_a_trial():
 def test_an_exit_in_a_forward(name):
     with pytest.raises(SystemExit, match="of a test"):
         RUNS[name](made(failing(SystemExit, 1)))
+
+
+@pytest.mark.parametrize("cause", [asyncio.CancelledError(), None])
+@pytest.mark.parametrize("name", RUNS)
+def test_an_interrupt_that_the_user_makes_an_error_of(name, cause):
+    """As asyncio makes a TimeoutError of a cancellation."""
+
+    def meets(x):
+        try:
+            raise asyncio.CancelledError
+        except asyncio.CancelledError:
+            raise TimeoutError("its own") from cause
+
+    model = made()
+    expected = predict(model, strategy="loop").mean
+    model.meets = meets
+    with pytest.raises(TimeoutError, match="its own"):
+        RUNS[name](model)
+    assert modes() == []
+    model.meets = lambda x: None
+    assert torch.equal(predict(model, strategy="loop").mean, expected)
 
 
 def is_refused(x):
