@@ -40,8 +40,14 @@ def raise_interrupt(error: BaseException) -> None:
     """Raises the interrupt that an error, as it is caught, has taken the place of, if there is one:
     where that came in one of torch's modes, leaving them has failed with an error of its own."""
     interrupt = interrupt_within(error)
-    if interrupt is not None:
-        raise interrupt from None
+    try:
+        if interrupt is not None:
+            raise interrupt from None
+    finally:
+        del (
+            interrupt,
+            error,
+        )  # this frame, which it holds, would keep it, and what a forward has made
 
 
 def interrupt_within(error: BaseException) -> BaseException | None:
@@ -150,9 +156,12 @@ def leaving_nothing_behind(function: Callable[P, R]) -> Callable[P, R]:
             _go_to(_without_ours(_modes(), modes) if interrupt is None else modes)
             leave_passes(outer)
             torch.set_grad_enabled(gradients)
-            if interrupt is None or interrupt is error:
-                raise
-            raise interrupt from None
+            try:
+                if interrupt is None or interrupt is error:
+                    raise
+                raise interrupt from None
+            finally:
+                del interrupt  # as in raise_interrupt
         if (now := _modes()) != modes:
             _go_to(_without_ours(now, modes))
         return result

@@ -3,7 +3,9 @@ taken for the model's own error."""
 
 import asyncio
 import gc
+from contextlib import suppress
 from itertools import count
+from weakref import ref
 
 import pytest
 import torch
@@ -179,6 +181,36 @@ def test_in_each_backward_of_a_trial():
 def test_an_exit_in_a_forward(name):
     with pytest.raises(SystemExit, match="of a test"):
         RUNS[name](made(failing(SystemExit, 1)))
+
+
+def interrupts(x):
+    raise KeyboardInterrupt
+
+
+def interrupts_and_fails(x):
+    failing(KeyboardInterrupt, 1)(x)
+
+
+@pytest.mark.parametrize("meets", [interrupts, interrupts_and_fails])
+@pytest.mark.parametrize("name", ["predict", "loop", "doctor", "elbo_loss"])
+def test_what_a_forward_has_made_is_gone_with_its_interrupt(name, meets):
+    """Not only once garbage is collected, as GPU memory would be."""
+    made_there = []
+
+    def makes(x):
+        activation = x + 1
+        made_there.append(ref(activation))
+        meets(x)
+
+    model = made(makes)
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(KeyboardInterrupt, OSError):
+            RUNS[name](model)
+        assert made_there and all(activation() is None for activation in made_there)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("cause", [asyncio.CancelledError(), None])
