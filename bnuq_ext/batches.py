@@ -105,6 +105,7 @@ def parts_of(data) -> list:
             held = attributes_of(part)
             ahead += [held.get(name) for name in ("dataset", "sampler", "batch_sampler")]
             joined = held.get("datasets")
+            joined = [*joined.values()] if isinstance(joined, dict) else joined  # of a StackDataset
             ahead += joined if isinstance(joined, (list, tuple)) else []
     return [*found.values()]
 

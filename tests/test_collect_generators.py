@@ -117,6 +117,10 @@ SOURCES = {
         Rows,
         lambda own: {"data": torch_data.ConcatDataset([ROWS, own]), "batch_size": 20},
     ),
+    "joined by name": (
+        Rows,
+        lambda own: {"data": torch_data.StackDataset(input=own), "batch_size": 10},
+    ),
     "stream": (Stream, lambda own: {"data": loader(own, batch_size=10)}),
     "stream of batches": (Batches, lambda own: {"data": own}),
     "sampler": (Order, lambda own: {"data": loader(batch_size=10, sampler=own)}),
