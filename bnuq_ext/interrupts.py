@@ -1,5 +1,6 @@
 """An interrupt (Ctrl-C) may come between two lines of a context manager, which then is left half."""
 
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
@@ -52,9 +53,9 @@ def raise_interrupt(error: BaseException) -> None:
 
 def interrupt_within(error: BaseException) -> BaseException | None:
     """The interrupt that an error, as it is caught, has taken the place of, or None. What closes
-    generators is none: their own errors come in its place."""
+    generators, or cancels coroutines, is none: their own errors come in its place."""
     for link in _links(error):
-        if not isinstance(link, (Exception, GeneratorExit)):
+        if not isinstance(link, (Exception, GeneratorExit, CancelledError)):
             return link
     return None
 
@@ -62,13 +63,15 @@ def interrupt_within(error: BaseException) -> BaseException | None:
 def _links(error: BaseException) -> Iterator[BaseException]:
     """An error that is caught, and what it has taken the place of. What somebody around was handling
     before is not of these: it has come up to one of the frames around the one that catches. Nor is
-    what somebody has made another error of, by `raise from`, as asyncio does of a cancellation."""
+    an interrupt that somebody has made an error of, by `raise from`."""
     link: BaseException | None = error
     around, seen = _frames_around(error), set()
     while link is not None and id(link) not in seen and _frame(link) not in around:
         seen.add(id(link))  # others may have made a ring
         yield link
-        link = None if link.__suppress_context__ else link.__context__
+        before = link.__context__
+        made = link.__suppress_context__ and not isinstance(before, Exception)
+        link = None if made else before
 
 
 def _frame(error: BaseException) -> FrameType | None:

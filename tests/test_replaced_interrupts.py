@@ -3,6 +3,7 @@ taken for the model's own error."""
 
 import asyncio
 import gc
+import sys
 from contextlib import suppress
 from itertools import count
 from weakref import ref
@@ -213,17 +214,33 @@ def test_what_a_forward_has_made_is_gone_with_its_interrupt(name, meets):
         gc.enable()
 
 
-@pytest.mark.parametrize("cause", [asyncio.CancelledError(), None])
+def makes_an_error(x):
+    try:
+        sys.exit("of a test")
+    except SystemExit as error:
+        raise TimeoutError("its own") from error
+
+
+def makes_an_error_alone(x):
+    try:
+        sys.exit("of a test")
+    except SystemExit:
+        raise TimeoutError("its own") from None
+
+
+def makes_an_error_of_a_cancellation(x):
+    """As asyncio's time limits."""
+    try:
+        raise asyncio.CancelledError
+    finally:
+        raise TimeoutError("its own")  # noqa: B012
+
+
+@pytest.mark.parametrize(
+    "meets", [makes_an_error, makes_an_error_alone, makes_an_error_of_a_cancellation]
+)
 @pytest.mark.parametrize("name", RUNS)
-def test_an_interrupt_that_the_user_makes_an_error_of(name, cause):
-    """As asyncio makes a TimeoutError of a cancellation."""
-
-    def meets(x):
-        try:
-            raise asyncio.CancelledError
-        except asyncio.CancelledError:
-            raise TimeoutError("its own") from cause
-
+def test_an_interrupt_that_the_user_makes_an_error_of(name, meets):
     model = made()
     expected = predict(model, strategy="loop").mean
     model.meets = meets
@@ -232,6 +249,18 @@ def test_an_interrupt_that_the_user_makes_an_error_of(name, cause):
     assert modes() == []
     model.meets = lambda x: None
     assert torch.equal(predict(model, strategy="loop").mean, expected)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_error_made_of_one_that_has_taken_the_place_of_an_interrupt(name):
+    def meets(x):
+        try:
+            interrupts_and_fails(x)
+        except OSError as error:
+            raise ValueError("of an OSError") from error
+
+    with pytest.raises(KeyboardInterrupt, match="of a test"):
+        RUNS[name](made(meets))
 
 
 def is_refused(x):
