@@ -134,12 +134,12 @@ def preserved_rng(*generators):
     Yields what puts them back, which a body that lets them go clears.
     """
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    before = [  # a GPU may refuse after an error: first, so that it is put back last
+    before = [  # a GPU may refuse after an error, a given one too: first, to be put back last
         *(partial(torch.cuda.set_rng_state, state, device) for device, state in enumerate(cuda)),
+        *map(kept, generators),
         partial(torch.set_rng_state, torch.get_rng_state()),
         partial(np.random.set_state, np.random.get_state()),
         partial(random.setstate, random.getstate()),
-        *map(kept, generators),
     ]
     try:
         yield before

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import data as torch_data
 
 import bnuq_ext as bnuq
-from bnuq_ext import restore
+from bnuq_ext import restore, state
 from bnuq_ext.restore import drawn_since, evaluating, preserved_rng, random_states
 
 
@@ -186,6 +186,21 @@ def test_an_interrupt_does_not_cost_the_generators(monkeypatch, module, name, fi
         random.random(), np.random.rand(), torch.rand(1), torch.rand(1, generator=own)
         assert drawn_since(before[0])
     assert not drawn_since(before[0]) and torch.equal(own.get_state(), before[1]) and not left
+
+
+def test_a_given_generator_that_refuses_does_not_cost_the_global_ones(monkeypatch):
+    """As one of a GPU after an error there."""
+
+    def refuse(generator, state):
+        raise RuntimeError("of a test")
+
+    get, _ = state._GENERATORS[torch.Generator]
+    monkeypatch.setitem(state._GENERATORS, torch.Generator, (get, refuse))
+    before = random_states()
+    with pytest.raises(RuntimeError, match="of a test"), preserved_rng(torch.Generator()):
+        random.random(), np.random.rand(), torch.rand(1)
+        assert drawn_since(before)
+    assert not drawn_since(before)
 
 
 def test_the_generator_of_a_batch_sampler_is_left_as_found():
