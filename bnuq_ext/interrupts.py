@@ -4,8 +4,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
-from traceback import walk_tb
-from types import FrameType
+from traceback import walk_stack, walk_tb
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -45,10 +44,8 @@ def raise_interrupt(error: BaseException) -> None:
         if interrupt is not None:
             raise interrupt from None
     finally:
-        del (
-            interrupt,
-            error,
-        )  # this frame, which it holds, would keep it, and what a forward has made
+        # This frame, which it holds, would keep it, and what a forward has made.
+        del interrupt, error
 
 
 def interrupt_within(error: BaseException) -> BaseException | None:
@@ -65,7 +62,8 @@ def _links(error: BaseException) -> Iterator[BaseException]:
     before is not of these: it has come up to one of the frames around the one that catches. Nor is
     an interrupt that somebody has made an error of, by `raise from`."""
     link: BaseException | None = error
-    around, seen = _frames_around(error), set()
+    here, seen = _frame(error), set()
+    around = {None, *(frame for frame, _ in walk_stack(here))} - {here}
     while link is not None and id(link) not in seen and _frame(link) not in around:
         seen.add(id(link))  # others may have made a ring
         yield link
@@ -74,18 +72,9 @@ def _links(error: BaseException) -> Iterator[BaseException]:
         link = None if made else before
 
 
-def _frame(error: BaseException) -> FrameType | None:
+def _frame(error: BaseException):
     """The outermost that it has come to."""
     return error.__traceback__ and error.__traceback__.tb_frame
-
-
-def _frames_around(error: BaseException) -> set[FrameType | None]:
-    around: set[FrameType | None] = set()
-    frame = _frame(error)
-    while frame is not None:
-        frame = frame.f_back
-        around.add(frame)
-    return around
 
 
 def _end_frames(error: BaseException) -> None:
