@@ -261,7 +261,7 @@ class _Record:
 
     def _keep(self, statistics: dict[str, tuple[Tensor, Tensor, int]]) -> None:
         if self.rows and statistics.keys() != self.mean.keys():
-            advice = "their number may depend on that of the rows; drop_last=True"
+            advice = "their number may depend on that of the rows (drop_last=True), or on values"
             requirement = f"make the {len(self.mean)} calls of the ones before ({advice})"
             lacking = [key for key in self.mean if key not in statistics]
             more = [key for key in statistics if key not in self.mean]

@@ -253,7 +253,7 @@ def test_every_batch_must_make_the_same_calls():
     data = [torch.randn(rows, 4) for rows in (6, 6, 7)]
     error = (
         r"collect: batch 2 must make the 2 calls of the ones before \(their number may depend on "
-        r"that of the rows; drop_last=True\), got "
+        r"that of the rows \(drop_last=True\), or on values\), got "
     )
     with pytest.raises(ValueError, match=error + "one more, of 'bn#2'$"):
         bnuq.collect(model, data, 3)
