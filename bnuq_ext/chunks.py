@@ -39,10 +39,10 @@ _SAID = (
 
 def check_chunk(op: str, chunk) -> None:
     """Checks that a chunk is "auto" or at least 1."""
-    if isinstance(chunk, str) and chunk != "auto":
-        refuse(op, "chunk", 'be "auto" or at least 1', repr(chunk))
     if not isinstance(chunk, str):
         check_integer(op, "chunk", chunk, 1)
+    elif chunk != "auto":
+        refuse(op, "chunk", 'be "auto" or at least 1', repr(chunk))
 
 
 def chunk_of(largest: int, chunk: int | str, num_samples: int, device: torch.device) -> int:

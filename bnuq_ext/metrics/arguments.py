@@ -71,7 +71,7 @@ def is_complex(values) -> bool:
 
 def take_labels(op: str, y: Tensor, probs: Tensor) -> Tensor:
     """The labels (N, *) of probabilities or logits (N, K, *), as int64 on their device."""
-    if not has_integers(y):
+    if not _has_integers(y):
         got = y.dtype if isinstance(y, Tensor) else type(y).__name__
         refuse(op, "y", "be a tensor of integer labels", got, TypeError)
     check_shape(op, "y", y, (probs.shape[0], *probs.shape[2:]))
@@ -108,8 +108,7 @@ def take_samples(op: str, samples: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def take_targets(op: str, y: Tensor, mean: Tensor) -> Tensor:
     """Targets as float64 in the shape of the means, where (N,) and (N, 1) are the same."""
-    if not has_integers(y):
-        check_floating(op, "y", y)
+    check_real(op, "y", y)
     y = as_rows_of(y, mean.shape)
     check_shape(op, "y", y, mean.shape)
     return y.to(mean.device, torch.float64)
@@ -149,5 +148,10 @@ def reduce(op: str, values: Tensor, reduction: str) -> Tensor:
     return values.mean() if reduction == "mean" else values
 
 
-def has_integers(y) -> bool:
+def check_real(op: str, name: str, values) -> None:
+    if not _has_integers(values):
+        check_floating(op, name, values)
+
+
+def _has_integers(y) -> bool:
     return isinstance(y, Tensor) and torch.can_cast(y.dtype, torch.int64) and y.dtype != torch.bool

@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_floating, check_integer, refuse
+from ..ops.checks import check_integer, refuse
 from .arguments import (
+    check_real,
     check_replicas,
-    has_integers,
     reduce,
     take_labels,
     take_logits,
@@ -184,8 +184,7 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         () between 0 and 1, float64; 0.5 is chance, nan if either is empty or has a nan.
     """
     for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
-        if not has_integers(scores):
-            check_floating("auroc", name, scores)
+        check_real("auroc", name, scores)
         if scores.dim() != 1:
             refuse("auroc", name, "have one dimension", scores.dim())
     ordered = scores_in.double().sort().values

@@ -207,9 +207,9 @@ class Folding:
                 before = random_states()
                 output, record, reads = self.record(state)
                 largest = max(record.largest, reads.largest // OTHERS)
-                shape = tuple(output.shape)
-                plan = Plan("", record.rows, largest, reads.before // OTHERS, shape, {}, set())
-                plan = plan._replace(products=reads.products // reads.num_rows)
+                sizes = largest, reads.before // OTHERS, tuple(output.shape)
+                products = reads.products // reads.num_rows
+                plan = Plan("", record.rows, *sizes, {}, set(), products=products)
                 if self._changed(state):
                     settled = self.settles and settle(self, state, generators)
                 elif not self.may_draw and drawn_since(before):
