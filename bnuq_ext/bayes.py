@@ -22,6 +22,7 @@ from .ops.checks import (
     is_dense,
     refuse,
 )
+from .ops.formulas import sigma_of
 from .ops.linear import bayes_linear_rows, shaped
 from .ops.modes import autocasted, has_values, past_autocast
 from .passes import Replicated
@@ -32,11 +33,6 @@ from .state import names_of
 
 ESTIMATORS = ("exact", "local")
 DTYPES = (torch.float32, torch.float64)  # of weights that are sampled
-
-
-def sigma_of(rho: Tensor) -> Tensor:
-    """softplus(rho), the standard deviations of weights."""
-    return functional.softplus(rho, threshold=40.0)
 
 
 class BayesLinear(Replicated, nn.Module):

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .adapters import qualified_name
 from .batch_norm_like import describe
-from .bayes import DTYPES, BayesLinear, check_initial, check_whole, require_bayes_layers, sigma_of
+from .bayes import DTYPES, BayesLinear, check_initial, check_whole, require_bayes_layers
 from .convert import Model, copy_model
 from .nn import check_model
 from .ops.checks import check_callable, check_fraction, check_one_of, refuse
+from .ops.formulas import log_sigma_of, sigma_of
 from .priors import GaussianPrior, Prior, check_prior
 from .restore import without_gradients
 from .state import OF_EVERY_MODULE
@@ -217,8 +218,7 @@ def _weights(layers: dict[str, BayesLinear]) -> list[Tensor]:
 def _log_signal_to_noise(mu: Tensor, rho: Tensor) -> Tensor:
     """log(|mu| / sigma), which tells weights apart where sigma is 0; -inf where mu is 0."""
     mu, rho = mu.double(), rho.double()
-    log_sigma = torch.where(rho < -40, rho, sigma_of(rho).log())  # softplus is exp there
-    return torch.where(mu == 0, -math.inf, mu.abs().log() - log_sigma)
+    return torch.where(mu == 0, -math.inf, mu.abs().log() - log_sigma_of(rho))
 
 
 def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:

@@ -15,7 +15,7 @@ from .forward import Forward
 from .inputs import copied, is_one_input, move, num_rows, split_batch
 from .interrupts import raise_interrupt
 from .ops.checks import refuse
-from .ops.modes import is_recorded
+from .ops.modes import is_recorded, refuse_forward_derivatives
 from .pages import keep_freed_pages
 from .prediction import (
     Prediction,
@@ -167,6 +167,7 @@ class Predictor:
         shape = list(outputs.shape[1:])
         if done == 0:
             self.shape = shape
+            refuse_forward_derivatives(self.forward.op, outputs)
             self._look_at(outputs)
         if shape != self.shape:  # boxes of a detector; they might broadcast
             requirement = "have the same shape in all replicas (output_fn can pad it)"

@@ -295,7 +295,7 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
     # Of two, the sample that is run alone would cost what going together saves. And processes that
     # wait for each other must make the same forwards,
     # which a proof by each one's own rows would not.
-    if draw.num_samples == 2 or waits_for_others(modules):
+    if draw.num_samples == 2 or waits_for_others(modules) or not is_eager():
         return None
     return run_together(forward, modules, x, draw)
 

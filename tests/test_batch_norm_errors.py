@@ -5,7 +5,6 @@ import torch
 from batch_norm_cases import make
 
 from bnuq_ext import ops
-from bnuq_ext.ops.batch_norm import batch_norm_snapshots
 
 T = 2
 BANK = make("bank", (2, 3, 4, 4), T, dtype=torch.float32)
@@ -22,11 +21,6 @@ def bank(**changes):
 def fitted(**changes):
     arguments = {**FITTED, "seed": SEED, "stream": 0, "num_samples": T, "family": "normal"}
     return ops.batch_norm_fitted(**{**arguments, **changes})
-
-
-def snapshots(**changes):
-    arguments = {name: value for name, value in {**BANK, **changes}.items() if name != "residual"}
-    return batch_norm_snapshots(**arguments, snapshot=torch.tensor([0, 1]), eps=0.0, shared=False)
 
 
 # (changes to valid arguments, error, what the message says after "batch_norm_...: ")
@@ -266,22 +260,6 @@ def test_out_takes_no_gradient(op, name):
     check(lambda: call(**changes), f"batch_norm_{op}", ValueError, message)
     with torch.no_grad():
         call(**changes)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own: it imports what it has deprecated
-@pytest.mark.parametrize(
-    "call, name",
-    [(bank, n) for n in BANK]
-    + [(fitted, n) for n in FITTED]
-    + [(snapshots, n) for n in ("x", "weight", "bias")],
-)
-def test_each_tangent_is_refused(call, name):
-    """Torch would hand back 0 for the derivative."""
-    tensors = FITTED if call is fitted else BANK
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(tensors[name], tensors[name])
-        with pytest.raises(NotImplementedError, match="forward-mode derivatives are not available"):
-            call(**{name: dual})
 
 
 def test_valid_arguments_pass():

@@ -174,17 +174,6 @@ def test_out_that_autograd_has_kept_is_not_written_unnoticed(device):
             h.sum().backward()
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_second_derivatives_are_refused(op, device):
-    t = leaves(make(op, (2, 3), 2, device=device))
-    y = call(op, t, 2)
-    (grad,) = torch.autograd.grad(y.square().sum(), t["x"], create_graph=True)
-    name = "batch_norm_bank" if op == "bank" else "batch_norm_fitted"
-    with pytest.raises(NotImplementedError) as caught:
-        grad.square().sum().backward()
-    assert str(caught.value) == f"{name}: second derivatives are not available"
-
-
 @pytest.fixture
 def new_memory_is_nan():
     torch.use_deterministic_algorithms(True)

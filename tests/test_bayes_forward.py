@@ -9,8 +9,7 @@ from torch.nn.functional import linear
 
 import bnuq_ext as bnuq
 from bnuq_ext import ops, reference
-from bnuq_ext.bayes import sigma_of
-from bnuq_ext.ops.kl import gaussian_kl_sum
+from bnuq_ext.ops.formulas import sigma_of
 
 OPTIONS = dict(rho_init=-1.0, dtype=torch.float64)
 
@@ -181,114 +180,6 @@ def test_a_checkpoint_without_the_layer_leaves_it_pruned():
     before = samples(model, x(3, 5))
     model.load_state_dict(model[0].state_dict(prefix="0."), strict=False)
     assert torch.equal(samples(model, x(3, 5)), before)
-
-
-SEED = ops.new_seed(0)
-TWICE = {
-    "gaussian": lambda mu: ops.gaussian_kl(mu, mu - 1),
-    "gaussians": lambda mu: gaussian_kl_sum([(mu, mu - 1, 1.0), (mu, mu - 2, 0.5)]),
-    "mixture": lambda mu: ops.mixture_kl(mu, mu - 1, SEED, 0),
-    "linear": lambda mu: ops.bayes_linear(
-        torch.ones(2, 4), mu, mu - 1, seed=SEED, stream=0, num_samples=1
-    ),
-}
-
-
-@pytest.mark.parametrize("op", TWICE)
-def test_second_derivatives_are_refused(op):
-    mu, others = torch.randn(3, 4, requires_grad=True), torch.ones((), requires_grad=True)
-    (grad,) = torch.autograd.grad(TWICE[op](mu).sum(), mu, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives are not available"):
-        (others * grad.sum()).backward()  # a term that has another way back too
-
-
-NORMED = dict(num_samples=2, weight=torch.ones(4))
-DIFFERENTIATED = {
-    "bayes_linear": lambda v: ops.bayes_linear(v, v, v, seed=SEED, stream=0, num_samples=2),
-    "gaussian_kl": lambda v: ops.gaussian_kl(v, v),
-    "mixture_kl": lambda v: ops.mixture_kl(v, v, SEED, 0),
-    "predictive_statistics": lambda v: ops.predictive_statistics(v[None]),
-    "batch_norm_bank": lambda v: ops.batch_norm_bank(v, v, v.square(), SEED, **NORMED),
-    "batch_norm_fitted": lambda v: ops.batch_norm_fitted(
-        torch.ones(4, 4), v, SEED, 0, 2, family="normal"
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own: it imports what it has deprecated
-@pytest.mark.parametrize("op", DIFFERENTIATED)
-def test_forward_mode_derivatives_are_refused(op):
-    """Torch would hand back 0 for them."""
-    value = torch.rand(4, 4)
-    refused = pytest.raises(NotImplementedError, match=f"^{op}: forward-mode derivatives are not")
-    with refused:
-        torch.func.jvp(DIFFERENTIATED[op], (value,), (value,))
-    with refused:
-        torch.func.jacfwd(DIFFERENTIATED[op])(value)
-    with refused, torch.autograd.forward_ad.dual_level():
-        DIFFERENTIATED[op](torch.autograd.forward_ad.make_dual(value, value))
-    with torch.autograd.forward_ad.dual_level():
-        DIFFERENTIATED[op](value)  # of what has no tangent, there is nothing to refuse
-
-
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # torch's own: it imports what it has deprecated, and it has no rule for vmap
-@pytest.mark.parametrize("op", DIFFERENTIATED)
-def test_derivatives_by_torch_func_are_refused(op):
-    value = torch.rand(4, 4)
-
-    def call(value):
-        result = DIFFERENTIATED[op](value)
-        return result if isinstance(result, torch.Tensor) else result.mean
-
-    def loss(value):
-        return call(value).sum()
-
-    def untracked(value):
-        with torch.no_grad():
-            return loss(value)
-
-    refused = pytest.raises(NotImplementedError, match=f"^{op}: derivatives by torch.func are not")
-    for derivative in (torch.func.grad(loss), torch.func.jacrev(call)):
-        with refused:
-            derivative(value)
-    for derivative in (torch.func.vmap(torch.func.grad(loss)), torch.func.grad(in_vmap(loss))):
-        with refused:
-            derivative(value.expand(2, 4, 4))
-    assert not torch.func.grad(lambda v: v.sum() * 0 + untracked(torch.ones(4, 4)))(value).any()
-    torch.func.vmap(call)(value.expand(2, 4, 4))
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own: it has no rule for vmap
-def test_kl_divergence_under_torch_func():
-    model = nn.Sequential(bnuq.BayesLinear(4, 3), bnuq.BayesLinear(3, 2))
-    parameters = {name: torch.randn(5, *p.shape) for name, p in model.named_parameters()}
-
-    def divergence(parameters):
-        with nn.utils.stateless._reparametrize_module(model, parameters):
-            return bnuq.kl_divergence(model)
-
-    one = [{name: p[i] for name, p in parameters.items()} for i in range(5)]
-    expected = torch.stack([divergence(p) for p in one])
-    torch.testing.assert_close(torch.func.vmap(divergence)(parameters), expected.detach())
-    with pytest.raises(NotImplementedError, match="^gaussian_kl: derivatives by torch.func"):
-        torch.func.grad(divergence)(one[0])
-    with pytest.raises(NotImplementedError, match="^gaussian_kl: forward-mode derivatives"):
-        torch.func.jvp(divergence, (one[0],), (one[0],))
-
-
-def in_vmap(loss):
-    return lambda values: torch.func.vmap(loss)(values).sum()
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own: it imports what it has deprecated
-def test_forward_mode_derivatives_through_a_layer_are_refused():
-    model = bnuq.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(4)))
-    bnuq.collect(model, [torch.randn(8, 4) for _ in range(3)])
-    with bnuq.replicas(model, 1), torch.autograd.forward_ad.dual_level():
-        with pytest.raises(NotImplementedError, match="batch_norm_bank: forward-mode"):
-            model(torch.autograd.forward_ad.make_dual(torch.ones(3, 4), torch.ones(3, 4)))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, inside its compiler

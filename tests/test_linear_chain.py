@@ -95,17 +95,6 @@ def test_layers_that_do_not_fit_each_other():
         bnuq.elbo_loss(model, torch.randn(8, 4), torch.zeros(8).long(), batch_weight=1.0)
 
 
-def test_second_derivatives_are_refused():
-    x = torch.randn(8, 4, requires_grad=True)
-    link = Link(posterior(6, 4, torch.float32), 1.0, 0, True)
-    y, kl = bayes_linear_chain(
-        x, [link, Link(posterior(3, 6, torch.float32), 1.0, 1)], seed=SEED, num_samples=1
-    )
-    (grad,) = torch.autograd.grad(y.square().sum() + kl, x, create_graph=True)
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        grad.sum().backward()
-
-
 # ---- in a training step --------------------------------------------------------------------------
 
 

@@ -200,15 +200,6 @@ def test_infinite_means_without_a_divergence():
     assert grad[0, 0] == 0 and grad.isfinite().all()
 
 
-def test_second_derivatives_are_refused():
-    posterior = make(4, 5, torch.float32)
-    y, kl = both(torch.randn(9, 5), posterior, 1)
-    for terms in (y.sum() + kl, y.sum(), kl):
-        (grad,) = torch.autograd.grad(terms, posterior[0], create_graph=True)
-        with pytest.raises(NotImplementedError, match="second derivatives are not available"):
-            (grad.sum() * torch.ones((), requires_grad=True)).backward()
-
-
 def test_bad_arguments_are_named():
     mu, rho, *bias = make(4, 5, torch.float32)
     with pytest.raises(ValueError, match="bayes_linear: x must have 5 features, got 6"):

@@ -238,15 +238,6 @@ def test_gradient_where_a_class_is_impossible(device):
     assert not logits.grad[:, :, 1].any()
 
 
-def test_second_derivatives_are_refused(device):
-    logits = make((3, 2, 4), device).requires_grad_()
-    entropy = ops.predictive_statistics(logits).entropy.sum()
-    (grad,) = torch.autograd.grad(entropy, logits, create_graph=True)
-    with pytest.raises(NotImplementedError) as caught:
-        grad.square().sum().backward()
-    assert str(caught.value) == "predictive_statistics: second derivatives are not available"
-
-
 def test_state_that_autograd_has_kept_is_not_written_unnoticed(device):
     """As with torch's own operations in place."""
     state = [value.to(device) for value in (torch.zeros(3, 5), torch.zeros(3, 5), torch.zeros(3))]

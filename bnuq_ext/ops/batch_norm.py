@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from . import formulas
 from .batch_norm_checks import (
     FAMILIES,
     LEAST_SPREAD,
@@ -17,7 +18,7 @@ from .batch_norm_checks import (
     wants_grad,
 )
 from .checks import acc_dtype, check_device
-from .modes import mark_written, past_autograd, refuse_other_derivatives
+from .modes import lacks_rule, mark_written, past_autograd
 from .philox import philox_normal, seed_tensor
 
 _bnuq = torch.ops.bnuq
@@ -81,7 +82,6 @@ def batch_norm_bank(
     op = "batch_norm_bank"
     num_samples = check_bank(op, x, mean, var, seed, snapshot, num_samples)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
-    refuse_other_derivatives(op, x, mean, var, weight, bias, residual)
     negative_slope = slope_of(op, activation, slope)
     acc = acc_dtype(x.dtype)
     mean, var, weight, bias = (prepare(t, acc) for t in (mean, var, weight, bias))
@@ -115,7 +115,6 @@ def batch_norm_snapshots(
         check_device("batch_norm_bank", "mean", mean, x.device)
         acc = acc_dtype(x.dtype)
         mean, var = prepare(mean, acc), prepare(var, acc)
-    refuse_other_derivatives("batch_norm_bank", x, weight, bias)
     T, weight, bias = snapshot.shape[0], prepare(weight, acc), prepare(bias, acc)
     slope = slope_of("batch_norm_bank", activation, 0.0)
     args = (x, mean, var, None, snapshot, T, weight, bias, None, eps, slope, shared)
@@ -165,7 +164,6 @@ def batch_norm_fitted(
     op = "batch_norm_fitted"
     check_fitted(op, x, params, seed, stream, num_samples, family)
     check_input(op, x, num_samples, weight, bias, eps, residual, shared)
-    refuse_other_derivatives(op, x, params, weight, bias, residual)
     negative_slope = slope_of(op, activation, slope)
     acc = acc_dtype(x.dtype)
     params, weight, bias = (prepare(t, acc) for t in (params, weight, bias))
@@ -179,6 +177,9 @@ def batch_norm_fitted(
 
 def _run(op: str, args: tuple, out: Tensor | None) -> Tensor:
     """The op's result, in `out` if that is given."""
+    if lacks_rule(*args):
+        y = _by_formula(op, *args)
+        return y if out is None else out.copy_(y)
     fresh, into = _OPS[op]
     with past_autograd():
         if out is None:
@@ -188,13 +189,37 @@ def _run(op: str, args: tuple, out: Tensor | None) -> Tensor:
     return out
 
 
+def _by_formula(
+    op, x, a, b, c, d, num_samples, weight, bias, residual, eps, slope, shared
+) -> Tensor:
+    if op == "batch_norm_fitted":
+        mean, var = fitted_moments(a, b, c, d, num_samples)
+    else:
+        snapshot = snapshots_of(a, c, d, num_samples)
+        mean, var = (formulas.rows_of(table, snapshot) for table in (a, b))
+    return formulas.batch_norm(x, mean, var, weight, bias, residual, eps, slope, shared)
+
+
+def snapshots_of(mean: Tensor, seed: Tensor | None, snapshot: Tensor | None, num_samples: int):
+    """The snapshots (T,) that are given, or drawn of those in `mean` (B, C)."""
+    if snapshot is not None:
+        return snapshot
+    return torch.ops.bnuq.snapshot_indices(seed, mean.shape[0], num_samples)
+
+
 def fitted_statistics(
     params: Tensor, seed: Tensor, stream: int, num_samples: int, family: str
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance (T, C) of the replicas of `batch_norm_fitted`."""
+    return fitted_moments(params, seed, stream, FAMILIES[family], num_samples)
+
+
+def fitted_moments(
+    params: Tensor, seed: Tensor, stream: int, family: int, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    """`fitted_statistics` with the family's number."""
     z_mean, z_spread = fitted_noise(params, seed, stream, num_samples)
-    spread = fitted_spread(params, z_spread, FAMILIES[family])
-    return params[0] + params[1] * z_mean, spread.square()
+    return params[0] + params[1] * z_mean, fitted_spread(params, z_spread, family).square()
 
 
 def fitted_spread(params: Tensor, z_spread: Tensor, family: int) -> Tensor:

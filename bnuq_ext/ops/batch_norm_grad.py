@@ -10,10 +10,10 @@ import math
 
 import torch
 
-from .batch_norm import fitted_noise, fitted_spread
+from . import formulas
+from .batch_norm import fitted_moments, fitted_noise, fitted_spread, snapshots_of
 from .batch_norm_checks import FAMILIES, LEAST_SPREAD, result_format
 from .checks import acc_dtype
-from .modes import refuse_second_derivatives
 
 
 def _empty_rows(x, rows, memory_format):
@@ -72,6 +72,28 @@ def _moment_grads(sums, weight, var, eps):
     return -scale * sums[0], -0.5 * scale * rstd * sums[1]
 
 
+def _differentiable_grads(grad_y, x, y, mean, var, weight, eps, slope, shared):
+    """The result of a backward op in torch's operations, from the statistics (T, C)."""
+    T, dims = mean.shape[0], grad_y.dim()
+    rstd = (var + eps).rsqrt()
+
+    def of_replicas(grad):
+        return (grad.sum(0) if shared else grad.flatten(0, 1)).to(grad_y.dtype)
+
+    g = formulas.replicas_of(grad_y, T)
+    if slope != 1:
+        below = formulas.replicas_of(y, T) <= 0
+        g = g.masked_fill(below, 0.0) if slope == 0 else torch.where(below, slope * g, g)
+    scale = rstd if weight is None else rstd * weight
+    sums = None
+    if x is not None:
+        centred = formulas.replicas_of(x, 1 if shared else T) - formulas.per_channel(mean, dims)
+        normed = centred * formulas.per_channel(rstd, dims)
+        others = [1, *range(3, dims + 1)]
+        sums = torch.stack([g.sum(others), (g * normed).sum(others)])
+    return of_replicas(g * formulas.per_channel(scale, dims)), of_replicas(g), sums
+
+
 def _setup_bank(ctx, inputs, output):
     x, mean, var, seed, snapshot, num_samples, weight, bias, residual, eps, slope, shared = inputs
     ctx.scalars = (num_samples, eps, slope, shared)
@@ -84,10 +106,16 @@ def _backward_bank(ctx, grad_y):
     x, y, mean, var, seed, snapshot, weight = ctx.saved_tensors
     num_samples, eps, slope, shared = ctx.scalars
     needs = ctx.needs_input_grad
-    grad_x, grad_residual, sums = torch.ops.bnuq.batch_norm_bank_backward(
-        grad_y, x, y, mean, var, seed, snapshot, num_samples, weight, eps, slope, shared,
-        needs[0], needs[8], ctx.needs_sums,
-    )  # fmt: skip
+    if torch.is_grad_enabled():
+        snapshot = snapshots_of(mean, seed, snapshot, num_samples)
+        drawn = formulas.rows_of(mean, snapshot), formulas.rows_of(var, snapshot)
+        found = _differentiable_grads(grad_y, x, y, *drawn, weight, eps, slope, shared)
+    else:
+        found = torch.ops.bnuq.batch_norm_bank_backward(
+            grad_y, x, y, mean, var, seed, snapshot, num_samples, weight, eps, slope, shared,
+            needs[0], needs[8], ctx.needs_sums,
+        )  # fmt: skip
+    grad_x, grad_residual, sums = found
     grad_mean = grad_var = None
     if needs[1] or needs[2]:
         grad_mean, grad_var = _bank_grads(sums, mean, var, seed, snapshot, num_samples, weight, eps)
@@ -101,8 +129,7 @@ def _bank_grads(sums, mean, var, seed, snapshot, num_samples, weight, eps):
     In float64: autocast and TF32 round the factors of a float32 product.
     """
     num_snapshots = mean.shape[0]
-    if snapshot is None:
-        snapshot = torch.ops.bnuq.snapshot_indices(seed, num_snapshots, num_samples)
+    snapshot = snapshots_of(mean, seed, snapshot, num_samples)
     drawn_var = var[snapshot.clamp(0, num_snapshots - 1)]
     per_replica = _moment_grads(sums, weight, drawn_var, eps)
     one_hot = (torch.arange(num_snapshots, device=mean.device)[:, None] == snapshot).double()
@@ -129,10 +156,15 @@ def _backward_fitted(ctx, grad_y):
     x, y, params, seed, weight = ctx.saved_tensors
     stream, family, num_samples, eps, slope, shared = ctx.scalars
     needs = ctx.needs_input_grad
-    grad_x, grad_residual, sums = torch.ops.bnuq.batch_norm_fitted_backward(
-        grad_y, x, y, params, seed, stream, family, num_samples, weight, eps, slope, shared,
-        needs[0], needs[8], ctx.needs_sums,
-    )  # fmt: skip
+    if torch.is_grad_enabled():
+        drawn = fitted_moments(params, seed, stream, family, num_samples)
+        found = _differentiable_grads(grad_y, x, y, *drawn, weight, eps, slope, shared)
+    else:
+        found = torch.ops.bnuq.batch_norm_fitted_backward(
+            grad_y, x, y, params, seed, stream, family, num_samples, weight, eps, slope, shared,
+            needs[0], needs[8], ctx.needs_sums,
+        )  # fmt: skip
+    grad_x, grad_residual, sums = found
     grad_params = None
     if needs[1]:
         grad_params = _params_grad(sums, params, seed, stream, family, num_samples, weight, eps)
@@ -158,5 +190,3 @@ torch.library.register_autograd("bnuq::batch_norm_bank", _backward_bank, setup_c
 torch.library.register_autograd(
     "bnuq::batch_norm_fitted", _backward_fitted, setup_context=_setup_fitted
 )
-refuse_second_derivatives("batch_norm_bank")
-refuse_second_derivatives("batch_norm_fitted")

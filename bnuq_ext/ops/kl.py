@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from . import formulas
 from .checks import (
     check_device,
     check_floating,
@@ -18,7 +19,7 @@ from .checks import (
     check_stream,
     refuse,
 )
-from .modes import past_autograd, refuse_other_derivatives, refuse_second_derivatives
+from .modes import is_batched, lacks_rule, past_autograd
 from .philox import seed_tensor
 
 
@@ -43,6 +44,8 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_std: float = 1.0) -> Tensor:
     """
     _check_posterior("gaussian_kl", mu, rho)
     _check_std("gaussian_kl", "prior_std", prior_std, mu.dtype)
+    if lacks_rule(mu, rho):
+        return formulas.gaussian_kl(mu, rho, prior_std)
     # An op of its own beside the sum: torch.vmap runs none that takes lists of tensors.
     return torch.ops.bnuq.gaussian_kl(mu.contiguous(), rho.contiguous(), prior_std)
 
@@ -55,7 +58,8 @@ def gaussian_kl_sum(
 
     With the value, which is then known, for parameters of one dtype on one device.
     """
-    if torch._C._are_functorch_transforms_active():
+    tensors = [t for mu, rho, _ in parameters for t in (mu, rho)]
+    if torch._C._are_functorch_transforms_active() or lacks_rule(*tensors):
         return total(gaussian_kl(*one) for one in parameters)
     for std, dtype in {(std, mu.dtype) for mu, _, std in parameters}:
         _check_std("gaussian_kl", "prior_std", std, dtype)
@@ -63,7 +67,7 @@ def gaussian_kl_sum(
     for mu, rho, std in parameters:
         stds, tensors = groups.setdefault((mu.device, mu.dtype), ([], []))
         stds.append(std)
-        tensors += mu, rho
+        tensors += mu.contiguous(), rho.contiguous()
     return total(_GaussianSum.apply(value, stds, *tensors) for stds, tensors in groups.values())
 
 
@@ -82,7 +86,6 @@ class _GaussianSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, value, stds, *tensors):
-        tensors = [tensor.contiguous() for tensor in tensors]
         ctx.stds = stds
         ctx.save_for_backward(*tensors)
         if value is not None:
@@ -92,6 +95,12 @@ class _GaussianSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         tensors = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_batched(grad):  # vmap runs no op that returns a list
+            needs = ctx.needs_input_grad[2:]
+            return None, None, *formulas.gradients_by(
+                lambda *tensors: formulas.gaussian_kl_sum(tensors, ctx.stds),
+                tensors, (grad,), needs,
+            )  # fmt: skip
         args = grad, tensors[::2], tensors[1::2], ctx.stds
         with past_autograd():
             return None, None, *torch.ops.bnuq.gaussian_kl_sum_backward(*args)
@@ -145,8 +154,10 @@ def mixture_kl(
     check_fraction_value(op, "pi", pi)
     _check_std(op, "std1", std1, mu.dtype)
     _check_std(op, "std2", std2, mu.dtype)
-    noise = seed_tensor(seed, mu.device), stream, num_samples
-    return torch.ops.bnuq.mixture_kl(mu.contiguous(), rho.contiguous(), *noise, pi, std1, std2)
+    args = seed_tensor(seed, mu.device), stream, num_samples, pi, std1, std2
+    if lacks_rule(mu, rho):
+        return formulas.mixture_kl(mu, rho, *args)
+    return torch.ops.bnuq.mixture_kl(mu.contiguous(), rho.contiguous(), *args)
 
 
 def _check_std(op: str, name: str, std: float, dtype: torch.dtype) -> None:
@@ -165,7 +176,6 @@ def _check_posterior(op: str, mu: Tensor, rho: Tensor) -> None:
         refuse(op, "rho", f"be {mu.dtype}", rho.dtype, TypeError)
     check_shape(op, "rho", rho, mu.shape)
     check_device(op, "rho", rho, mu.device)
-    refuse_other_derivatives(op, mu, rho)
 
 
 @torch.library.register_fake("bnuq::gaussian_kl")
@@ -196,6 +206,8 @@ def _setup_gaussian(ctx, inputs, output):
 
 
 def _backward_gaussian(ctx, grad):
+    if torch.is_grad_enabled():
+        return *_differentiable_grads(ctx, formulas.gaussian_kl, grad, ctx.prior_std), None
     with past_autograd():
         grads = torch.ops.bnuq.gaussian_kl_backward(grad, *ctx.saved_tensors, ctx.prior_std)
     return *grads, None
@@ -207,15 +219,23 @@ def _setup_mixture(ctx, inputs, output):
 
 
 def _backward_mixture(ctx, grad):
-    with past_autograd():
-        grads = torch.ops.bnuq.mixture_kl_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    mu, rho, seed = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        grads = _differentiable_grads(ctx, formulas.mixture_kl, grad, seed, *ctx.rest)
+    else:
+        with past_autograd():
+            grads = torch.ops.bnuq.mixture_kl_backward(grad, mu, rho, seed, *ctx.rest)
     return *grads, None, None, None, None, None, None
+
+
+def _differentiable_grads(ctx, divergence, grad, *args):
+    def formula(mu, rho):
+        return divergence(mu, rho, *args)
+
+    return formulas.gradients_by(formula, ctx.saved_tensors[:2], (grad,), ctx.needs_input_grad[:2])
 
 
 torch.library.register_autograd(
     "bnuq::gaussian_kl", _backward_gaussian, setup_context=_setup_gaussian
 )
 torch.library.register_autograd("bnuq::mixture_kl", _backward_mixture, setup_context=_setup_mixture)
-refuse_second_derivatives("gaussian_kl")
-refuse_second_derivatives("gaussian_kl_sum")
-refuse_second_derivatives("mixture_kl")

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from . import formulas
 from .checks import (
     acc_dtype,
     check_dtype,
@@ -13,7 +14,7 @@ from .checks import (
     check_stream,
     refuse,
 )
-from .modes import is_eager, past_autograd, refuse_other_derivatives, refuse_second_derivatives
+from .modes import is_eager, lacks_rule, past_autocast, past_autograd
 from .philox import seed_tensor
 
 # Overloads: a packet takes 3 us a call to find its only one.
@@ -65,6 +66,9 @@ def bayes_linear(
     """
     _check(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples)
     args = (x, mu, rho, bias_mu, bias_rho, seed_tensor(seed, x.device), stream, num_samples)
+    if lacks_rule(*args[:5]):
+        with past_autocast(x.device):
+            return formulas.bayes_linear(*args)
     if not is_eager():
         return _op(*args)
     if torch.is_grad_enabled():
@@ -75,7 +79,7 @@ def bayes_linear(
 
 def bayes_linear_rows(x: Tensor, *weights, seed: Tensor, stream: int, num_samples: int) -> Tensor:
     """`bayes_linear` for a layer, (T*N, O): in one node of autograd."""
-    if is_eager() and torch.is_grad_enabled():
+    if is_eager() and torch.is_grad_enabled() and not lacks_rule(x, *weights):
         _check(x, *weights, seed, stream, num_samples)
         return _EagerRows.apply(x, *weights, seed.contiguous(), stream, num_samples)
     y = bayes_linear(x, *weights, seed=seed, stream=stream, num_samples=num_samples)
@@ -132,7 +136,6 @@ def check_posterior(x, features, mu, rho, bias_mu=None, bias_rho=None, *, stream
         if value.dtype != acc:
             refuse(op, name, f"be {acc} for x in {x.dtype}", value.dtype, TypeError)
     check_stream(op, stream)
-    refuse_other_derivatives(op, x, mu, rho, bias_mu, bias_rho)
 
 
 @torch.library.register_fake("bnuq::bayes_linear")
@@ -174,6 +177,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_y):
+    if torch.is_grad_enabled():
+        return *_differentiable_grads(ctx, grad_y), None, None, None
     x, mu, rho, bias_rho, seed = ctx.saved_tensors
     need_x, need_mu, need_rho, need_bias_mu, need_bias_rho, *_ = ctx.needs_input_grad
     need_weight, need_bias = need_mu or need_rho, need_bias_mu or need_bias_rho
@@ -184,6 +189,17 @@ def _backward(ctx, grad_y):
         )
     grads = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
     return *grads, None, None, None
+
+
+def _differentiable_grads(ctx, grad_y):
+    x, mu, rho, bias_rho, seed = ctx.saved_tensors
+    # The result is linear in bias_mu, of which nothing is saved.
+    bias_mu = None if bias_rho is None else torch.zeros_like(bias_rho, requires_grad=True)
+    noise = seed, ctx.stream, ctx.num_samples
+    return formulas.gradients_by(
+        lambda *tensors: formulas.bayes_linear(*tensors, *noise),
+        (x, mu, rho, bias_mu, bias_rho), (grad_y,), ctx.needs_input_grad[:5],
+    )  # fmt: skip
 
 
 class _Eager(torch.autograd.Function):
@@ -214,4 +230,3 @@ class _EagerRows(_Eager):
 
 
 torch.library.register_autograd("bnuq::bayes_linear", _backward, setup_context=_setup_context)
-refuse_second_derivatives("bayes_linear")

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import formulas
 from .linear import backward_op, check_call, check_posterior
-from .modes import past_autograd, refuse_second_derivatives
+from .modes import is_batched, lacks_rule, past_autograd
 
 _op = torch.ops.bnuq.bayes_linear_kl.default
 _backward_op = torch.ops.bnuq.bayes_linear_kl_backward.default
@@ -49,7 +50,20 @@ def bayes_linear_chain(
         check_posterior(x, features, *link.posterior, stream=link.stream)
         features = link.posterior[0].shape[0]
     tensors = [p.contiguous() for link in links for p in link.posterior]
+    if lacks_rule(x, *tensors):
+        return _formula(x, links, seed, num_samples)
     return _Chain.apply(links, num_samples, x, seed.contiguous(), *tensors)
+
+
+def _formula(x, links: list[Link], seed, num_samples):
+    divergence = 0.0
+    for posterior, prior_std, stream, rectified in links:
+        padded = *posterior, *(None,) * (4 - len(posterior))
+        x = formulas.bayes_linear(x, *padded, seed, stream, num_samples)
+        x = x.relu() if rectified else x
+        stds = [prior_std] * (len(posterior) // 2)
+        divergence = divergence + formulas.gaussian_kl_sum(posterior, stds)
+    return x.flatten(0, 1), divergence
 
 
 class _Chain(torch.autograd.Function):
@@ -82,10 +96,25 @@ class _Chain(torch.autograd.Function):
         _, _, need_x, _, *needs = ctx.needs_input_grad
         if grad_y is None and grad_kl is None:
             return (None,) * (4 + len(needs))
-        with past_autograd():
-            by_x, grads = _grads(ctx, grad_y, grad_kl, need_x, needs)
+        if torch.is_grad_enabled() or is_batched(grad_y) or is_batched(grad_kl):
+            by_x, *grads = _differentiable_grads(ctx, (grad_y, grad_kl), (need_x, *needs))
+        else:
+            with past_autograd():
+                by_x, grads = _grads(ctx, grad_y, grad_kl, need_x, needs)
         grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
         return None, None, by_x, None, *grads
+
+
+def _differentiable_grads(ctx, grads, needs):
+    """As `_grads`, from the inputs: what is kept between the links is apart from any graph."""
+    seed, *saved = ctx.saved_tensors
+    tensors, x = saved[: len(needs) - 1], saved[len(needs) - 1]
+
+    def formula(x, *tensors):
+        links = [Link(tensors[begin:end], *rest) for begin, end, *rest in ctx.links]
+        return _formula(x, links, seed, ctx.num_samples)
+
+    return formulas.gradients_by(formula, (x, *tensors), grads, needs)
 
 
 def _grads(ctx, grad_y, grad_kl, need_x: bool, needs: list[bool]):
@@ -116,6 +145,3 @@ def _link_grads(grad_y, grad_kl, given, noise, prior_std, asked):
         return _backward_op(grad_y, grad_kl, *given, *noise, prior_std, *asked)
     x, mu, rho = given
     return backward_op(grad_y, x, mu[0], rho[0], rho[1] if len(rho) > 1 else None, *noise, *asked)
-
-
-refuse_second_derivatives("bayes_linear_kl")

@@ -26,6 +26,14 @@ def is_within_transform() -> bool:
     return modes > 0 or torch._C._are_functorch_transforms_active()
 
 
+def is_batched(tensor: Tensor | None) -> bool:
+    """Whether a tensor stands for those of a vmap, as gradients do with `is_grads_batched`."""
+    if tensor is None or torch.compiler.is_compiling():
+        return False
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
 def is_recorded() -> bool:
     """Whether torch.export or torch.jit.trace records what is computed, for inputs with other values
     and sizes."""
@@ -90,22 +98,28 @@ def _autocasts(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def refuse_other_derivatives(op: str, *tensors: Tensor | None) -> None:
-    """Raises inside torch.func.grad and the like, which a registered op has no rule for, and for a
-    tensor with a tangent: it would return one of 0."""
-    if forward_ad._current_level < 0 and not torch.is_grad_enabled():
-        return
-    refuse_functional_derivatives(op)
-    if forward_ad._current_level < 0:
-        return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+def lacks_rule(*args) -> bool:
+    """Whether derivatives are taken for which a registered op has no rule: inside torch.func.grad and
+    the like, or of a tensor with a tangent, for which it would return one of 0."""
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+        return True
+    return torch.is_grad_enabled() and _differentiates_functions()
+
+
+def _has_tangent(value) -> bool:
+    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+def refuse_forward_derivatives(op: str, tensor: Tensor) -> None:
+    """Raises for a tensor with a tangent."""
+    if forward_ad._current_level >= 0 and _has_tangent(tensor):
         raise NotImplementedError(f"{op}: forward-mode derivatives are not available")
 
 
 def refuse_functional_derivatives(op: str) -> None:
     """Raises inside torch.func.grad, vjp and what is made of them, where gradients are on."""
-    if _differentiates_functions():
-        message = "derivatives by torch.func are not available; torch.autograd.grad is"
+    if torch.is_grad_enabled() and _differentiates_functions():
+        message = "derivatives by torch.func are not available; take them within `replicas`"
         raise NotImplementedError(f"{op}: {message}")
 
 
@@ -113,13 +127,4 @@ def _differentiates_functions() -> bool:
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     transforms = [level.key() for level in torch._C._functorch.get_interpreter_stack()]
-    return torch.is_grad_enabled() and torch._C._functorch.TransformType.Grad in transforms
-
-
-def refuse_second_derivatives(op: str) -> None:
-    """Makes a gradient through `<op>_backward` an error; without a rule torch only warns."""
-
-    def backward(ctx, *grads):
-        raise NotImplementedError(f"{op}: second derivatives are not available")
-
-    torch.library.register_autograd(f"bnuq::{op}_backward", backward)
+    return torch._C._functorch.TransformType.Grad in transforms

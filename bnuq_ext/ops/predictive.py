@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import formulas
 from .checks import (
     acc_dtype,
     check_device,
@@ -15,7 +16,7 @@ from .checks import (
     check_within,
     refuse,
 )
-from .modes import mark_written, past_autograd, refuse_other_derivatives, refuse_second_derivatives
+from .modes import lacks_rule, mark_written, past_autograd
 
 
 class PredictiveStatistics(NamedTuple):
@@ -49,7 +50,8 @@ def predictive_statistics(logits: Tensor) -> PredictiveStatistics:
         ValueError, TypeError: logits have the wrong shape or dtype.
     """
     _check_logits("predictive_statistics", logits)
-    refuse_other_derivatives("predictive_statistics", logits)
+    if lacks_rule(logits):
+        return PredictiveStatistics(*formulas.predictive_statistics(logits))
     with past_autograd():
         return PredictiveStatistics(*torch.ops.bnuq.predictive_statistics.default(logits))
 
@@ -147,10 +149,12 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, *grads):
     logits, mean = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        (grad,) = formulas.gradients_by(formulas.predictive_statistics, (logits,), grads, (True,))
+        return grad
     return torch.ops.bnuq.predictive_statistics_backward(logits, mean, *grads)
 
 
 torch.library.register_autograd(
     "bnuq::predictive_statistics", _backward, setup_context=_setup_context
 )
-refuse_second_derivatives("predictive_statistics")

@@ -1,0 +1,400 @@
+"""Derivatives that the kernels have no rule for: second ones, forward-mode ones, and those of
+torch.func."""
+
+import math
+
+import pytest
+import torch
+from batch_norm_cases import OPS, call, make
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.functional import hessian, jacobian
+
+import bnuq_ext as bnuq
+from bnuq_ext import ops
+from bnuq_ext.ops.batch_norm import batch_norm_snapshots
+from bnuq_ext.ops.kl import gaussian_kl_sum
+from bnuq_ext.ops.linear_chain import Link, bayes_linear_chain
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own: it imports what it has deprecated
+T = 2
+
+
+def seed(device):
+    return ops.new_seed(3, 1, device)
+
+
+def posterior(O, I=None, device="cpu"):  # noqa: E741
+    """mu and rho."""
+    shape = (O,) if I is None else (O, I)
+    return [torch.randn(shape, dtype=torch.float64, device=device) for _ in range(2)]
+
+
+def of_batch_norm(op, activation, shared, device):
+    tensors = make(op, (2, 3, 2, 2), T, shared=shared, device=device)
+
+    def run(*values):
+        given = dict(zip(tensors, values, strict=True))
+        return call(op, given, T, activation=activation, slope=0.3, shared=shared)
+
+    return run, list(tensors.values())
+
+
+def of_linear(shared, bias, device):
+    x = torch.randn(*([] if shared else [T]), 3, 4, dtype=torch.float64, device=device)
+    weights = posterior(5, 4, device) + (posterior(5, device=device) if bias else [])
+
+    def run(*values):
+        return ops.bayes_linear(*values, seed=seed(device), stream=1, num_samples=T)
+
+    return run, [x, *weights]
+
+
+def of_chain(device):
+    tensors = posterior(5, 4) + posterior(5) + posterior(2, 5)
+
+    def run(x, *values):
+        links = [Link(values[:4], 0.7, 1, True), Link(values[4:], 1.3, 2)]
+        return bayes_linear_chain(x, links, seed=seed("cpu"), num_samples=T)
+
+    return run, [torch.randn(3, 4, dtype=torch.float64), *tensors]
+
+
+def of_divergence(function, *shape):
+    return lambda device: (
+        lambda *values: function(device, *values),
+        posterior(*shape, device=device),
+    )
+
+
+def divergence_of_two(device, mu, rho):
+    return gaussian_kl_sum([(mu, rho, 0.7), (rho.T, mu.T, 1.3)])
+
+
+def of_statistics(device):
+    logits = torch.randn(3, 2, 4, 2, dtype=torch.float64, device=device)
+    return lambda logits: tuple(ops.predictive_statistics(logits)), [logits]
+
+
+CASES = {
+    **{
+        f"{op} {activation} {shared=}": lambda device, given=(op, activation, shared): (
+            of_batch_norm(*given, device)
+        )
+        for op in OPS
+        for activation, shared in (("none", True), ("relu", False), ("leaky_relu", True))
+    },
+    **{
+        f"linear {shared=} {bias=}": lambda device, given=(shared, bias): of_linear(*given, device)
+        for shared in (False, True)
+        for bias in (False, True)
+    },
+    "chain": of_chain,
+    "gaussian": of_divergence(lambda device, mu, rho: ops.gaussian_kl(mu, rho, 0.7), 3, 4),
+    "gaussians": of_divergence(divergence_of_two, 3, 4),
+    "mixture": of_divergence(
+        lambda device, *values: ops.mixture_kl(*values, seed(device), 1, 3, std2=0.3), 3, 4
+    ),
+    "mixture of a bias": of_divergence(
+        lambda device, *values: ops.mixture_kl(*values, seed(device), 1, pi=1.0), 3
+    ),
+    "statistics": of_statistics,
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request, device):
+    torch.manual_seed(0)
+    if request.param == "chain" and device.type == "cuda":
+        pytest.skip("a chain of layers runs on the CPU")
+    return CASES[request.param](device)
+
+
+def leaves(tensors):
+    return [t.clone().requires_grad_() for t in tensors]
+
+
+def total(function):
+    """A number that weighs all results of the function otherwise."""
+
+    def weighed(*values):
+        found = function(*values)
+        found = found if isinstance(found, tuple) else (found,)
+        return sum((part * (1 + part.square()).log()).sum() for part in found)
+
+    return weighed
+
+
+def test_second_derivatives(case):
+    function, tensors = case
+    assert torch.autograd.gradgradcheck(function, leaves(tensors))
+
+
+def test_gradients_that_are_differentiated_again_are_the_kernels(case):
+    function, tensors = case
+    given = leaves(tensors)
+    expected = torch.autograd.grad(total(function)(*given), given)
+    found = torch.autograd.grad(total(function)(*given), given, create_graph=True)
+    torch.testing.assert_close(found, expected)
+    for one, grad in zip(given, expected, strict=True):  # each alone: what others need is not there
+        for other in given:
+            other.requires_grad_(other is one)
+        (found,) = torch.autograd.grad(total(function)(*given), one, create_graph=True)
+        torch.testing.assert_close(found, grad)
+
+
+def test_derivatives_by_torch_func(case):
+    function, tensors = case
+    loss, places = total(function), tuple(range(len(tensors)))
+    given = leaves(tensors)
+    value = loss(*given)
+    expected = torch.autograd.grad(value, given)
+    torch.testing.assert_close(torch.func.grad(loss, places)(*tensors), expected)
+    torch.testing.assert_close(torch.func.jacrev(loss, places)(*tensors), expected)
+    torch.testing.assert_close(torch.func.jacfwd(loss, places)(*tensors), expected)
+    found, _ = torch.func.vjp(loss, *tensors)
+    torch.testing.assert_close(found, value.detach())
+    batched = [torch.stack([t, t]) for t in tensors]
+    for found in (
+        torch.func.vmap(torch.func.grad(loss, places))(*batched),
+        torch.func.grad(lambda *values: torch.func.vmap(loss)(*values).sum(), places)(*batched),
+    ):
+        torch.testing.assert_close(found, tuple(torch.stack([g, g]) for g in expected))
+
+
+def test_hessians(case):
+    function, tensors = case
+
+    def loss(first):
+        return total(function)(first, *tensors[1:])
+
+    expected = hessian(loss, tensors[0])
+    torch.testing.assert_close(hessian(loss, tensors[0], vectorize=True), expected)
+    torch.testing.assert_close(torch.func.hessian(loss)(tensors[0]), expected)
+
+
+def test_tangents(case):
+    """Of each tensor alone; torch would hand back 0."""
+    function, tensors = case
+    for place in range(len(tensors)):
+
+        def one(value, place=place):
+            return total(function)(*tensors[:place], value, *tensors[place + 1 :])
+
+        tangent = torch.randn_like(tensors[place])
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(tensors[place], tangent)
+            found = forward_ad.unpack_dual(one(dual)).tangent
+            assert forward_ad.unpack_dual(one(tensors[place])).tangent is None
+        torch.testing.assert_close(found, (jacobian(one, tensors[place]) * tangent).sum())
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
+def test_tangents_through_what_layers_call(name):
+    bank = make("bank", (2, 3), 1)
+    given = {name: bank[name] for name in ("x", "mean", "var", "weight", "bias")}
+    options = dict(snapshot=torch.tensor([2]), eps=0.1, shared=False)
+
+    def run(value, **more):
+        return batch_norm_snapshots(**given | {name: value}, **options, **more)
+
+    expected = jacobian(run, given[name]).flatten(2).sum(-1)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        for out in (None, torch.empty(2, 3, dtype=torch.float64)):
+            found = forward_ad.unpack_dual(run(dual, out=out))
+            torch.testing.assert_close(found.tangent, expected)
+            torch.testing.assert_close(found.primal, run(given[name]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", OPS)
+def test_of_16_bits(op, dtype):
+    """The gradient's norm, as a penalty has it, and its own gradient."""
+    tensors = make(op, (8, 3, 4, 4), T, dtype=dtype)
+
+    def penalty(given):
+        names = list(given)
+        y = call(op, given, T, activation="relu").double().square().mean()
+        grads = torch.autograd.grad(y, [given[name] for name in names], create_graph=True)
+        loss = sum(grad.double().square().mean() for grad in grads)
+        return grads, torch.autograd.grad(loss, [given[name] for name in names])
+
+    found = penalty({name: t.clone().requires_grad_() for name, t in tensors.items()})
+    exact = penalty({name: t.double().requires_grad_() for name, t in tensors.items()})
+    for parts, expected in zip(found, exact, strict=True):
+        for part, number in zip(parts, expected, strict=True):
+            size = number.abs().max()
+            torch.testing.assert_close(part.double() / size, number / size, rtol=0, atol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_divergences_of_tiny_spreads_and_pruned_weights(dtype):
+    """sigma underflows, and of a pruned weight there is none; log sigma is rho there."""
+    mu = torch.tensor([0.5, 1.0, 2.0], dtype=dtype, requires_grad=True)
+    rho = torch.tensor([-300.0, -1.0, -math.inf], dtype=dtype, requires_grad=True)
+    for divergence in (
+        ops.gaussian_kl(mu, rho),
+        gaussian_kl_sum([(mu, rho, 1.0)]),
+        ops.mixture_kl(mu, rho, 0, 0, 4),
+    ):
+        expected = torch.autograd.grad(divergence, (mu, rho), retain_graph=True)
+        grads = torch.autograd.grad(divergence, (mu, rho), create_graph=True)
+        torch.testing.assert_close(grads, expected)
+        second = torch.autograd.grad(grads[0].sum() + grads[1].sum(), (mu, rho))
+        assert all(t.isfinite().all() for t in second)
+        assert second[0][0] > 0 and not any(t[2] for t in (*grads, *second))
+        assert abs(second[1][0]) < 1e-30 and second[1][1] != 0
+
+
+@pytest.mark.parametrize("statistic", ["mean", "variance", "entropy", "expected_entropy"])
+def test_impossible_classes(statistic, device):
+    logits = torch.randn(3, 2, 4, dtype=torch.float64, device=device)
+    logits[:, :, 1] = -math.inf
+    logits.requires_grad_()
+    found = getattr(ops.predictive_statistics(logits), statistic)
+    (grad,) = torch.autograd.grad(found.square().sum(), logits, create_graph=True)
+    grad.square().sum().backward()
+    assert logits.grad.isfinite().all() and logits.grad.any() and not logits.grad[:, :, 1].any()
+
+
+def test_snapshots_outside_of_the_bank(device):
+    """As in the kernel NaN, where their values are not looked at."""
+    t = make("bank", (2, 3), 2, device=device)
+
+    def loss(x, snapshot):
+        return ops.batch_norm_bank(x, t["mean"], t["var"], snapshot=snapshot).square()
+
+    snapshots = torch.tensor([[0, 3], [-1, 2]], device=device)
+    jacobians = torch.func.vmap(torch.func.jacrev(loss), in_dims=(None, 0))(t["x"], snapshots)
+    diagonal = jacobians.flatten(1, 2).flatten(2).diagonal(dim1=1, dim2=2)
+    expected = [[False] * 6 + [True] * 6, [True] * 6 + [False] * 6]
+    assert diagonal.isnan().tolist() == expected
+
+
+# ---- of models -----------------------------------------------------------------------------------
+
+
+def network(convert, *layers):
+    torch.manual_seed(0)
+    return convert(nn.Sequential(*layers)).double()
+
+
+def stochastic():
+    layers = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)
+    model = network(bnuq.convert, *layers).eval()
+    bnuq.collect(model, [torch.randn(16, 3).double() for _ in range(5)], progress=False)
+    return model
+
+
+def bayesian(*between):
+    layers = nn.Linear(3, 8), *between, nn.Tanh(), nn.Linear(8, 1)
+    return network(lambda model: bnuq.to_bayesian(model, rho_init=-2.0), *layers)
+
+
+X = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("make_model", [stochastic, bayesian])
+def test_derivatives_inside_replicas(make_model):
+    model = make_model()
+
+    def loss(x):
+        return model(x).sin().sum()
+
+    def in_replicas(derivative):
+        with bnuq.replicas(model, 4, seed=1):
+            return derivative(loss)(X)
+
+    def by_autograd(loss):
+        return lambda x: jacobian(loss, x)
+
+    expected = in_replicas(by_autograd)
+    for derivative in (torch.func.grad, torch.func.jacfwd):
+        torch.testing.assert_close(in_replicas(derivative), expected)
+    twice = in_replicas(lambda loss: lambda x: hessian(loss, x))
+    torch.testing.assert_close(in_replicas(torch.func.hessian), twice)
+    assert twice.abs().max() > 0.01
+    nudge = 1e-6 * torch.ones_like(X)
+    with bnuq.replicas(model, 4, seed=1):
+        numeric = (jacobian(loss, X + nudge) - jacobian(loss, X - nudge)) / 2e-6
+    torch.testing.assert_close(twice.flatten(2).sum(2), numeric, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 4])
+@pytest.mark.parametrize("between", [(), (nn.Softplus(),), (nn.LayerNorm(8),)], ids=str)
+def test_derivatives_of_the_loss(num_samples, between):
+    model = bayesian(*between).train()
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    options = dict(likelihood="gaussian", noise_std=0.3, batch_weight=0.1, seed=5)
+
+    def loss(*values_now):
+        given = dict(zip(values, values_now, strict=True))
+        with nn.utils.stateless._reparametrize_module(model, given):
+            found = bnuq.elbo_loss(model, X, X[:, :1].sin(), num_samples=num_samples, **options)
+        return found.loss
+
+    given = leaves(values.values())
+    expected = torch.autograd.grad(loss(*given), given, create_graph=True)
+    places = tuple(range(len(given)))
+    plain = [grad.detach() for grad in expected]
+    torch.testing.assert_close(torch.autograd.grad(loss(*given), given), tuple(plain))
+    for derivative in (torch.func.grad, torch.func.jacfwd):
+        torch.testing.assert_close(list(derivative(loss, places)(*values.values())), plain)
+    # A product with the Hessian, by differences.
+    along = [torch.randn_like(v) for v in given]
+    product = torch.autograd.grad(expected, given, along)
+    ahead, behind = (
+        torch.autograd.grad(loss(*moved), moved)
+        for step in (1e-6, -1e-6)
+        for moved in [leaves([v + step * a for v, a in zip(values.values(), along, strict=True)])]
+    )
+    for found, one, other in zip(product, ahead, behind, strict=True):
+        torch.testing.assert_close(found, (one - other) / 2e-6, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["exact", "local"])
+def test_a_network_that_solves_a_differential_equation(estimator):
+    """u'' = -u on a grid, u by a Bayesian network: the loss holds second derivatives by x, its
+    gradient third ones."""
+    model = bayesian()
+    for layer in model:
+        if isinstance(layer, bnuq.BayesLinear):
+            layer.estimator = estimator
+    x = X.clone().requires_grad_()
+
+    def residual():
+        with bnuq.replicas(model, 3, seed=2):
+            u = model(x)
+        (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+        return (second[:, 0] + u.view(3, -1).sum(0)).square().mean()
+
+    weight = model[0].weight_mu
+    (grad,) = torch.autograd.grad(residual(), weight)
+    with torch.no_grad():
+        weight[2, 1] += 1e-6
+    above = residual().item()
+    with torch.no_grad():
+        weight[2, 1] -= 2e-6
+    numeric = (above - residual().item()) / 2e-6
+    assert grad[2, 1].item() == pytest.approx(numeric, rel=1e-5) and abs(numeric) > 1e-3
+
+
+def test_divergences_of_a_model_by_torch_func():
+    model = bayesian()
+    values = {name: p.detach() for name, p in model.named_parameters()}
+
+    def divergence(values):
+        with nn.utils.stateless._reparametrize_module(model, values):
+            return bnuq.kl_divergence(model)
+
+    given = {name: v.clone().requires_grad_() for name, v in values.items()}
+    expected = torch.autograd.grad(divergence(given), list(given.values()))
+    torch.testing.assert_close(list(torch.func.grad(divergence)(values).values()), list(expected))
+    _, tangent = torch.func.jvp(divergence, (values,), (values,))
+    along = sum((g * v).sum() for g, v in zip(expected, values.values(), strict=True))
+    torch.testing.assert_close(tangent, along)
+    batched = {name: torch.stack([v, 2 * v]) for name, v in values.items()}
+    one_by_one = torch.stack([divergence({n: v[i] for n, v in batched.items()}) for i in range(2)])
+    torch.testing.assert_close(torch.func.vmap(divergence)(batched), one_by_one.detach())
