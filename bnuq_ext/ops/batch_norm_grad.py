@@ -14,6 +14,7 @@ from . import formulas
 from .batch_norm import fitted_moments, fitted_noise, fitted_spread, snapshots_of
 from .batch_norm_checks import FAMILIES, LEAST_SPREAD, result_format
 from .checks import acc_dtype
+from .modes import is_differentiated
 
 
 def _empty_rows(x, rows, memory_format):
@@ -106,7 +107,7 @@ def _backward_bank(ctx, grad_y):
     x, y, mean, var, seed, snapshot, weight = ctx.saved_tensors
     num_samples, eps, slope, shared = ctx.scalars
     needs = ctx.needs_input_grad
-    if torch.is_grad_enabled():
+    if is_differentiated(grad_y):
         snapshot = snapshots_of(mean, seed, snapshot, num_samples)
         drawn = formulas.rows_of(mean, snapshot), formulas.rows_of(var, snapshot)
         found = _differentiable_grads(grad_y, x, y, *drawn, weight, eps, slope, shared)
@@ -156,7 +157,7 @@ def _backward_fitted(ctx, grad_y):
     x, y, params, seed, weight = ctx.saved_tensors
     stream, family, num_samples, eps, slope, shared = ctx.scalars
     needs = ctx.needs_input_grad
-    if torch.is_grad_enabled():
+    if is_differentiated(grad_y):
         drawn = fitted_moments(params, seed, stream, family, num_samples)
         found = _differentiable_grads(grad_y, x, y, *drawn, weight, eps, slope, shared)
     else:

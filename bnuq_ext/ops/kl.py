@@ -19,7 +19,7 @@ from .checks import (
     check_stream,
     refuse,
 )
-from .modes import is_batched, lacks_rule, past_autograd
+from .modes import is_batched, is_differentiated, lacks_rule, past_autograd
 from .philox import seed_tensor
 
 
@@ -95,7 +95,7 @@ class _GaussianSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         tensors = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_batched(grad):  # vmap runs no op that returns a list
+        if is_differentiated(grad) or is_batched(grad):  # vmap runs no op that returns a list
             needs = ctx.needs_input_grad[2:]
             return None, None, *formulas.gradients_by(
                 lambda *tensors: formulas.gaussian_kl_sum(tensors, ctx.stds),
@@ -206,7 +206,7 @@ def _setup_gaussian(ctx, inputs, output):
 
 
 def _backward_gaussian(ctx, grad):
-    if torch.is_grad_enabled():
+    if is_differentiated(grad):
         return *_differentiable_grads(ctx, formulas.gaussian_kl, grad, ctx.prior_std), None
     with past_autograd():
         grads = torch.ops.bnuq.gaussian_kl_backward(grad, *ctx.saved_tensors, ctx.prior_std)
@@ -220,7 +220,7 @@ def _setup_mixture(ctx, inputs, output):
 
 def _backward_mixture(ctx, grad):
     mu, rho, seed = ctx.saved_tensors
-    if torch.is_grad_enabled():
+    if is_differentiated(grad):
         grads = _differentiable_grads(ctx, formulas.mixture_kl, grad, seed, *ctx.rest)
     else:
         with past_autograd():

@@ -14,7 +14,7 @@ from .checks import (
     check_stream,
     refuse,
 )
-from .modes import is_eager, lacks_rule, past_autocast, past_autograd
+from .modes import is_differentiated, is_eager, lacks_rule, past_autocast, past_autograd
 from .philox import seed_tensor
 
 # Overloads: a packet takes 3 us a call to find its only one.
@@ -177,7 +177,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_y):
-    if torch.is_grad_enabled():
+    if is_differentiated(grad_y):
         return *_differentiable_grads(ctx, grad_y), None, None, None
     x, mu, rho, bias_rho, seed = ctx.saved_tensors
     need_x, need_mu, need_rho, need_bias_mu, need_bias_rho, *_ = ctx.needs_input_grad

@@ -26,6 +26,12 @@ def is_within_transform() -> bool:
     return modes > 0 or torch._C._are_functorch_transforms_active()
 
 
+def is_differentiated(*grads: Tensor | None) -> bool:
+    """Whether what a backward makes of gradients is differentiated itself: again, or along a tangent
+    that one of them has."""
+    return torch.is_grad_enabled() or lacks_rule(*grads)
+
+
 def is_batched(tensor: Tensor | None) -> bool:
     """Whether a tensor stands for those of a vmap, as gradients do with `is_grads_batched`."""
     if tensor is None or torch.compiler.is_compiling():

@@ -16,7 +16,7 @@ from .checks import (
     check_within,
     refuse,
 )
-from .modes import lacks_rule, mark_written, past_autograd
+from .modes import is_differentiated, lacks_rule, mark_written, past_autograd
 
 
 class PredictiveStatistics(NamedTuple):
@@ -149,7 +149,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, *grads):
     logits, mean = ctx.saved_tensors
-    if torch.is_grad_enabled():
+    if is_differentiated(*grads):
         (grad,) = formulas.gradients_by(formulas.predictive_statistics, (logits,), grads, (True,))
         return grad
     return torch.ops.bnuq.predictive_statistics_backward(logits, mean, *grads)
