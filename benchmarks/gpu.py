@@ -66,7 +66,7 @@ FIRST_TESTS = """
 test_gpu test_gpu_bayes test_gpu_ways test_autocast test_philox test_batch_norm test_batch_norm_grad
 test_batch_norm_layout test_predictive test_linear test_kl test_nan_payloads test_collect
 test_collect_data test_collect_state test_bank test_batch_size test_normality test_statistics_kl
-test_drop_in test_batch_norm_errors test_batch_norm_library
+test_drop_in test_batch_norm_errors test_batch_norm_library test_derivatives
 """.split()
 LONGEST = {"test_hostrun_ops.py": 440}  # seconds that a file may take, 300 for the others
 EXIT_UNFINISHED = 3
