@@ -137,3 +137,36 @@ def test_divergences_of_a_model_by_torch_func():
     batched = {name: torch.stack([v, 2 * v]) for name, v in values.items()}
     one_by_one = torch.stack([divergence({n: v[i] for n, v in batched.items()}) for i in range(2)])
     torch.testing.assert_close(torch.func.vmap(divergence)(batched), one_by_one.detach())
+
+
+class Curvature(nn.Module):
+    """d^2 e / dx_0^2 of a network's output e."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(8)
+        self.layers = nn.Sequential(nn.Linear(3, 8), self.norm, nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (first,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first[:, 0].sum(), x)
+        return second[:, :1]
+
+
+@pytest.mark.parametrize("strategy", ["loop", "auto", "folded"])
+def test_predict_of_a_model_that_differentiates_twice(strategy):
+    """Each replica is the original with its snapshot's statistics."""
+    plain = Curvature().double().eval()
+    model = bnuq.convert(plain)
+    bank = bnuq.collect(model, [torch.randn(16, 3).double() for _ in range(5)], progress=False)
+    options = dict(likelihood="gaussian", num_samples=5, seed=0, keep_samples=True)
+    pred = bnuq.predict(model, X, strategy=strategy, **options)
+    (name,) = bank.mean
+    for snapshot, found in zip(pred.snapshots, pred.samples, strict=True):
+        plain.norm.running_mean.copy_(bank.mean[name][snapshot])
+        plain.norm.running_var.copy_(bank.var[name][snapshot])
+        torch.testing.assert_close(found, plain(X), rtol=1e-6, atol=1e-8)
+    assert pred.samples.abs().max() > 0.01
