@@ -369,3 +369,9 @@ def test_rejects(call, message):
 def test_t_test_of_far_less_than_a_standard_error():
     t, p = metrics.t_test([1.001, -1.0])
     assert p == pytest.approx(1 - 2 / math.pi * math.atan(t), rel=1e-9)  # one degree of freedom
+
+
+def test_t_test_of_values_close_to_each_other():
+    t, p = metrics.t_test([1e8 - 1, 1e8, 1e8 + 1])
+    assert t == pytest.approx(1e8 * 3**0.5, rel=1e-15)
+    assert p == pytest.approx(1 / (3e16 + 1), rel=1e-12, abs=0)  # 1 - t / sqrt(t² + 2), t large

@@ -29,7 +29,8 @@ def t_test(values: Tensor | list[float]) -> tuple[float, float]:
         refuse("t_test", "values", "have shape (R,) with R of at least 2", list(values.shape))
     largest = values.abs().max()
     if 0 < largest < math.inf:
-        values = values / largest  # their squares may be too large or too small
+        # Their squares may be too large or too small; by a power of two none is rounded.
+        values = values / 2.0 ** (math.frexp(largest)[1] - 1)
     # Equal values may have a standard deviation of rounding's size.
     std = values.std() if (values != values[0]).any() else values.new_zeros(())
     t = (values.mean() / (std / len(values) ** 0.5)).item()
