@@ -279,3 +279,7 @@ def test_rejects(data_root, tmp_path):
         batch_size.make_units(replace(TINY, batch_sizes=(500,)), data_root)
     with pytest.raises(ValueError, match="network must be small or vgg16, got 'big'"):
         batch_size.make_network("big", 10)
+    with pytest.raises(
+        ValueError, match="data_root must hold fashion-mnist and mnist, since .* None"
+    ):
+        batch_size.make_units(batch_size.FULL, None)

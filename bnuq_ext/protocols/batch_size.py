@@ -104,6 +104,9 @@ def make_units(settings: Settings, data_root: str | None) -> list[Unit]:
 def load(settings: Settings, data_root: str | None, seed: int) -> Images:
     """Fashion-MNIST against MNIST, or digits 0 to 4 against 5 to 9."""
     if data_root is None:
+        if settings.network == "vgg16":  # it halves images five times
+            requirement = "hold fashion-mnist and mnist, since digits are too small for VGG-16"
+            refuse("reproduce", "data_root", requirement, None)
         known = digits(num_train=600, num_validation=100, seed=seed, classes=range(5))
         foreign = torch.cat([p.x for p in digits(classes=range(5, 10))])
         return _scaled(known, foreign, 5)
