@@ -71,11 +71,12 @@ def predict(
     of (seed, replica) alone (and of the bank, or of the batches that a loader yields, whose order
     is its own): bit-identical for any chunk and strategy. On another device they are the same: the
     same snapshots, and normals to rounding. Outputs agree to rounding. Memory beyond the result
-    does not grow with T (but for a model that goes together only with its input T times over: what
-    it makes before its first stochastic layer does); after a prediction on a CPU glibc keeps up to
-    256 MB of what the process frees, unless MALLOC_TRIM_THRESHOLD_ says otherwise. Training flags
-    are restored, gradients are off. Other threads may use the model meanwhile, but not change it
-    (its weights or hooks): a trial takes what changes for the forward's doing, and puts it back.
+    does not grow with T beyond that of a chunk (but for a model that goes together only with its
+    input T times over: what it makes before its first stochastic layer does); after a prediction on
+    a CPU glibc keeps up to 256 MB of what the process frees, unless MALLOC_TRIM_THRESHOLD_ says
+    otherwise. Training flags are restored, gradients are off. Other threads may use the model
+    meanwhile, but not change it (its weights or hooks): a trial takes what changes for the
+    forward's doing, and puts it back.
 
     Args:
         model: converted by `convert`, with a bank from `collect` or `attach`; or with `BayesLinear`
@@ -113,7 +114,8 @@ def predict(
             answer (on a CPU, where a proof takes seconds, it loops for about as long before it),
             and where it is a plain `nn.Sequential` of layers that treat rows one by one, with
             no output_fn; in torch.export and torch.jit.trace it is the loop.
-        chunk: replicas at a time, or "auto".
+        chunk: replicas at a time, or "auto": as many as keep the largest activation within 16 MB on
+            a CPU, or 2 GB or a sixteenth of the free memory on a GPU, at least one.
         output_fn: takes the tensor out of the model's output where that is none; in a trial it is
             given outputs of made-up rows.
         keep_samples: keep the raw outputs of all replicas.

@@ -109,7 +109,7 @@ class Prediction:
 
     @property
     def total_variance(self) -> Tensor | Any:
-        """variance + noise_var, (N, ...); gaussian only."""
+        """variance + noise_var, or variance where none was given, (N, ...); gaussian only."""
         if self.likelihood != "gaussian":
             return None
         return self.variance if self.noise_var is None else self.variance + self.noise_var

@@ -72,8 +72,7 @@ def replicas(
     Raises:
         ValueError: an argument is refused; inside, a model that does not fold, or batch norm in
             train() that is not stochastic and would take the replicas together.
-        TypeError: model is none, or compiled, or wrapped for several devices;
-            another argument has a wrong type.
+        TypeError: model is none, or compiled; another argument has a wrong type.
     """
     op = "replicas"
     if "_orig_mod" in getattr(model, "_modules", ()) or getattr(model, "_compiled_call_impl", None):
