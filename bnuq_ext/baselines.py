@@ -198,6 +198,7 @@ class DroppingForward:
 
     def __init__(self, inner: Forward):
         self.inner, self.op, self.known, self.model = inner, inner.op, inner.known, inner.model
+        self.output_fn = inner.output_fn
         self.generator = torch.Generator(device_of(inner.model.modules()))
 
     def draw(self, first_replica: int, num_samples: int) -> tuple:

@@ -61,7 +61,8 @@ class Known:
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
         told: whether it was said that one calls layers in another thread.
-        outputs_seen: whether its outputs were looked at; see `warn_of_probabilities`.
+        outputs_seen: which outputs were looked at, those of the model (False) or of an output_fn
+            (True); see `warn_of_probabilities`.
         samplers: of its bank.
     """
 
@@ -79,7 +80,8 @@ class Known:
         self.checked_in_train: dict = {}
         self.changes = 0
         self.planning = threading.RLock()
-        self.examined = self.told = self.outputs_seen = False
+        self.examined = self.told = False
+        self.outputs_seen: set[bool] = set()
         self.samplers = BankSamplers()
 
     def renew(self, seen: Fingerprint) -> None:
@@ -131,7 +133,7 @@ class KnownChain:
         predictions: as of any model.
     """
 
-    outputs_seen = True  # no chain ends in a softmax
+    outputs_seen = frozenset({False, True})  # no chain ends in a softmax
 
     def __init__(self, seen: list):
         self.seen, self.samplers = seen, BankSamplers()

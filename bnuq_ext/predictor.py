@@ -175,12 +175,12 @@ class Predictor:
         return outputs
 
     def _look_at(self, outputs: Tensor) -> None:
-        known = self.forward.known
-        if self.likelihood == "gaussian" or known.outputs_seen or is_recorded():
+        seen, other = self.forward.known.outputs_seen, self.forward.output_fn is not None
+        if self.likelihood == "gaussian" or other in seen or is_recorded():
             return
-        if outputs.dim() > 2:
-            # Not yet where the warning is an error, and somebody has caught it.
-            known.outputs_seen = warn_of_probabilities(self.forward.op, "the outputs", outputs[0])
+        # Not yet where the warning is an error, and somebody has caught it.
+        if outputs.dim() > 2 and warn_of_probabilities(self.forward.op, "the outputs", outputs[0]):
+            seen.add(other)
 
     def _plan(self, folding: Folding) -> Plan:
         strategy, chunk = self.request.strategy, self.request.chunk

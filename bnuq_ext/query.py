@@ -37,6 +37,7 @@ class JoiningForward:
 
     def __init__(self, inner: Forward, batches: list[Tensor], first_replica: int):
         self.inner, self.op, self.known, self.model = inner, inner.op, inner.known, inner.model
+        self.output_fn = inner.output_fn
         self.sampler, self.key = inner.sampler, inner.key
         self.batches, self.first_replica = batches, first_replica
 

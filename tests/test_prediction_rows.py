@@ -146,6 +146,13 @@ def test_outputs_without_values_do_not_count_as_seen():
         bnuq.predict(model, x, **OPTIONS)
 
 
+def test_outputs_of_an_output_fn_do_not_count_as_the_models():
+    model, x = bnuq.to_bayesian(Net(nn.Softmax(1))), torch.randn(5, 4)
+    bnuq.predict(model, x, output_fn=torch.log, **OPTIONS)
+    with pytest.warns(UserWarning, match=TEXT):
+        bnuq.predict(model, x, **OPTIONS)
+
+
 def test_a_warning_that_is_an_error_comes_again():
     model = bnuq.to_bayesian(Net(nn.Softmax(1)))
     for _ in range(2):
