@@ -54,7 +54,8 @@ def plug_in(
     """The ordinary prediction of a model in eval, as one replica: running statistics, no variance.
 
     With the statistics of a whole training set instead of the running ones:
-    `collect(model, dataset, 1, batch_size=len(dataset))` and `predict(..., num_samples=1)`.
+    `collect(model, dataset, 1, batch_size=len(dataset))`, which warns of so large a batch, and
+    `predict(..., num_samples=1)`.
 
     Args:
         model: any nn.Module, converted or not; a bank is not used.

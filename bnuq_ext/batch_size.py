@@ -91,7 +91,8 @@ def fit_batch_size(
         likelihood: "categorical": outputs are logits (N, K, *), targets (N, *). "gaussian": means,
             targets of their shape, (N,) for (N, 1) too.
         prior: over the statistics: for all layers, such as `implied_prior(...)`, or by the layers'
-            names in a bank. None takes q_M of the smallest candidate, which has then no divergence.
+            names in a bank. None takes q_M of the smallest candidate, which is below N and has then no
+            divergence.
         validation: a data set like `data`. Where the mutual information
             and the variance are taken too; without it, on `data`.
         num_samples: T, batches and replicas for each M; at least 2.

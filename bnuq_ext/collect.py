@@ -101,7 +101,8 @@ def collect(
             first tensor of the input; others may be masks.
 
     Returns:
-        the Bank. A batch with fewer than two values a channel is left out, with a warning. A
+        the Bank. A batch with fewer than two values a channel is left out, with a warning; one comes
+        of a loader that does not shuffle too, and of batches of more than a tenth of the data. A
         StochasticSyncBatchNorm gives the statistics of this process's batch.
 
     Raises:

@@ -91,8 +91,8 @@ def predict(
             "gaussian": outputs (N, ...) are means.
         num_samples: T, at least 1.
         sampler: "bank" (stored snapshots), "joint" (a Gaussian with the bank's covariance over all
-            layers), "lognormal", "normal" (independent statistics), "batch" (fresh batches of
-            `loader`: replica t uses its t-th).
+            layers), "lognormal", "normal" (independent statistics; these three of two snapshots or
+            more), "batch" (fresh batches of `loader`: replica t uses its t-th).
         seed: any integer in [-2^63, 2^63); None draws one from torch's generator.
         noise_var: variance of gaussian observation noise,
             of mean's shape or one that broadcasts to it.

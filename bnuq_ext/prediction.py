@@ -40,7 +40,7 @@ class Prediction:
         likelihood: "categorical" or "gaussian".
         num_samples: T.
         mean: categorical (N, K, *), mean of the replicas' class probabilities; gaussian (N, ...),
-            mean of their outputs.
+            mean of their outputs; float32, or float64 for float64 outputs, as the other scores.
         variance: like mean, over the replicas, with 1/T.
         noise_var: variance of the observation noise as given to `predict`; gaussian only.
         entropy: (N, *) entropy of the mean probabilities, in nats; categorical only.
@@ -49,7 +49,8 @@ class Prediction:
             sum_k variance_k / mean_k, which it never exceeds. Exactly 0 where it is below eps / 64
             (2e-9 in float32), as it is for replicas that differ by rounding alone.
         samples: (T, N, ...) raw outputs of the replicas, where kept.
-        snapshots: (T,) int64, row of the bank that each replica used; sampler "bank" only.
+        snapshots: (T,) int64, row of the bank that each replica used; sampler "bank" only, and not
+            of `ensemble`, which has several.
         targets: what the loader gave beside the inputs: one tensor, or a list of one entry a batch.
     """
 
