@@ -140,6 +140,7 @@ class Bank:
         return tuple(self.mean)
 
     def __len__(self) -> int:
+        """B, the number of snapshots."""
         return next(iter(self.mean.values())).shape[0]
 
     def __repr__(self) -> str:

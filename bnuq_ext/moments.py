@@ -34,6 +34,7 @@ class Rescaling(NamedTuple):
 
     @classmethod
     def between(cls, M0: int, M: int, N: int, disjoint: float) -> Rescaling:
+        """From batches of M0 rows to batches of M, of N in all; `disjoint`: see `Bank`."""
         c = (1 - M0 / N) + disjoint * M0 / N
         if c == 0:  # M0 = M = N
             return cls(0.0, 0.0)

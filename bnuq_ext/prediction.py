@@ -73,6 +73,7 @@ class Prediction:
             self.noise_var = float(self.noise_var)
 
     def __len__(self) -> int:
+        """N, the number of inputs."""
         return len(self.mean)
 
     def __getitem__(self, rows) -> Prediction:

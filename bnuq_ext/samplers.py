@@ -329,6 +329,6 @@ def warn_of_rescaling(op: str, bank: Bank, batch_size: int) -> None:
     M0 = bank.batch_size
     if not M0 / 2 <= batch_size <= 16 * M0:
         warn(
-            f"{op}: batch_size {batch_size} is outside [M0/2, 16 M0] of a bank with M0 = {M0}, where "
-            "rescaled statistics were found to be accurate; collect a bank with such batches"
+            f"{op}: batch_size {batch_size} is outside [M0/2, 16 M0] of a bank with M0 = {M0}, "
+            "beyond which rescaled statistics are not to be relied on; collect a bank with such batches"
         )

@@ -213,7 +213,7 @@ def elbo_loss(
         batch_weight: of the divergence, see `kl_weight`; a number or a tensor of one element, not
             negative; by default rows of y / `dataset_size`.
         dataset_size: rows of the training data; not looked at where `batch_weight` is given.
-        noise_std: standard deviation of gaussian noise; positive.
+        noise_std: standard deviation of gaussian noise; positive. Not used for "categorical".
             A tensor of one element is trained along.
         reduction: "mean" or "sum" over the rows.
         seed: key of the weights' noise; None draws it from torch's generator.
