@@ -31,6 +31,7 @@ REFUSED = {
     "no class": (lambda: plots.stacked_probabilities([[0.5, 0.5]], shown=[1, 2]), r"shown must lie in \[0, 2\), got \[1, 2\]"),
     "twice": (lambda: plots.stacked_probabilities([[0.5, 0.5]], shown=[1, 1]), r"shown must name each class once, got \[1, 1\]"),
     "a level": (lambda: plots.against_batch_size([2], POINT, ylabel="", levels={"b": 1}), r"levels must name some of the curves \['a'\], got \['b'\]"),
+    "a style": (lambda: plots.entropy_cdf({"a": [1.0]}, styles={"b": {}}), r"styles must name some of the curves \['a'\], got \['b'\]"),
     "a best": (lambda: plots.error_over_epochs(POINT, best={"b": 1}), r"best must name some of the curves \['a'\], got \['b'\]"),
     "plug-in": (lambda: plots.verdict([[0]], [2.0, 3.0], [[0.5, 0.5]]), "plug_in must lie in .*got 2.0"),
     "entropies": (

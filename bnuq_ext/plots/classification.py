@@ -20,6 +20,7 @@ from .canvas import (
     Values,
     begin_at,
     check_entries,
+    check_labels,
     class_colors,
     curve_styles,
     ground,
@@ -61,10 +62,11 @@ def entropy_cdf(
     """
     op = "entropy_cdf"
     check_entries(op, "entropies", entropies)
+    styles = take_options(op, "styles", styles, "arguments")
+    check_labels(op, "styles", styles, entropies)
     columns = legend_columns([str(label) for label in entropies], 5.4, 8.33, 2)
     more = max(0, math.ceil(len(entropies) / columns) - 2)
     ax = take_axes(ax, height=3.6 + 0.17 * more)
-    styles = take_options(op, "styles", styles, "arguments")
     ordered = {label: np.sort(take_finite(op, label, v)) for label, v in entropies.items()}
     most = 0 if num_classes is None else np.log(check_integer(op, "num_classes", num_classes, 1))
     right = max(most, *(values[-1] for values in ordered.values()))
