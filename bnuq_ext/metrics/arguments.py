@@ -13,22 +13,21 @@ from ..ops.checks import check_floating, check_number, check_one_of, check_shape
 SLACK = 1e-2
 
 
-def take_logits(op: str, name: str, logits: Tensor, form: str) -> Tensor:
-    """Logits or probabilities with at least the dimensions that `form` names, the last of which are
-    the K classes."""
+def take_logits(op: str, name: str, logits: Tensor, *, replicas: bool = False) -> Tensor:
+    """Logits or probabilities (N, K, *), of `replicas` (T, N, K, *)."""
     check_floating(op, name, logits)
-    place = form.count(",")
-    if logits.dim() <= place:
+    form, class_dim = ("(T, N, K)", 2) if replicas else ("(N, K)", 1)
+    if logits.dim() <= class_dim:
         refuse(op, name, f"have shape {form}", list(logits.shape))
-    if logits.shape[place] == 0:
+    if logits.shape[class_dim] == 0:
         refuse(op, name, f"have shape {form} with K > 0", list(logits.shape))
     return logits.double()
 
 
-def take_probs(op: str, probs: Tensor, form: str) -> Tensor:
+def take_probs(op: str, probs: Tensor, *, replicas: bool = False) -> Tensor:
     """`take_logits` of probabilities, which lie in [0, 1] or are nan;
     what rounding made negative is 0."""
-    probs = take_logits(op, "probs", probs, form)
+    probs = take_logits(op, "probs", probs, replicas=replicas)
     outside = (probs < -SLACK) | (probs > 1 + SLACK)
     if outside.any():
         refuse(op, "probs", "lie in [0, 1]", probs[outside][0].item())
@@ -37,7 +36,7 @@ def take_probs(op: str, probs: Tensor, form: str) -> Tensor:
 
 def take_replicas(op: str, probs: Tensor) -> Tensor:
     """`take_probs` of at least one replica, which sum to 1 or are nan: (N, K, *) need not."""
-    probs = take_probs(op, probs, "(T, N, K)")
+    probs = take_probs(op, probs, replicas=True)
     check_replicas(op, probs)
     sums = probs.sum(2)
     others = (sums - 1).abs() > SLACK

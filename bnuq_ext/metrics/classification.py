@@ -28,7 +28,7 @@ def nll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
     Returns:
         () or (N, *) in nats, float64; a probability of zero gives inf.
     """
-    probs = take_probs("nll", probs, "(N, K)")
+    probs = take_probs("nll", probs)
     return reduce("nll", -_log_likelihood("nll", probs, y), reduction)
 
 
@@ -47,7 +47,7 @@ def categorical_pll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Ten
     Returns:
         () or (N, *) in nats, float64; higher is better; a probability of zero gives -inf.
     """
-    probs = take_probs("categorical_pll", probs, "(N, K)")
+    probs = take_probs("categorical_pll", probs)
     mean = probs
     if probs.dim() == getattr(y, "ndim", 0) + 2:
         check_replicas("categorical_pll", probs)
@@ -74,7 +74,7 @@ def brier(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
     Returns:
         () or (N, *), float64; lower is better.
     """
-    probs = take_probs("brier", probs, "(N, K)")
+    probs = take_probs("brier", probs)
     y = take_labels("brier", y, probs).unsqueeze(1)
     hit = torch.zeros_like(probs).scatter_(1, y, 1.0)
     return reduce("brier", (probs - hit).square().sum(1), reduction)
@@ -94,7 +94,7 @@ def accuracy(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
     Returns:
         () or (N, *), float64; nan of a row with a nan.
     """
-    probs = take_logits("accuracy", "probs", probs, "(N, K)")
+    probs = take_logits("accuracy", "probs", probs)
     right = (probs.argmax(1) == take_labels("accuracy", y, probs)).double()
     return reduce("accuracy", torch.where(probs.isnan().any(1), math.nan, right), reduction)
 
@@ -113,7 +113,7 @@ def ece(probs: Tensor, y: Tensor, num_bins: int = 15) -> Tensor:
     Returns:
         () between 0 and 1, float64; nan without rows.
     """
-    probs = take_probs("ece", probs, "(N, K)")
+    probs = take_probs("ece", probs)
     y = take_labels("ece", y, probs)
     num_bins = check_integer("ece", "num_bins", num_bins, 1)
     confidence, guess = probs.max(1)

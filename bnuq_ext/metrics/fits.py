@@ -25,7 +25,7 @@ def fit_temperature(logits: Tensor, y: Tensor) -> float:
         the temperature, held in [0.01, 100] (labels that are all right have no finite optimum); 1
         where all logits of each row are equal, so that none is better.
     """
-    logits = take_logits("fit_temperature", "logits", logits, "(N, K)")
+    logits = take_logits("fit_temperature", "logits", logits)
     y = take_labels("fit_temperature", y, logits)
     check_fittable("fit_temperature", "logits", logits)
     logits = logits - logits.gather(1, y.unsqueeze(1))
