@@ -212,23 +212,23 @@ def dots(count: int, largest: float) -> dict:
     return {"marker": "o", "linestyle": "", "ms": size, "mew": 0, "alpha": alpha}
 
 
-def take_array(values, dtype=None):
+def take_array(values):
     """Numbers as numpy has them; a tensor may be on any device, of any dtype, with a gradient."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = values.double() if values.is_floating_point() else values
-    return np.asarray(values, dtype=dtype)
+    return np.asarray(values)
 
 
 def take_numbers(op: str, name: str, values):
     """`take_array` in float64; what does not hold numbers is refused."""
     try:
-        numbers = take_array(values, float)
+        given = take_array(values)
+        numbers = np.asarray(given, float)
     except (TypeError, ValueError):
         refuse(op, name, "be numbers", type(values).__name__, TypeError)
-    kind = take_array(values).dtype
-    if kind.kind in "mM":  # dates and times, of which numpy counts the units since 1970
-        refuse(op, name, "be numbers", kind, TypeError)
+    if given.dtype.kind in "mM":  # dates and times, of which numpy counts the units since 1970
+        refuse(op, name, "be numbers", given.dtype, TypeError)
     return numbers
 
 
