@@ -267,14 +267,6 @@ def take_one(op: str, name: str, value, requirement: str = "be one number") -> f
     return value.item()
 
 
-def take_one_std(op: str, name: str, value) -> float:
-    """One standard deviation."""
-    value = take_one(op, name, value)
-    if not value >= 0:
-        refuse(op, name, "not be negative", value)
-    return value
-
-
 def check_entries(op: str, name: str, entries) -> None:
     """A dict of label -> values, with an entry."""
     check_mapping(op, name, entries)

@@ -18,7 +18,7 @@ from .canvas import (
     take_array,
     take_axes,
     take_numbers,
-    take_one_std,
+    take_one,
     take_values,
 )
 
@@ -44,6 +44,14 @@ def _take_std(op: str, std, mean):
     if (std < 0).any():
         refuse(op, "std", "not be negative", std.min())
     return std
+
+
+def _constant_half_width(op: str, std) -> float:
+    """Half the width of the constant baseline's 95 % interval."""
+    std = take_one(op, "constant_std", std)
+    if not std >= 0:
+        refuse(op, "constant_std", "not be negative", std)
+    return HALF_WIDTHS["95 %"] * std
 
 
 def uncertainty_error(
@@ -102,7 +110,7 @@ def uncertainty_error(
     heights = [*error, HALF_WIDTHS["95 %"] * (np.quantile(finite, 0.99) if len(finite) else 0)]
     if constant_std is not None:
         label = "95 %, constant uncertainty"
-        heights.append(HALF_WIDTHS["95 %"] * take_one_std(op, "constant_std", constant_std))
+        heights.append(_constant_half_width(op, constant_std))
         ax.axhline(heights[-1], color=ink, ls="--", lw=1, label=label)
     top = 1.05 * max((height for height in heights if np.isfinite(height)), default=0)
     ax.set(xlabel="test points, sorted by estimated uncertainty", ylabel=ylabel)
@@ -187,7 +195,7 @@ def regression_band(
         ax.fill_between(x, mean - width * std, mean + width * std, **style)
     ax.plot(x, mean, color=color, label="predictive mean")
     if constant_std is not None:
-        width = HALF_WIDTHS["95 %"] * take_one_std(op, "constant_std", constant_std)
+        width = _constant_half_width(op, constant_std)
         style = {"color": ax.xaxis.label.get_color(), "linestyle": "--", "linewidth": 1}
         ax.plot(x, mean + width, label="95 %, constant uncertainty", **style)
         ax.plot(x, mean - width, **style)
