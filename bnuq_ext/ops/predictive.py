@@ -79,14 +79,15 @@ def predictive_accumulate_(
     _check_logits(op, logits)
     check_within(op, "count", count, 0, 2**63, "[0, 2^63)")
     shape = logits.shape[1:]
-    state = {"mean": mean, "m2": m2, "expected_entropy": expected_entropy}
-    for name, value in state.items():
+    for name, value, own_shape in (
+        ("mean", mean, shape),
+        ("m2", m2, shape),
+        ("expected_entropy", expected_entropy, shape[:1] + shape[2:]),
+    ):
         check_tensor(op, name, value)
         if value.dtype != acc_dtype(logits.dtype):
             refuse(op, name, f"be {acc_dtype(logits.dtype)}", value.dtype, TypeError)
-        check_shape(
-            op, name, value, shape if value is not expected_entropy else shape[:1] + shape[2:]
-        )
+        check_shape(op, name, value, own_shape)
         check_device(op, name, value, logits.device)
         if not value.is_contiguous():
             refuse(op, name, "be contiguous", f"strides {value.stride()}")
