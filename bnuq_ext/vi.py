@@ -303,29 +303,37 @@ def _together(forward: Forward, modules: list[nn.Module], x, draw: Draw) -> Tens
 def _nll(outputs: Tensor, num_samples: int, y: Tensor, likelihood: str, noise_std) -> Tensor:
     """-log p(y), summed over the rows and the T samples of outputs (T*N, ...)."""
     outputs = outputs.to(acc_dtype(outputs.dtype))  # a sum over rows soon is infinite in float16
-    rows, categorical = outputs.shape[0] // num_samples, likelihood == "categorical"
-    if categorical:
-        check_logits("elbo_loss", (rows, *outputs.shape[1:]))
-    expected = rows, *outputs.shape[2 if categorical else 1 :]
-    y = y if categorical else as_rows_of(y, expected)
-    check_shape("elbo_loss", "y", y, expected)
-    if categorical:
-        labels = y.long()
-        if num_samples > 1:
-            labels = labels.expand(num_samples, *y.shape).flatten(0, 1)
-        try:
-            return functional.cross_entropy(outputs, labels, reduction="sum")
-        except IndexError:
-            got = f"{labels.min()} to {labels.max()}"
-            refuse("elbo_loss", "y", f"hold labels in [0, {outputs.shape[1]})", got)
-    dtype = torch.promote_types(outputs.dtype, y.dtype)
+    rows = outputs.shape[0] // num_samples
+    if likelihood == "categorical":
+        return _categorical_nll(outputs, num_samples, rows, y)
+    return _gaussian_nll(outputs.unflatten(0, (num_samples, rows)), y, noise_std)
+
+
+def _categorical_nll(logits: Tensor, num_samples: int, rows: int, y: Tensor) -> Tensor:
+    check_logits("elbo_loss", (rows, *logits.shape[1:]))
+    check_shape("elbo_loss", "y", y, (rows, *logits.shape[2:]))
+    labels = y.long()
+    if num_samples > 1:
+        labels = labels.expand(num_samples, *y.shape).flatten(0, 1)
+    try:
+        return functional.cross_entropy(logits, labels, reduction="sum")
+    except IndexError:
+        got = f"{labels.min()} to {labels.max()}"
+        refuse("elbo_loss", "y", f"hold labels in [0, {logits.shape[1]})", got)
+
+
+def _gaussian_nll(means: Tensor, y: Tensor, noise_std: float | Tensor) -> Tensor:
+    """Of means (T, N, ...)."""
+    y = as_rows_of(y, means.shape[1:])
+    check_shape("elbo_loss", "y", y, means.shape[1:])
+    dtype = torch.promote_types(means.dtype, y.dtype)
     if isinstance(noise_std, Tensor):
         dtype = torch.promote_types(dtype, noise_std.dtype)
         std = noise_std.to(dtype).reshape(())
         log_std = std.log()
     else:
         std, log_std = float(noise_std), math.log(noise_std)
-    means, y = outputs.unflatten(0, (num_samples, rows)).to(dtype), y.to(dtype)
+    means, y = means.to(dtype), y.to(dtype)
     squared = functional.mse_loss(means, y.expand_as(means), reduction="sum")
     # Of `Normal.log_prob` in a third of its nodes, which take longer than a small layer.
     return squared / (2 * std * std) + means.numel() * (log_std + 0.5 * math.log(2 * math.pi))
