@@ -71,13 +71,15 @@ def to_bayesian(
     check_callable(op, "filter_fn", filter_fn)
     check_initial(op, "rho_init", rho_init)
     check_prior(op, prior)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    # Subclasses, which no `BayesLinear` can stand for.
+    others = {n: m for n, m in layers.items() if qualified_name(type(m)) not in _LINEAR}
     chosen = {
         layer: name
-        for name, layer in model.named_modules()
-        if (qualified_name(type(layer)) in _LINEAR or type(layer) is nn.LazyLinear)
+        for name, layer in layers.items()
+        if (name not in others or type(layer) is nn.LazyLinear)
         and (filter_fn is None or filter_fn(name, layer))
     }
-    others = _subclasses(model)
     if not chosen:
         got = f"none but subclasses of it: {_described(others)}" if others else "none"
         refuse(op, "model", "contain a torch.nn.Linear that filter_fn accepts", got)
@@ -96,15 +98,6 @@ def to_bayesian(
     for module in model.modules():
         _leave_fused_paths(module)
     return model
-
-
-def _subclasses(model: nn.Module) -> dict[str, nn.Linear]:
-    """Linear layers that no `BayesLinear` can stand for."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and qualified_name(type(module)) not in _LINEAR
-    }
 
 
 def _described(layers: dict[str, nn.Linear]) -> str:
