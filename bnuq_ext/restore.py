@@ -118,8 +118,8 @@ def _leave(module: nn.Module) -> None:
 
 
 def _first_held(module: nn.Module, own: set[type[nn.Module]]) -> _Held:
-    kept = module.training and type(module) in own
-    state = State([module], modules_of(module)) if kept else None
+    changes_more = module.training and type(module) in own
+    state = State([module], modules_of(module)) if changes_more else None
     return _Held(0, module.training, state)
 
 
