@@ -131,21 +131,21 @@ class Predictor:
                     moments.add(outputs)
             except Exception as error:
                 raise_interrupt(error)
-                if not is_out_of_memory(error):
-                    if outputs is not None or size == 1:
-                        raise
+                if is_out_of_memory(error):
+                    if size == 1:
+                        raise self._out_of_memory(inputs, outputs, samples, error) from error
+                    self.most = size // 2
+                elif outputs is None and size > 1:
                     plan = self._checked(folding.give_up(plan, error))
-                    continue
-                if size == 1:
-                    raise self._out_of_memory(inputs, outputs, samples, error) from error
+                else:
+                    raise
             else:
                 done += size
                 if bar is not None:
                     bar.update(size)
-                continue
-            # The exception is gone here, and with it the tensors of the frames that it held.
-            self.most = size // 2
-            free_memory(self.device)
+            if self.most < size:
+                # The exception is gone here, and with it the tensors of the frames that it held.
+                free_memory(self.device)
         return (summary or moments.summary()) | {"samples": samples}
 
     def _out_of_memory(self, inputs, outputs, samples, error: Exception) -> Exception:
