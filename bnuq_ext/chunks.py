@@ -60,8 +60,8 @@ def chunk_of(largest: int, chunk: int | str, num_samples: int, device: torch.dev
         if device.type == "cuda":
             budget = min(CUDA_BYTES, _free_bytes(device) // 16)
         chunk = budget // max(largest, 1)
-    chunk = max(int(chunk), 1)
-    return -(-num_samples // -(-num_samples // chunk))
+    num_chunks = -(-num_samples // max(int(chunk), 1))  # rounded up
+    return -(-num_samples // num_chunks)
 
 
 def _free_bytes(device: torch.device) -> int:
