@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .chosen import MASKS, Chosen
+from .contents import memory_of
 from .inputs import has_rows, tensors
 from .passes import DoesNotFold, begun_pass
 from .products import products_of
@@ -255,11 +256,10 @@ def storage_of(tensor: Tensor) -> int | None:
 
 def _held_bytes(tensor: Tensor) -> int:
     """Bytes of its storage that a tensor uses: fewer than it shows if it repeats numbers."""
-    try:
-        held = tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError, ValueError):  # of parts, which have their own
+    memory = memory_of(tensor)
+    if memory is tensor:  # of parts, which have their own
         return 0
-    return min(held, tensor.numel() * tensor.element_size())
+    return min(memory.nbytes(), tensor.numel() * tensor.element_size())
 
 
 class DispatchMode(TorchDispatchMode):
