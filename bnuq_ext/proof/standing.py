@@ -102,7 +102,7 @@ class StandingFolding(Folding):
         self.note_agreement(plan, self.num_samples)
         return plan
 
-    def _accept_without_dropout(self, plan: Plan, state: State | None = None) -> None:
+    def _accept_without_dropout(self, plan: Plan, state: State | None) -> None:
         """Takes a plan as proven in this state if T replicas
         with nothing dropped are those run alone.
 
