@@ -145,13 +145,14 @@ def predict(
         if strategy == "folded":
             refuse("predict", "strategy", 'be "auto" or "loop" in an export or a trace', strategy)
         strategy = "loop"
-    alone = num_samples == 1 or chunk == 1 or strategy == "loop"
-    together = not alone and sampler != "batch" and output_fn is None
+    if query == "in":
+        strategy = "loop"
+    request = Request(first_replica, num_samples, strategy, chunk, keep_samples, progress)
+    together = not request.is_loop() and sampler != "batch" and output_fn is None
     with unmoved_by_errors():
         if query == "in":
             replicas = first_replica, num_samples
             forward = joining_forward(model, modules, loader, *replicas, seed, output_fn)
-            strategy = "loop"
         elif sampler == "batch":
             count = first_replica + num_samples
             forward = _forward_by_loader(model, modules, loader, count, seed, output_fn)
@@ -160,7 +161,6 @@ def predict(
         else:
             options = sampler, batch_size, seed, output_fn
             forward = forward_by_bank("predict", model, modules, *options)
-        request = Request(first_replica, num_samples, strategy, chunk, keep_samples, progress)
         with torch.set_grad_enabled(False), evaluating(modules):
             fold = _folding_of(forward, modules, batches=together and not is_one_input(x))
             predictor = Predictor(forward, modules, request, likelihood, device, fold)

@@ -45,6 +45,10 @@ class Request(NamedTuple):
     keep: bool
     progress: bool
 
+    def is_loop(self) -> bool:
+        """Whether the replicas go one after another, whatever the model."""
+        return self.strategy == "loop" or self.count == 1 or self.chunk == 1
+
 
 class Predictor:
     """Makes one prediction of the replicas that are asked for.
@@ -183,9 +187,9 @@ class Predictor:
             seen.add(other)
 
     def _plan(self, folding: Folding) -> Plan:
-        strategy, chunk = self.request.strategy, self.request.chunk
-        if strategy == "loop" or self.request.count == 1 or chunk == 1:
+        if self.request.is_loop():
             return LOOP
+        strategy = self.request.strategy
         if strategy == "auto" and waits_for_others(self.modules):
             return LOOP
         rows = num_rows(self.forward.op, folding.inputs)
