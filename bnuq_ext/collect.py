@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
+from statistics import mode
 from typing import Any, NoReturn
 
 import torch
@@ -304,10 +305,10 @@ class _Record:
             return self.rows
         seconds, *firsts = zip(*self.others, strict=False)
         for sizes in (self.rows, *firsts):
-            if self._divide_counts(sizes) and _commonest(sizes) >= items:
+            if self._divide_counts(sizes) and mode(sizes) >= items:
                 return list(sizes)
         # Of images it is that of channels, of which pixels may be a multiple.
-        if self._divide_counts(seconds) and _commonest(seconds) == items:
+        if self._divide_counts(seconds) and mode(seconds) == items:
             return list(seconds)
         return self.rows
 
@@ -316,7 +317,7 @@ class _Record:
         0."""
         seconds = [sizes[0] for sizes in self.others]
         likelier = min(seconds) > 1 and self._divide_counts(seconds)
-        return _commonest(seconds) if likelier and not self._divide_counts(rows) else 0
+        return mode(seconds) if likelier and not self._divide_counts(rows) else 0
 
     def _divide_counts(self, sizes: Sequence[int]) -> bool:
         pairs = (zip(counts, sizes, strict=True) for counts in self.count.values())
@@ -328,7 +329,7 @@ class _Record:
         # A loader of one item a batch may have whole batches for items.
         if items > 1 and (self.listed or not self._divide_counts(rows)):
             return items
-        return _commonest(rows)
+        return mode(rows)
 
     def _dataset_size(self, source: Source, rows: int, seen: int) -> int:
         """N, in what M counts: of a data set whose items have several rows each, their rows."""
@@ -370,10 +371,6 @@ class _Record:
                 f"{bank.dataset_size}: the larger they are the less their statistics vary, and "
                 "the mutual information vanishes"
             )
-
-
-def _commonest(sizes: Sequence[int]) -> int:
-    return Counter(sizes).most_common(1)[0][0]
 
 
 _IN_ORDER = (
