@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from .batch_norm_like import EXCLUDED, listed
+from .inputs import tensors
 from .nn import named_stochastic_layers, uncompiled_name
 from .reads import DispatchMode, storage_of
 from .untraced import uncompiled
@@ -63,7 +63,7 @@ class BatchNormCounter(DispatchMode):
             if _is_batch_norm(func):
                 self._count(args)
             elif not _only_hands_on(func):
-                given = {id(arg) for arg in tree_leaves((args, kwargs))}
+                given = {id(t) for t in tensors((args, kwargs))}
                 self.read.update(self._running[i] for i in given & self._running.keys())
         return func(*args, **(kwargs or {}))
 
