@@ -189,9 +189,7 @@ def posterior_summary(model: nn.Module) -> PosteriorSummary:
 
     Source: Blundell et al., Weight Uncertainty in Neural Networks (2015), section 5.1.
     """
-    layers = require_bayes_layers("posterior_summary", model)
-    check_whole("posterior_summary", layers)
-    mu, rho = _weights(layers)
+    layers, mu, rho = _weights_of("posterior_summary", model)
     places, start = {}, 0
     for name, layer in layers.items():
         places[name] = slice(start, start + layer.weight_mu.numel())
@@ -200,12 +198,14 @@ def posterior_summary(model: nn.Module) -> PosteriorSummary:
     return PosteriorSummary(snr, mu.abs(), sigma_of(rho), places)
 
 
-def _weights(layers: dict[str, BayesLinear]) -> list[Tensor]:
+def _weights_of(op: str, model: nn.Module) -> tuple[dict[str, BayesLinear], Tensor, Tensor]:
+    """The Bayesian layers, and means and spreads of all their weights, on the CPU."""
+    layers = require_bayes_layers(op, model)
+    check_whole(op, layers)
     with torch.no_grad():
-        pairs = [
-            (m.weight_mu.flatten().cpu(), m.weight_rho.flatten().cpu()) for m in layers.values()
-        ]
-        return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
+        mu = torch.cat([layer.weight_mu.flatten().cpu() for layer in layers.values()])
+        rho = torch.cat([layer.weight_rho.flatten().cpu() for layer in layers.values()])
+    return layers, mu, rho
 
 
 def _log_signal_to_noise(mu: Tensor, rho: Tensor) -> Tensor:
@@ -238,9 +238,7 @@ def prune(model: nn.Module, fraction: float, by: str = "snr") -> float:
     """
     check_fraction("prune", "fraction", fraction)
     check_one_of("prune", "by", by, RANKINGS)
-    layers = require_bayes_layers("prune", model)
-    check_whole("prune", layers)
-    mu, rho = _weights(layers)
+    layers, mu, rho = _weights_of("prune", model)
     scores = mu.abs() if by == "magnitude" else _log_signal_to_noise(mu, rho)
     count = round(fraction * len(scores))
     if count and scores.isnan().any():
