@@ -51,11 +51,6 @@ def test_a_forward_that_draws_and_raises(num_samples, seed):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_layer_by_itself_under_a_transform(model):
-    with pytest.raises(NotImplementedError):
-        torch.func.grad(lambda x: model[0](x).sum())(X)
-
-
 def test_a_layer_with_weights_of_two_dtypes(model):
     layer = model[0]
     layer.weight_rho = nn.Parameter(layer.weight_rho.detach().double())
