@@ -65,6 +65,9 @@ COUNTED = {
     "repeated": lambda x, mask: x.T.repeat_interleave(mask.long(), dim=1)[:, :4],
     "repeated along the last": lambda x, mask: torch.repeat_interleave(x.T, mask.long(), -1)[:, :4],
     "all of them by name": lambda x, mask: torch.split(tensor=x[mask], split_size_or_sections=4),
+    "some of them, all by name": lambda x, mask: torch.narrow(
+        input=x[mask], dim=0, start=0, length=4
+    ),
     "hsplit": lambda x, mask: pairs(x, mask).T.hsplit(2),
     "hsplit of one dimension": lambda x, mask: x[mask, 0].hsplit(2),
     "vsplit": lambda x, mask: x[mask].vsplit(2),

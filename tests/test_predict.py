@@ -154,6 +154,13 @@ def test_a_loader_with_outputs_of_several_shapes_is_refused():
         predict(model, images)
 
 
+def test_a_loader_with_outputs_of_several_numbers_of_classes_is_refused(model):
+    classes = iter((3, 2))
+    options = {"output_fn": lambda out: out[:, : next(classes)], "num_samples": 1}
+    with pytest.raises(ValueError, match=r"outputs of one shape, .* got \[9, 2\]$"):
+        predict(model, [X, X], **options)
+
+
 def test_batch_sampler_uses_the_loaders_batches_in_their_order(model):
     bank = {name: m.bank for name, m in model.named_modules() if hasattr(m, "bank")}
     batches = list(DATA[:160].split(16))

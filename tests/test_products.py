@@ -14,6 +14,11 @@ CASES = {
     "linear": (nn.Linear(8, 5), TOKENS, N * 3 * 8 * 5),
     "linear without bias": (nn.Linear(8, 5, bias=False), TOKENS, N * 3 * 8 * 5),
     "products by batch": (lambda x: x @ x.mT, TOKENS, N * 3 * 8 * 3),
+    "products by batch, added": (
+        lambda x: torch.baddbmm(torch.ones(N, 3, 3), x, x.mT),
+        TOKENS,
+        N * 3 * 8 * 3,
+    ),
     "convolution": (nn.Conv2d(4, 6, 3, stride=2, groups=2), IMAGES, N * 6 * 4 * 4 * 2 * 9),
     "transposed": (nn.ConvTranspose2d(4, 6, 3, groups=2), IMAGES, N * 4 * 9 * 9 * 3 * 9),
     "attention": (
