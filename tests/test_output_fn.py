@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from coupled import ROWS, Gated
-from test_folding import Counting, count_passes, prepared, samples
+from test_folding import Counting, count_passes, prepared, samples, way
 from training import Net, data
 
 import bnuq_ext as bnuq
@@ -31,6 +31,14 @@ def test_another_output_fn_is_proved_by_itself():
     options = {"output_fn": lambda out: out - out.mean(0)}
     expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop", **options)
     torch.testing.assert_close(samples(model, ROWS[:6], **options), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_outputs_that_are_refused_do_not_end_the_folding():
+    model, options = prepared(Counting, ROWS), {"output_fn": lambda out: out[:, :1]}
+    with pytest.raises(ValueError, match="must have at least 2 classes"):
+        samples(model, ROWS[:8], likelihood="categorical", **options)
+    assert way(model) == "folded"
+    assert count_passes(lambda: samples(model, ROWS[:8], **options)) == [8]
 
 
 class Heads(Gated):
