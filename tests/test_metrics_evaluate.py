@@ -149,11 +149,12 @@ def test_rejects():
 
 @pytest.mark.parametrize("score", [metrics.nll, metrics.accuracy, metrics.ece, metrics.brier])
 def test_no_classes_are_refused(score):
-    for shape in ((0, 0), (3, 0)):
+    for shape in ((0, 0), (3, 0), (3, 0, 4)):
         with pytest.raises(ValueError) as caught:
-            score(torch.zeros(shape), torch.zeros(shape[0], dtype=torch.long))
+            score(torch.zeros(shape), torch.zeros(shape[:1] + shape[2:], dtype=torch.long))
         requirement = f"probs must have shape (N, K) with K > 0, got {list(shape)}"
         assert str(caught.value) == f"{score.__name__}: {requirement}"
+    assert score(torch.zeros(3, 2, 0), torch.zeros(3, 0, dtype=torch.long)).isnan()  # no pixels
 
 
 @pytest.mark.parametrize("ignored", [255, -100, 1])

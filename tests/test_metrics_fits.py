@@ -244,6 +244,7 @@ def test_t_test_of_equal_values():
     assert metrics.t_test([2.0, 2.0, 2.0]) == (math.inf, 0.0)
     assert metrics.t_test([-2.0, -2.0]) == (-math.inf, 0.0)
     assert metrics.t_test([0.1, 0.1, 0.1]) == (math.inf, 0.0)  # their mean rounds
+    assert metrics.t_test([math.inf, math.inf]) == (math.inf, 0.0)
     assert metrics.t_test([-1.0, 1.0]) == (0.0, 1.0)
     for values in ([0.0, 0.0], [1.0, math.nan]):
         assert all(math.isnan(value) for value in metrics.t_test(values))

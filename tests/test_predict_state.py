@@ -285,13 +285,14 @@ def test_says_what_would_fit_when_one_replica_does_not(model, strategy, keep):
     equal(predict(model, batches), predict(model, batches, strategy="loop"))
 
 
-def test_says_what_would_fit_when_one_replica_cannot_be_taken_in(model, monkeypatch):
+@pytest.mark.parametrize("keep", [False, True])
+def test_says_what_would_fit_when_one_replica_cannot_be_taken_in(model, keep, monkeypatch):
     def accumulate(*args):
         raise RuntimeError(CPU_MESSAGE)
 
     monkeypatch.setattr(prediction, "predictive_accumulate_", accumulate)
     with pytest.raises(torch.OutOfMemoryError, match="predict: x must fit in memory with one"):
-        predict(model, chunk=1)
+        predict(model, chunk=1, keep_samples=keep)
 
 
 def test_says_that_a_single_row_does_not_fit_without_advice(model):

@@ -139,8 +139,9 @@ def test_a_wrapper_around_a_compiled_model_is_not_taken_for_it():
 def test_a_wrapper_that_knows_of_no_new_parameters_is_refused(alone):
     model = nn.Sequential(nn.Linear(4, 3))
     message = "to_bayesian: model must be wrapped afterwards .*, got a DistributedDataParallel"
-    with pytest.raises(ValueError, match=message):
-        bnuq.to_bayesian(DistributedDataParallel(model))
+    for wrapped in (DistributedDataParallel(model), nn.Sequential(DistributedDataParallel(model))):
+        with pytest.raises(ValueError, match=message):
+            bnuq.to_bayesian(wrapped)
     DistributedDataParallel(bnuq.to_bayesian(model))
 
 
