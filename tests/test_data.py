@@ -176,6 +176,7 @@ def test_mnist_keeps_the_last_training_rows_to_validate(mnist_files):
     with pytest.raises(ValueError, match=r"^mnist: num_validation must lie in \[0, 9\), got 9$"):
         data.mnist(mnist_files, num_validation=9)
     assert [len(part.y) for part in data.mnist(mnist_files, num_validation=0)] == [9, 0, 3]
+    assert [len(part.y) for part in data.mnist(mnist_files)] == [8, 1, 3]  # a sixth
     (mnist_files / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(0, 4, 5)))
     (mnist_files / "train-labels-idx1-ubyte").write_bytes(idx(0))
     with pytest.raises(ValueError, match="^mnist: root must hold images to train on, got none$"):

@@ -127,8 +127,8 @@ def test_what_of_a_loader_is_not_used_is_said(model, part, options):
         bnuq.statistics_normality(model, loader, batch_size=M, num_batches=8)
     with pytest.warns(UserWarning, match=message):
         bnuq.fit_batch_size(model, loader, [4, 8], likelihood="categorical", num_samples=8)
-    plain = torch_data.DataLoader(DATA, M, shuffle=True)
-    bnuq.fit_batch_size(model, plain, [4, 8], likelihood="categorical", num_samples=8)
+    for plain in (torch_data.DataLoader(DATA, M, shuffle=True), torch_data.DataLoader(DATA, None)):
+        bnuq.fit_batch_size(model, plain, [4, 8], likelihood="categorical", num_samples=8)
 
 
 def test_a_bank_holds_plain_tensors(model):
