@@ -74,6 +74,7 @@ def outputs_of(net, bank, x):
 def test_is_shown_as_a_table(validation):
     found = fit(validation=validation)
     head, *rows, last = repr(found).splitlines()
+    assert len({len(line) for line in (head, *rows)}) == 1
     for M, row in zip((5, 20, N), rows, strict=True):
         shown = dict(zip(head.split(), map(float, row.split()), strict=True))
         assert shown.pop("M") == M and ("nll" in shown) == (validation is not None)

@@ -193,6 +193,8 @@ def test_is_a_table_when_printed():
     found = normality(bnuq.convert(mlp(16)), num_batches=100)
     lines = repr(found).splitlines()
     assert lines[0].startswith("100 batches of 32 out of 800 rows")
+    assert lines[1].index("variance") == lines[2].index("of the mean") - 2
+    assert len({len(line) for line in lines[2:]}) == 1
     assert [line.split()[0] for line in lines[3:]] == ["1", "4", "7"]
     for line, layer in zip(lines[3:], found.layers.values(), strict=True):
         pairs = zip(layer.analytic, layer.observed, strict=True)
