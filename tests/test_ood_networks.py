@@ -40,6 +40,13 @@ def test_networks(name, size):
     assert sum(isinstance(m, nn.Dropout) for m in network.modules()) == 1
 
 
+@pytest.mark.parametrize("size, kernel", [(16, 5), (15, 3)])
+def test_kernels_of_lenet_are_smaller_for_images_below_16_pixels(size, kernel):
+    network = ood_networks.LeNet5(1, size, 5, 0.5)
+    found = {m.kernel_size for m in network if isinstance(m, nn.Conv2d)}
+    assert found == {(kernel, kernel)} and network(torch.randn(2, 1, size, size)).shape == (2, 5)
+
+
 def test_shifts_and_flips():
     x = torch.arange(2 * 36.0).view(1, 2, 6, 6) + 1
     padded = nn.functional.pad(x, (4, 4, 4, 4))
