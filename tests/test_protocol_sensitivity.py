@@ -59,6 +59,8 @@ def test_a_table_that_no_batch_size_fits_is_refused(tmp_path):
     assert str(caught.value) == (
         "sensitivity: data_root must hold a table whose folds have 8 rows, got tables of [9] rows"
     )
+    np.savez(tmp_path / "few.npz", X=np.ones((12, 2)), y=np.arange(12))  # folds of 8
+    assert {u.arguments["batch_size"] for u in sensitivity.make_units(TINY, tmp_path)} == {8}
 
 
 @pytest.mark.parametrize("score,paper_size,paper_T", [("crps", "1.6", None), ("pll", "2.0", None)])
