@@ -105,6 +105,38 @@ def test_text_has_each_row():
         assert line.startswith(row) and " ".join(line[len(row) :].split()) == " ".join(cells)
 
 
+def test_where_sampling_does_not_win():
+    scores = {
+        "accuracy": {"0.0": "level", "0.35": "worse"},
+        "nll": {"0.0": "level", "0.35": "better"},
+        "ece": {"0.0": "worse", "0.35": "worse"},
+    }
+    unseen = {"accuracy": "level", "nll": "level", "auroc_entropy": "worse"}
+    summary = {"compared": {"a": {"joint": scores}}, "unseen_compared": {"a": {"joint": unseen}}}
+    assert digits_report.losses(summary) == [
+        "joint against a, accuracy: worse at noise 0.35.",
+        "joint against a, NLL: level at noise 0.0.",
+        "joint against a, ECE: worse at noise 0.0, 0.35.",
+        "joint against a, unseen classes: NLL level, AUROC H worse.",
+    ]
+
+
+def test_signs_of_the_comparisons():
+    head, stds, *lines = digits_report.comparisons(SUMMARY)
+    assert head.split(maxsplit=1)[1].replace("  ", "").startswith(digits.PLUG_IN)
+    assert head.split() == f"against {digits.PLUG_IN} {digits.TEMPERATURE}".split()
+    assert stds.split() == ["noise", *["0.0", "0.35"] * 2]
+    signs = {"better": "+", "worse": "-", "level": "="}
+    pairs = [(row, score) for row in digits.SAMPLERS for score in ("accuracy", "nll", "ece")]
+    for line, (row, score) in zip(lines, pairs, strict=True):
+        found = [
+            word(noisy(s, row, score), noisy(s, b, score), score)
+            for b in (digits.PLUG_IN, digits.TEMPERATURE)
+            for s in ("0.0", "0.35")
+        ]
+        assert line.startswith(row) and line.split()[-4:] == [signs[said] for said in found]
+
+
 def test_one_seed_compares_nothing():
     settings = replace(SETTINGS, num_seeds=1)
     summary = digits_report.summarise(UNITS, settings)

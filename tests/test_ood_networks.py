@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bnuq_ext.experiments.fitting import shifted
+from bnuq_ext.experiments.fitting import shifted, train_epoch
 from bnuq_ext.protocols import ood, ood_networks
 
 
@@ -38,6 +38,17 @@ def test_networks(name, size):
     norms = sum(isinstance(m, nn.BatchNorm2d) for m in network.modules())
     assert norms == {"lenet-5": 2, "vgg-11": 8, "resnet-18": 20}[name]
     assert sum(isinstance(m, nn.Dropout) for m in network.modules()) == 1
+
+
+def test_an_epoch_takes_whole_batches_in_a_new_order():
+    network, seen = nn.Linear(1, 1), []
+    network.register_forward_hook(lambda module, args, out: seen.append(args[0].flatten().tolist()))
+    x = torch.arange(10.0)[:, None]
+    optimizer = torch.optim.SGD(network.parameters(), 0.0)
+    for _ in range(2):
+        train_epoch(network, optimizer, nn.functional.mse_loss, x, x, 4)
+    assert [len({*rows}) for rows in seen] == [4] * 4 and len({*seen[0], *seen[1]}) == 8
+    assert seen[0] + seen[1] != seen[2] + seen[3]
 
 
 @pytest.mark.parametrize("size, kernel", [(16, 5), (15, 3)])
