@@ -66,6 +66,14 @@ def test_several_classes_are_one_warning():
     assert len(caught) == 1
 
 
+def test_modules_in_eval_are_not_warned_of_beside_others_in_train():
+    modules = [nn.Linear(4, 4), frozen()(4, 4)]
+    modules[1].training = False
+    with evaluating(modules):
+        assert not modules[0].training
+    assert modules[0].training and not modules[1].training
+
+
 def test_classes_of_torch_and_of_this_package_are_not_warned_of():
     layers = [
         nn.Linear(4, 4),
