@@ -139,6 +139,8 @@ def test_cifar10_binary(tmp_path):
     test.write_bytes(records[3:].tobytes()[:-1])
     message = refusal(data.cifar10, tmp_path)
     assert message == f"cifar10: {test} must hold records of 3073 bytes, got 6145 bytes"
+    test.write_bytes(b"")
+    assert refusal(data.cifar10, tmp_path).endswith("of 3073 bytes, got 0 bytes")
     test.write_bytes(b"\x0a" + bytes(3072))
     message = refusal(data.cifar10, tmp_path)
     assert message == f"cifar10: {test} must have labels from 0 to 9, got 10"

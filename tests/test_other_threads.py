@@ -42,6 +42,9 @@ def test_a_collection_says_which_it_has_missed():
         bnuq.predict(model, data()[0], **options)
     assert len(caught) == 1
     bnuq.predict(model, data()[0], **options)  # once
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    bnuq.predict(model, data()[0], **options)  # whatever its weights are
 
 
 def test_doctor_and_bodies_of_replicas_say_it_too():
