@@ -390,6 +390,9 @@ def test_find_bank_rejects():
     ):
         find_bank(model, "predict")
     bnuq.attach(model, make_bank())
+    model.layers[1].bank = None
+    with pytest.raises(ValueError, match="predict: model must have a bank, got none"):
+        find_bank(model, "predict")
     model.layers[1].bank = make_bank()
     with pytest.raises(ValueError, match="predict: model must have one bank in all layers, got 2"):
         find_bank(model, "predict")

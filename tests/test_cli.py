@@ -23,7 +23,9 @@ def test_doctor(capsys, monkeypatch):
     assert found["bnuq_ext"] == bnuq_ext.__version__
     assert found["cuda_library"] in (True, False) and found["torch"]
     assert cli.main(["doctor"]) == 0
-    assert f"bnuq_ext       {bnuq_ext.__version__}\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"bnuq_ext       {bnuq_ext.__version__}\n" in shown
+    assert f"cuda_library   {'yes' if found['cuda_library'] else 'no'}\n" in shown
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     cli.main(["doctor"])
     assert "torch_threads  1\n" in capsys.readouterr().out
@@ -122,6 +124,7 @@ def test_bbb_and_reproduce_hand_on_their_arguments(monkeypatch):
             {"data_root": None, "jobs": 1, "full": False, "progress": True},
         ),
     ]
+    assert cli.parser().parse_args(["reproduce", "uci"]).jobs == os.cpu_count()
     (folder, priors, settings), options = seen[2]
     assert (folder, priors) == ("o", ["gaussian", "mixture"])
     assert options == {"data_root": "d", "progress": True}

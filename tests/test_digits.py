@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,21 @@ def test_the_digit_of_the_figure(finished):
     # None is wrong with over 90 % after one epoch; this one is wrong all the same.
     assert verdict["confident_errors"] == 0
     assert torch.tensor(verdict["plug_in"]).argmax() != verdict["truth"]
+
+
+def test_the_sure_error_that_replicas_dispute_most_is_shown(monkeypatch):
+    test = TINY.split(0).test
+    logits = 9.0 * torch.eye(10)[test.y]
+    for row, sureness in ((3, 9.0), (5, 4.0), (7, 9.0)):  # a label 1 too large, less sure in row 5
+        logits[row] = sureness * torch.eye(10)[(test.y[row] + 1) % 10]
+    information = torch.zeros(len(test.y))
+    information[[3, 5, 7, 9]] = torch.tensor([0.1, 0.9, 0.3, 0.9])
+    pred = SimpleNamespace(mutual_information=information, samples=logits.expand(4, -1, -1))
+    monkeypatch.setattr(digits, "fit", lambda *args: digits.Fitted(lambda x: logits, 1.0))
+    monkeypatch.setattr(digits, "sampled", lambda *args, **options: pred)
+    found = digits.confident_error(TINY)
+    assert found["clean"] == test.x[7].view(8, 8).tolist() and found["truth"] == test.y[7]
+    assert found["confident_errors"] == 2
 
 
 def test_report(finished, tmp_path):

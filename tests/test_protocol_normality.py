@@ -209,6 +209,16 @@ def test_diabetes_is_at_hand():
     assert set(normality.compute(units[0], settings, None)) == {"1"}
 
 
+def test_a_constant_column_is_zero(tmp_path):
+    (tmp_path / "uci").mkdir()
+    x = np.stack([np.ones(9), np.arange(9.0)], 1)
+    np.savez(tmp_path / "uci" / "flat.npz", X=x, y=np.arange(9.0))
+    x, y = normality._inputs_and_targets("flat", tmp_path)
+    assert (x[:, 0] == 0).all()
+    torch.testing.assert_close(x[:, 1:].std(0), torch.ones(1))
+    torch.testing.assert_close(x[:, 1:], y)
+
+
 def test_rejects(data_root):
     with pytest.raises(ValueError, match=r"nowhere\.npz"):
         normality.make_units(replace(TINY, datasets=("nowhere",)), data_root)

@@ -93,6 +93,16 @@ def test_modes_that_are_no_methods(attribute):
         pass
 
 
+def test_a_package_whose_name_begins_as_torchs_is_another():
+    def method(self):
+        return self.train(False)
+
+    method.__module__ = "torchother.models"
+    other = type("Other", (nn.Linear,), {"eval": method})
+    with pytest.warns(UserWarning, match="of its own: Other;"), evaluating([other(4, 4)]):
+        pass
+
+
 def test_methods_that_are_known_to_set_flags_alone_are_not_warned_of():
     """Of every model of transformers; a class of theirs with others still is."""
     home = {"__module__": "transformers.modeling_utils"}

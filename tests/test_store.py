@@ -21,6 +21,13 @@ def test_finished_units_are_not_computed_again(tmp_path):
     assert Store(tmp_path, {"a": 1}).unit("one", never) == {"x": [1.5]}
 
 
+def test_an_error_of_the_disk_names_the_file_that_was_to_be_written(tmp_path):
+    path = tmp_path / "missing" / "a.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        write_json(path, {})
+    assert caught.value.filename == str(path)
+
+
 def test_a_unit_that_fails_leaves_nothing(tmp_path):
     store = Store(tmp_path, {})
     with pytest.raises(KeyboardInterrupt):
