@@ -216,6 +216,7 @@ def test_a_missing_file_is_named_with_its_source(mnist_files):
         ("a", idx(*[1] * 33), "have at most 32 dimensions, got 33"),
         ("a.gz", gzip.compress(idx(2, 3), mtime=0)[:-9], "be a whole gzip file, got "),
         ("a.gz", idx(2, 3), "be a whole gzip file, got "),
+        ("a.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 9, "be a whole gzip file, got "),
     ],
 )
 def test_damaged_idx_files(tmp_path, name, content, message):

@@ -165,6 +165,24 @@ def test_an_error_in_a_backward_does_not_leave_the_thread_in_a_forward_that_is_o
     assert current_pass() is None and torch.equal(model(X), expected)
 
 
+def test_frames_of_the_users_own_keep_what_they_hold():
+    class Stops(nn.Module):
+        stops = False
+
+        def forward(self, x):
+            held = x + 1
+            if self.stops:
+                raise KeyboardInterrupt
+            return held
+
+    model = bnuq.convert(nn.Sequential(nn.BatchNorm1d(6), Stops()))
+    bnuq.collect(model, BATCHES, progress=False)
+    model[1].stops = True
+    with pytest.raises(KeyboardInterrupt) as caught:
+        bnuq.predict(model, X, likelihood="gaussian", num_samples=4)
+    assert caught.traceback[-1].frame.f_locals["held"].shape == X.shape
+
+
 def test_an_error_inside_a_body_leaves_the_body():
     model, inner = made(), bnuq.convert(Bare()).eval()
     with bnuq.replicas(model, 2, seed=0):

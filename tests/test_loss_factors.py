@@ -29,6 +29,24 @@ def test_the_noise_can_be_learned():
     torch.testing.assert_close(std.grad, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_rows_are_those_of_the_targets():
+    """Of inputs whose first dimension is that of a sequence."""
+
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = bnuq.BayesLinear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x.mean(0))
+
+    x, y = torch.randn(7, 5, 4), torch.arange(5) % 3
+    model, options = Steps(), {"dataset_size": 50, "seed": 0}
+    found = bnuq.elbo_loss(model, x, y, reduction="sum", **options)
+    torch.testing.assert_close(found.loss, found.nll + 5 / 50 * found.kl)
+    torch.testing.assert_close(bnuq.elbo_loss(model, x, y, **options).nll, found.nll / 5)
+
+
 @pytest.mark.parametrize("std", [np.float32(0.5), np.int64(1), Fraction(1, 2)])
 def test_the_noise_may_be_any_number(std):
     model, x, y = network(), torch.randn(4, 5), torch.randn(4, 3)

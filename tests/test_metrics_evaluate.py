@@ -147,6 +147,12 @@ def test_rejects():
         assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("score", [metrics.predictive_entropy, metrics.mutual_information])
+def test_replicas_whose_probabilities_sum_to_less_than_one_are_refused(score):
+    with pytest.raises(ValueError, match="and sum to 1 over K, got 0.5$"):
+        score(torch.full((2, 3, 2), 0.25))
+
+
 @pytest.mark.parametrize("score", [metrics.nll, metrics.accuracy, metrics.ece, metrics.brier])
 def test_no_classes_are_refused(score):
     for shape in ((0, 0), (3, 0), (3, 0, 4)):

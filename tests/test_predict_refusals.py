@@ -314,6 +314,16 @@ def test_that_warning_may_be_an_error(strategy):
             predict(model, torch.randn(3, 4), strategy=strategy)
 
 
+def test_it_is_said_once_whatever_the_weights_are():
+    model = bnuq.convert(Functional()).eval()
+    bnuq.collect(model, list(torch.randn(10, 16, 4)), 10, progress=False)
+    with pytest.warns(UserWarning, match="belong to no stochastic layer"):
+        predict(model, torch.randn(3, 4))
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    predict(model, torch.randn(3, 4))
+
+
 def test_layers_left_out_on_purpose_are_no_reason_to_warn():
     torch.manual_seed(0)
     model = bnuq.convert(network(), filter_fn=lambda name, module: name == "5").eval()

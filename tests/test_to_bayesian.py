@@ -145,6 +145,15 @@ def test_layers_without_weights_are_refused(sizes):
         bnuq.to_bayesian(nn.Linear(*sizes))
 
 
+def test_a_spread_that_the_weights_dtype_cannot_hold_is_refused():
+    message = (
+        "^to_bayesian: rho_init must be at most 3.4028e.38 in size for torch.float32, got 1e.39"
+    )
+    with pytest.raises(ValueError, match=message):
+        bnuq.to_bayesian(nn.Linear(3, 2), rho_init=1e39)
+    assert bnuq.to_bayesian(nn.Linear(3, 2).double(), rho_init=1e39).weight_rho.max() == 1e39
+
+
 def test_layers_of_16_bits_and_lazy_ones_are_refused():
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).bfloat16())
     message = (
