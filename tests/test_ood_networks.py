@@ -83,3 +83,11 @@ def test_a_block_adds_what_came_in():
     assert [type(m).__name__ for m in [*ood_networks.VGG11(3, 32, 5, 0.0)][:4]] == [
         "Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d",
     ]  # fmt: skip
+
+
+def test_images_are_shifted_by_every_number_of_pixels():
+    x = torch.zeros(200, 1, 5, 5)
+    x[:, :, 2, 2] = 1
+    torch.manual_seed(0)
+    rows, columns = shifted(x, 1).squeeze(1).nonzero()[:, 1:].T.tolist()
+    assert {*rows} == {*columns} == {1, 2, 3} and len(rows) == 200

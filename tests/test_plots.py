@@ -338,3 +338,9 @@ def test_import_leaves_matplotlib_alone():
     code = "import sys; from bnuq_ext import plots; assert 'matplotlib' not in sys.modules"
     place = os.environ | {"PYTHONPATH": str(Path(plots.__file__).parent.parent)}
     subprocess.run([sys.executable, "-c", code], check=True, env=place)
+
+
+def test_a_lognormal_density_is_zero_at_zero():
+    ax = plots.statistic_marginals([0.5], {"a": ("lognormal", -1.0, 0.5)})
+    x, density = ax.lines[0].get_data()
+    assert x[0] == density[0] == 0 and np.isfinite(density).all() and density.max() > 1

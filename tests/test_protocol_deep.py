@@ -200,3 +200,10 @@ def test_missing_data_are_named(tmp_path):
 def test_mnist_is_taken_where_it_is_given():
     split = deep.load(str(REAL), 0)
     assert split.train.x.shape == (50_000, 784)
+
+
+def test_without_a_gradient_there_is_no_ratio():
+    network = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert math.isnan(deep.gradient_ratio(network))

@@ -384,3 +384,9 @@ def test_settings_of_the_paper():
     assert len(dropout) == 90 and {c.batch_size for c in dropout} == {32}
     parts = uci_search.stacks("MCDO", uci.FULL, 500, 50)
     assert [c for p in parts for c in p] == dropout and max(map(len, parts)) == 16
+
+
+def test_a_file_is_called_without_its_endings(tmp_path):
+    for name in ("energy.npz.xz", "energy.csv"):
+        (tmp_path / name).touch()
+        assert uci.tables_at(tmp_path / name) == {"energy": tmp_path / name}

@@ -200,3 +200,9 @@ def test_stars():
     assert [uci_report.stars(p) for p in (0.2, 0.04, 9e-3, 9e-4, 9e-5, math.nan)] == [
         "ns", "*", "**", "***", "****", "",
     ]  # fmt: skip
+
+
+def test_a_star_is_below_its_level():
+    levels = [0.05, 0.01, 0.001, 0.0001]
+    assert [uci_report.stars(p) for p in levels] == ["ns", "*", "**", "***"]
+    assert [uci_report.stars(0.99 * p) for p in levels] == ["*", "**", "***", "****"]
