@@ -120,6 +120,9 @@ def test_the_sure_error_that_replicas_dispute_most_is_shown(monkeypatch):
     found = digits.confident_error(TINY)
     assert found["clean"] == test.x[7].view(8, 8).tolist() and found["truth"] == test.y[7]
     assert found["confident_errors"] == 2
+    logits[[3, 7]] *= 0.4  # then the wrong one that is surest
+    found = digits.confident_error(TINY)
+    assert found["clean"] == test.x[5].view(8, 8).tolist() and found["confident_errors"] == 0
 
 
 def test_report(finished, tmp_path):

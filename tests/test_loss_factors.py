@@ -97,3 +97,8 @@ def test_a_weight_has_the_precision_of_the_divergence(dtype):
         terms = bnuq.elbo_loss(model, x, y, likelihood="gaussian", batch_weight=weight, seed=0)
         expected = terms.nll + float(weight) / 60 * terms.kl
         torch.testing.assert_close(terms.loss, expected, rtol=1e-14, atol=0)
+
+
+def test_an_input_without_rows_is_refused_before_the_forward():
+    with pytest.raises(ValueError, match="^elbo_loss: an input must hold a tensor with rows"):
+        bnuq.elbo_loss(network(), (3,), torch.zeros(1).long(), batch_weight=0.1)

@@ -292,3 +292,9 @@ def test_a_learned_noise_variance_is_kept_as_it_was():
     for name, before in (("parameter", 0.0), ("function of one", 1.0)):
         assert found[name].noise_var.item() == before
         assert not copy.deepcopy(found[name]).total_variance.requires_grad
+
+
+def test_samples_with_gradients_make_a_prediction_without():
+    for likelihood in ("gaussian", "categorical"):
+        pred = bnuq.Prediction.from_samples(torch.randn(3, 4, 5, requires_grad=True), likelihood)
+        assert not pred.mean.requires_grad and not pred.variance.requires_grad

@@ -376,3 +376,11 @@ def test_a_bank_that_was_given_less_data_than_a_batch_is_refused(name):
     model[1].bank.dataset_size = 1
     with pytest.raises(ValueError, match="Bank: dataset_size must be at least .*, got 1"):
         predict(model, sampler=name, batch_size=1)
+
+
+def test_a_variance_is_held_above_a_64th_of_the_banks():
+    means = 100 * torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    found = fit(means, torch.ones(9, 4), Rescaling(1.0, 4.0))
+    expected = torch.full((4,), 1 / 8, dtype=torch.float64)
+    torch.testing.assert_close(found.spread, expected)
+    torch.testing.assert_close(found.log_spread, expected.log())

@@ -15,7 +15,7 @@ from torch import nn
 import bnuq_ext as bnuq
 from bnuq_ext.fingerprint import fingerprint
 from bnuq_ext.reads import Reads
-from bnuq_ext.state import State
+from bnuq_ext.state import State, all_names_of
 
 
 @dataclass
@@ -228,3 +228,9 @@ def test_an_array_to_read_is_let_be():
     state = State([module])
     state.restore()
     assert not state.written()
+
+
+def test_a_module_inside_of_itself_has_one_name():
+    module = nn.Module()
+    module.itself = module
+    assert all_names_of(module) == {module: [""]}
