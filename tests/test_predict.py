@@ -141,6 +141,8 @@ def test_loaders(model):
     padded = [(b, torch.zeros(len(b), 2 + i)) for i, b in enumerate(batches)]
     targets = predict(model, padded).targets
     assert [list(target.shape) for target in targets] == [[16, 2], [16, 3], [8, 4]]
+    numbers = [(b, torch.tensor(i)) for i, b in enumerate(batches)]
+    assert [target.item() for target in predict(model, numbers).targets] == [0, 1, 2]
     dtypes = torch.float32, torch.int64, torch.float32
     kinds = [(b, torch.zeros(len(b), dtype=d)) for b, d in zip(batches, dtypes, strict=True)]
     assert tuple(target.dtype for target in predict(model, kinds).targets) == dtypes
