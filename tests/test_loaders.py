@@ -138,3 +138,9 @@ def test_a_bank_holds_plain_tensors(model):
     bank = bnuq.collect(model, [rows.as_subclass(Sub) for rows in ROWS.split(M)], 4)
     assert {type(t) for t in (*bank.mean.values(), *bank.var.values())} == {torch.Tensor}
     assert bank.equal(bnuq.collect(model, list(ROWS.split(M)), 4))
+
+
+@pytest.mark.parametrize("data", [(ROWS.numpy(), LABELS), (ROWS, LABELS.numpy())])
+def test_arrays_beside_tensors_are_refused(model, data):
+    with pytest.raises(TypeError, match="^collect: data must hold tensors .*, got NumPy arrays$"):
+        bnuq.collect(model, data, 3, batch_size=M)

@@ -322,6 +322,9 @@ def test_it_is_said_once_whatever_the_weights_are():
     with torch.no_grad():
         next(model.parameters()).mul_(2)
     predict(model, torch.randn(3, 4))
+    model.other = nn.Identity()  # which makes another model of it
+    with pytest.warns(UserWarning, match="belong to no stochastic layer"):
+        predict(model, torch.randn(3, 4))
 
 
 def test_layers_left_out_on_purpose_are_no_reason_to_warn():
