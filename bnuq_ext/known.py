@@ -214,7 +214,7 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
                 known.told, known.outputs_seen = before.told, before.outputs_seen
             if before.seen.structure == seen.structure:
                 known.earlier_plans, known.generation = before.earlier_plans, before.generation + 1
-                known.checked_in_train = before.checked_in_train
+                known.checked_in_train, known.samplers = before.checked_in_train, before.samplers
                 known.proofs, known.unproven = before.proofs, before.unproven
             elif before.generation == 0 and before.predictions <= 1:
                 known.times_changed = before.times_changed + 1

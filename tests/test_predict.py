@@ -290,6 +290,9 @@ def test_a_part_draws_what_the_whole_does(sampler, strategy):
     with pytest.warns(UserWarning, match="no longer has the layers first"):
         rest = predict(model, data[:5], **options).samples
     torch.testing.assert_close(rest[:, :, 6:], whole[:, :, 6:], rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        model.second.weight.mul_(2)
+    predict(model, data[:5], **options)  # said once, whatever the weights are
 
 
 def bank_of(model):
