@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from numbers import Integral
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from .inputs import copied, tensors
 from .ops.checks import check_integer, refuse
 from .state import attributes_of, generators_in
 from .warn import warn
@@ -23,7 +24,7 @@ class Source:
 
     Attributes:
         start: makes what every pass over the data iterates.
-        reshuffles: whether a further pass has other batches.
+        reshuffles: whether a further pass has other batches; None where its first one has to tell.
         apart: whether the batches of one pass share no row.
         repeats: whether a batch may have a row twice, drawn with replacement.
         dataset_size: N, or None where nothing tells.
@@ -34,7 +35,7 @@ class Source:
     """
 
     start: Callable[[], Iterable]
-    reshuffles: bool = False
+    reshuffles: bool | None = False
     apart: bool = True
     repeats: bool = False
     dataset_size: int | None = None
@@ -46,15 +47,25 @@ class Source:
     def batches(self, num_batches: int) -> Iterator[tuple[int, object]]:
         """(number of the pass, batch), at most `num_batches` of them,
         over as many passes as it takes."""
-        taken, number, passes = 0, 0, self.start()
+        taken, number, passes, first = 0, 0, self.start(), None
         while taken < num_batches:
             before = taken
             for batch in islice(passes, num_batches - taken):
+                if self.reshuffles is None and taken == before:
+                    if first is not None and _are_equal(batch, first):
+                        return
+                    first = copied(batch)
                 taken += 1
                 yield number, batch
-            if not self.reshuffles or taken == before:
+            if self.reshuffles is False or taken == before:
                 return
             number += 1
+
+
+def _are_equal(batch, other) -> bool:
+    """Whether the tensors of two batches are the same."""
+    pairs = zip_longest(tensors(batch), tensors(other))
+    return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
 
 
 def as_dataset(op: str, name: str, data):
@@ -198,7 +209,7 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
     whole = rows is not None and (batch_size or 0) >= rows
     return Source(
         start,
-        reshuffles=isinstance(sampler, _SHUFFLING),
+        reshuffles=_reshuffles(sampler),
         apart=type(batch_sampler) is torch_data.BatchSampler and _without_replacement(sampler),
         repeats=getattr(sampler, "replacement", False) is True,
         dataset_size=rows,
@@ -222,6 +233,12 @@ _SHUFFLING = (
     torch_data.SubsetRandomSampler,
     torch_data.WeightedRandomSampler,
 )
+
+
+def _reshuffles(sampler) -> bool | None:
+    if isinstance(sampler, (torch_data.SequentialSampler, torch_data.DistributedSampler)):
+        return False
+    return True if isinstance(sampler, _SHUFFLING) else None
 
 
 def _in_order(sampler) -> bool:

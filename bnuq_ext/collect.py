@@ -76,12 +76,13 @@ def collect(
         data: a DataLoader or any iterable of batches (an input, (input, targets), or a dict with the
             input under "input" or "x"; the input a tensor, or beside targets or in a dict a tuple
             of arguments or a dict of keyword arguments); with `batch_size` a map-style data set, or
-            its tensors in a tuple. A loader that shuffles is gone through again when it has too few
-            batches; anything else that ends early gives a smaller bank. Without `batch_size` the
-            tensors of a tuple are batches, targets too. A smaller last batch is a snapshot too
-            (drop_last=True leaves it out, and so do samplers that rescale to a `batch_size`).
-            Random draws follow torch's generator: the same state, the same bank. As it is left as
-            found, two calls in a row give one bank, unless it is seeded anew in between.
+            its tensors in a tuple. A loader that shuffles (by a sampler of one's own: whose next pass
+            begins otherwise) is gone through again when it has too few batches; anything else that
+            ends early gives a smaller bank. Without `batch_size` the tensors of a tuple are batches,
+            targets too. A smaller last batch is a snapshot too (drop_last=True leaves it out, and
+            so do samplers that rescale to a `batch_size`). Random draws follow torch's generator:
+            the same state, the same bank. As it is left as found, two calls in a row give one bank,
+            unless it is seeded anew in between.
         num_batches: B, batches to go through; at least 1.
         batch_size: M, rows drawn for a batch from a data set, without replacement within a batch,
             one batch independent of the next; from 1 (where layers see several values a channel of

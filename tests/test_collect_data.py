@@ -119,6 +119,11 @@ class Rows(torch_data.Sampler):
         return N // 2
 
 
+class Shuffled(Rows):
+    def __iter__(self):
+        return iter((2 * torch.randperm(N // 2)).tolist())
+
+
 class Stream(torch_data.IterableDataset):
     def __iter__(self):
         return iter(ROWS)
@@ -187,6 +192,7 @@ KNOWLEDGE = {
         1.0,
     ),
     "another sampler": (sampler_loader(Rows()), 20, 8, N, 0.0),
+    "another sampler that shuffles": (sampler_loader(Shuffled()), 20, 20, N, 0.0),
     "batch sampler": (
         torch_data.DataLoader(Numbered(), batch_sampler=torch_data.BatchSampler(SHUFFLED, 8, True)),
         20,
