@@ -209,6 +209,42 @@ def test_tangents_of_gradients(case):
             torch.testing.assert_close(forward_ad.unpack_dual(found).tangent, 2 * grad)
 
 
+def check_tangents_of_an_outer_transform(loss, value, wrap):
+    one, tangent = torch.ones((), dtype=torch.float64), torch.randn_like(value)
+
+    def in_jvp(value):
+        return torch.func.jvp(lambda factor: loss(value) * factor, (one,), (one,))[1]
+
+    def in_grad_of_a_constant(value):
+        return torch.func.grad(lambda factor: torch.no_grad()(loss)(value) * factor)(one)
+
+    def in_vmap(value):
+        return torch.func.vmap(loss)(value[None]).sum()
+
+    expected = (jacobian(loss, value) * tangent).sum()
+    for nested in (in_jvp, in_grad_of_a_constant, in_vmap):
+
+        def along(value, tangent, nested=nested):
+            return torch.func.jvp(nested, (value,), (tangent,))[1]
+
+        torch.testing.assert_close(wrap(along)(value, tangent), expected)
+
+
+def test_tangents_of_an_outer_transform(case):
+    """torch tells of those of the innermost alone, and of none inside vmap."""
+    function, (first, *others) = case
+    check_tangents_of_an_outer_transform(
+        lambda value: total(function)(value, *others), first, lambda along: along
+    )
+
+
+def test_tangents_of_an_outer_transform_in_what_is_compiled():
+    mu, rho = posterior(3, 4)
+    check_tangents_of_an_outer_transform(
+        lambda mu: ops.gaussian_kl(mu, rho), mu, lambda along: torch.compile(along, backend="eager")
+    )
+
+
 @pytest.mark.parametrize("name", ["x", "weight", "bias"])
 def test_tangents_through_what_layers_call(name):
     bank = make("bank", (2, 3), 1)

@@ -107,18 +107,24 @@ def _autocasts(device: torch.device) -> bool:
 def lacks_rule(*args) -> bool:
     """Whether derivatives are taken for which a registered op has no rule: inside torch.func.grad and
     the like, or of a tensor with a tangent, for which it would return one of 0."""
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
-        return True
-    return torch.is_grad_enabled() and _differentiates_functions()
+    return _has_tangent(*args) or (torch.is_grad_enabled() and _differentiates_functions())
 
 
-def _has_tangent(value) -> bool:
-    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+def _has_tangent(*values) -> bool:
+    """Whether one has a tangent, or may have one of a transform around the innermost."""
+    if forward_ad._current_level < 0:
+        return False
+    transforms, jvp = _transforms(), torch._C._functorch.TransformType.Jvp
+    others = transforms and (transforms[-1] != jvp or transforms.count(jvp) > 1)
+    if others or torch.compiler.is_compiling():
+        return True  # torch tells of the innermost alone
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def refuse_forward_derivatives(op: str, tensor: Tensor) -> None:
     """Raises for a tensor with a tangent."""
-    if forward_ad._current_level >= 0 and _has_tangent(tensor):
+    if _has_tangent(tensor):
         raise NotImplementedError(f"{op}: forward-mode derivatives are not available")
 
 
@@ -130,7 +136,11 @@ def refuse_functional_derivatives(op: str) -> None:
 
 
 def _differentiates_functions() -> bool:
+    return torch._C._functorch.TransformType.Grad in _transforms()
+
+
+def _transforms() -> list:
+    """The transforms of torch.func that are active, the innermost last."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return False
-    transforms = [level.key() for level in torch._C._functorch.get_interpreter_stack()]
-    return torch._C._functorch.TransformType.Grad in transforms
+        return []
+    return [level.key() for level in torch._C._functorch.get_interpreter_stack()]
