@@ -179,6 +179,19 @@ def test_hessians(case):
     torch.testing.assert_close(torch.func.hessian(loss)(tensors[0]), expected)
 
 
+def test_gradients_of_a_batch_that_are_differentiated_again(case):
+    function, tensors = case
+
+    def penalty(vectorize):
+        given = tuple(leaves(tensors))
+        jacobians = jacobian(function, given, create_graph=True, vectorize=vectorize)
+        jacobians = jacobians if isinstance(jacobians[0], tuple) else (jacobians,)
+        size = sum(part.square().sum() for parts in jacobians for part in parts)
+        return torch.autograd.grad(size, given, materialize_grads=True)
+
+    torch.testing.assert_close(penalty(True), penalty(False))
+
+
 def test_tangents(case):
     """Of each tensor alone; torch would hand back 0."""
     function, tensors = case

@@ -79,7 +79,7 @@ def _differentiable_grads(grad_y, x, y, mean, var, weight, eps, slope, shared):
     rstd = (var + eps).rsqrt()
 
     def of_replicas(grad):
-        return (grad.sum(0) if shared else grad.flatten(0, 1)).to(grad_y.dtype)
+        return (grad.sum(0) if shared else grad.reshape(grad_y.shape)).to(grad_y.dtype)
 
     g = formulas.replicas_of(grad_y, T)
     if slope != 1:

@@ -79,7 +79,7 @@ def activated(z: Tensor, slope: float) -> Tensor:
 
 def replicas_of(x: Tensor, T: int) -> Tensor:
     """(T, N, C, *) of (T*N, C, *), in the dtype of the arithmetic."""
-    return x.to(acc_dtype(x.dtype)).unflatten(0, (T, x.shape[0] // T))
+    return x.to(acc_dtype(x.dtype)).reshape(T, x.shape[0] // T, *x.shape[1:])
 
 
 def rows_of(table: Tensor, index: Tensor) -> Tensor:
