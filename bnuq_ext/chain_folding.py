@@ -19,7 +19,7 @@ from .ops.modes import is_eager
 from .proof.folding import Folding, Plan
 from .samplers import Draw
 
-_STOCHASTIC = {StochasticBatchNorm1d, StochasticBatchNorm2d, StochasticBatchNorm3d}
+STOCHASTIC = {StochasticBatchNorm1d, StochasticBatchNorm2d, StochasticBatchNorm3d}
 _LARGE = 2**18  # numbers: from there on it pays to choose a library, and to write in place
 _TENSORS = {Tensor, nn.Parameter}
 _PRODUCTS = {BayesLinear, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}  # in memory of their own
@@ -28,7 +28,7 @@ _PRODUCTS = {BayesLinear, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}  # in memo
 def is_stochastic_chain(modules: list[nn.Module], x) -> bool:
     """Whether a model of these modules treats the rows of x one by one in a pass, by its definition
     and whatever its training flags."""
-    return is_eager() and is_chain(modules, x, _STOCHASTIC) and x.shape[0] > 0
+    return is_eager() and is_chain(modules, x, STOCHASTIC) and x.shape[0] > 0
 
 
 class ChainFolding(Folding):
@@ -67,7 +67,7 @@ def _run(folding: ChainFolding, draw: Draw, sizes: list[int] | None = None) -> T
         if rectified:  # by the layer before
             rectified = False
             continue
-        stochastic = kind is BayesLinear or kind in _STOCHASTIC
+        stochastic = kind is BayesLinear or kind in STOCHASTIC
         if sizes is not None and (stochastic or drawn):
             sizes.append(x.numel() * x.element_size() // (1 if stochastic else OTHERS))
         if kind is BayesLinear:

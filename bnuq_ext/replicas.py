@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .batch_norm_like import averages_rows
 from .chain import drops_first, is_chain
-from .chain_folding import is_stochastic_chain
+from .chain_folding import STOCHASTIC
 from .forward import Forward
 from .history import made_since, next_node
 from .inputs import expand, num_rows, tensors
@@ -20,6 +20,7 @@ from .interrupts import leaving_nothing_behind
 from .known import know
 from .nn import Stochastic
 from .ops.checks import check_first_replica, check_integer, refuse
+from .ops.modes import is_eager
 from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, leave_pass, replayed_pass, running
 from .predict import check_bank_sampler, forward_by_bank, take_model
 from .proof.folding import Plan
@@ -158,7 +159,7 @@ class _Session(Pass):
         and whether the input is expanded."""
         modules = modules_of(self.forward.model)
         x = inputs["args"][0] if len(inputs["args"]) == 1 and not inputs["kwargs"] else None
-        if is_chain(modules, x) or is_stochastic_chain(modules, x):
+        if is_chain(modules, x, STOCHASTIC):
             return dict.fromkeys(self.forward.layers, len(x)), {}, drops_first(modules)
         plan = self._plan(inputs)
         return plan.rows, plan.shared, plan.way != "folded"
@@ -169,7 +170,10 @@ class _Session(Pass):
             folding = self._folding(inputs)
         plan = folding.prove_in_train()
         if plan.way == "loop":
-            refuse("replicas", "model", "give the same folded as one by one", plan.reason)
+            requirement = "give the same folded as one by one"
+            if not is_eager():
+                requirement += " (before a transform of torch.func call it once, with as many rows)"
+            refuse("replicas", "model", requirement, plan.reason)
         return plan
 
     def _folding(self, inputs: dict) -> StandingFolding:

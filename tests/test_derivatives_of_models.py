@@ -60,6 +60,32 @@ def test_derivatives_inside_replicas(make_model):
     torch.testing.assert_close(twice.flatten(2).sum(2), numeric, rtol=1e-6, atol=1e-8)
 
 
+class Skipping(nn.Module):
+    """A model that is no chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = stochastic()
+
+    def forward(self, x):
+        return x[:, :2] + self.layers(x)
+
+
+@pytest.mark.parametrize("make_model", [stochastic, bayesian, lambda: bnuq.convert(Skipping())])
+def test_jacobians_of_rows_in_vmap(make_model):
+    """A model that is no chain is to be called before, for its trial."""
+    model = make_model()
+    by_row = torch.func.vmap(torch.func.jacrev(lambda row: model(row[None])))
+    with bnuq.replicas(model, 3, seed=1):
+        if isinstance(model, Skipping):
+            with pytest.raises(ValueError, match="before a transform of torch.func call it once"):
+                by_row(X)
+            model(X[:1])
+        found = by_row(X)
+        expected = torch.stack([jacobian(model, row[None])[:, :, 0] for row in X])
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("num_samples", [1, 2, 4])
 @pytest.mark.parametrize("between", [(), (nn.Softplus(),), (nn.LayerNorm(8),)], ids=str)
 def test_derivatives_of_the_loss(num_samples, between):
