@@ -125,7 +125,8 @@ def _has_tangent(*values) -> bool:
 def refuse_forward_derivatives(op: str, tensor: Tensor) -> None:
     """Raises for a tensor with a tangent."""
     if _has_tangent(tensor):
-        raise NotImplementedError(f"{op}: forward-mode derivatives are not available")
+        message = "forward-mode derivatives are not available; take them within `replicas`"
+        raise NotImplementedError(f"{op}: {message}")
 
 
 def refuse_functional_derivatives(op: str) -> None:
