@@ -83,6 +83,35 @@ def test_a_reentrant_checkpoint_without_gradients(model):
         assert torch.equal(y, model(X))
 
 
+class Inside(nn.Module):
+    """A model whose first layers are computed again."""
+
+    def __init__(self, layers, again):
+        super().__init__()
+        self.layers, self.again = layers, again
+
+    def forward(self, x):
+        first, last = self.layers[:-1], self.layers[-1]
+        return last(checkpoint(first, x, use_reentrant=False) if self.again else first(x))
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+@pytest.mark.parametrize("of_gradients_alone", [False, True])
+def test_a_gradient_that_is_differentiated_again(model, num_samples, of_gradients_alone):
+    """What it computes again is known by the output, which the loss is to hold."""
+
+    def penalised(again):
+        whole, x = Inside(model, again), X.clone().requires_grad_()
+        with bnuq.replicas(whole, num_samples, seed=1):
+            y = whole(x)
+        value = y.sum() if of_gradients_alone else y.square().sum()
+        (grad,) = torch.autograd.grad(value, x, create_graph=True)
+        loss = grad.square().sum() + (0 * y.sum() if of_gradients_alone else 0)
+        return torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+
+    torch.testing.assert_close(penalised(True), penalised(False))
+
+
 def test_a_graph_that_the_model_keeps_does_not_keep_the_model():
     class Keeping(nn.Module):
         def __init__(self):
