@@ -316,6 +316,13 @@ def test_divergences_of_tiny_spreads_and_pruned_weights(dtype):
         assert abs(second[1][0]) < 1e-30 and second[1][1] != 0
 
 
+def test_divergences_where_the_logarithm_of_sigma_becomes_rho():
+    mu, rho = torch.zeros(3), torch.tensor([-41.0, -40.0, -39.0])
+    for divergence in (ops.gaussian_kl, lambda mu, rho: ops.mixture_kl(mu, rho, 0, 0)):
+        grad = torch.func.grad(divergence, 1)(mu, rho)
+        torch.testing.assert_close(grad, torch.full((3,), -1.0))
+
+
 @pytest.mark.parametrize("statistic", ["mean", "variance", "entropy", "expected_entropy"])
 def test_impossible_classes(statistic, device):
     logits = torch.randn(3, 2, 4, dtype=torch.float64, device=device)

@@ -25,7 +25,8 @@ def sigma_of(rho: Tensor) -> Tensor:
 
 def log_sigma_of(rho: Tensor) -> Tensor:
     """Their logarithm, where they themselves underflow too."""
-    return torch.where(rho < TINY_RHO, rho, sigma_of(rho.clamp(min=TINY_RHO)).log())
+    tiny = rho < TINY_RHO
+    return torch.where(tiny, rho, sigma_of(rho.masked_fill(tiny, TINY_RHO)).log())
 
 
 def gradients_by(formula, tensors, grads, needs) -> list[Tensor | None]:
