@@ -128,6 +128,7 @@ def predict(
         ValueError, TypeError: an argument is refused; no bank; no stochastic layer called, or
             layers more or less often than in `collect`; a model that does not fold, with "folded".
         torch.OutOfMemoryError: not even one replica fits.
+        NotImplementedError: inside torch.func.grad or the like, or of an input with a tangent.
     """
     model, modules = take_model("predict", model)
     check_likelihood("predict", likelihood, noise_var)

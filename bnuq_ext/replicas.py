@@ -53,12 +53,13 @@ def replicas(
     that rare values alone set off (README, "One batch or a loop"), nor a flag outside of the model
     that changes later: there, `predict(..., strategy="loop")`. Dropout in train() draws for each of
     the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in the
-    forward; a checkpoint around the model itself needs use_reentrant=False and a call of it in the
-    body, and ends in an error where the model lets its input past the first stochastic layer or
-    drops before it. A compiled function breaks its graph at a call of the model, which
-    fullgraph=True does not allow. The state is this thread's (or task's): other threads may use the
-    model with other replicas, or none, at the same time. Bodies for several models may lie in each
-    other; for one model the innermost counts.
+    forward (but for a loss of gradients of the output alone: add 0 * output.sum() to it); a
+    checkpoint around the model itself needs use_reentrant=False and a call of it in the body, and
+    ends in an error where the model lets its input past the first stochastic layer or drops before
+    it. A compiled function breaks its graph at a call of the model, which fullgraph=True does not
+    allow. The state is this thread's (or task's): other threads may use the model with other
+    replicas, or none, at the same time. Bodies for several models may lie in each other; for one
+    model the innermost counts.
 
     Args:
         model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not
@@ -74,6 +75,7 @@ def replicas(
         ValueError: an argument is refused; inside, a model that does not fold, or batch norm in
             train() that is not stochastic and would take the replicas together.
         TypeError: model is none, or compiled; another argument has a wrong type.
+        NotImplementedError: entered inside torch.func.grad or the like.
     """
     op = "replicas"
     if "_orig_mod" in getattr(model, "_modules", ()) or getattr(model, "_compiled_call_impl", None):
