@@ -192,12 +192,16 @@ def _run(op: str, args: tuple, out: Tensor | None) -> Tensor:
 def _by_formula(
     op, x, a, b, c, d, num_samples, weight, bias, residual, eps, slope, shared
 ) -> Tensor:
+    moments = moments_of(op, a, b, c, d, num_samples)
+    return formulas.batch_norm(x, *moments, weight, bias, residual, eps, slope, shared)
+
+
+def moments_of(op: str, a, b, c, d, num_samples: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance (T, C) of the replicas, by an op's arguments of where they come from."""
     if op == "batch_norm_fitted":
-        mean, var = fitted_moments(a, b, c, d, num_samples)
-    else:
-        snapshot = snapshots_of(a, c, d, num_samples)
-        mean, var = (formulas.rows_of(table, snapshot) for table in (a, b))
-    return formulas.batch_norm(x, mean, var, weight, bias, residual, eps, slope, shared)
+        return fitted_moments(a, b, c, d, num_samples)
+    snapshot = snapshots_of(a, c, d, num_samples)
+    return formulas.rows_of(a, snapshot), formulas.rows_of(b, snapshot)
 
 
 def snapshots_of(mean: Tensor, seed: Tensor | None, snapshot: Tensor | None, num_samples: int):

@@ -11,10 +11,15 @@ import math
 import torch
 
 from . import formulas
-from .batch_norm import fitted_moments, fitted_noise, fitted_spread, snapshots_of
+from .batch_norm import fitted_noise, fitted_spread, moments_of, snapshots_of
 from .batch_norm_checks import FAMILIES, LEAST_SPREAD, result_format
 from .checks import acc_dtype
 from .modes import is_differentiated
+
+_BACKWARDS = {
+    "batch_norm_bank": torch.ops.bnuq.batch_norm_bank_backward,
+    "batch_norm_fitted": torch.ops.bnuq.batch_norm_fitted_backward,
+}
 
 
 def _empty_rows(x, rows, memory_format):
@@ -73,8 +78,18 @@ def _moment_grads(sums, weight, var, eps):
     return -scale * sums[0], -0.5 * scale * rstd * sums[1]
 
 
-def _differentiable_grads(grad_y, x, y, mean, var, weight, eps, slope, shared):
-    """The result of a backward op in torch's operations, from the statistics (T, C)."""
+def _parts(ctx, op, grad_y, x, y, source, num_samples, *others):
+    """grad_x, grad_residual and the sums: of the backward op, or in torch's operations."""
+    if is_differentiated(grad_y):
+        moments = moments_of(op, *source, num_samples)
+        return _differentiable_parts(grad_y, x, y, *moments, *others)
+    needs = ctx.needs_input_grad
+    asked = needs[0], needs[8], ctx.needs_sums
+    return _BACKWARDS[op](grad_y, x, y, *source, num_samples, *others, *asked)
+
+
+def _differentiable_parts(grad_y, x, y, mean, var, weight, eps, slope, shared):
+    """From the statistics (T, C)."""
     T, dims = mean.shape[0], grad_y.dim()
     rstd = (var + eps).rsqrt()
 
@@ -107,16 +122,10 @@ def _backward_bank(ctx, grad_y):
     x, y, mean, var, seed, snapshot, weight = ctx.saved_tensors
     num_samples, eps, slope, shared = ctx.scalars
     needs = ctx.needs_input_grad
-    if is_differentiated(grad_y):
-        snapshot = snapshots_of(mean, seed, snapshot, num_samples)
-        drawn = formulas.rows_of(mean, snapshot), formulas.rows_of(var, snapshot)
-        found = _differentiable_grads(grad_y, x, y, *drawn, weight, eps, slope, shared)
-    else:
-        found = torch.ops.bnuq.batch_norm_bank_backward(
-            grad_y, x, y, mean, var, seed, snapshot, num_samples, weight, eps, slope, shared,
-            needs[0], needs[8], ctx.needs_sums,
-        )  # fmt: skip
-    grad_x, grad_residual, sums = found
+    grad_x, grad_residual, sums = _parts(
+        ctx, "batch_norm_bank", grad_y, x, y, (mean, var, seed, snapshot), num_samples, weight,
+        eps, slope, shared,
+    )  # fmt: skip
     grad_mean = grad_var = None
     if needs[1] or needs[2]:
         grad_mean, grad_var = _bank_grads(sums, mean, var, seed, snapshot, num_samples, weight, eps)
@@ -157,15 +166,10 @@ def _backward_fitted(ctx, grad_y):
     x, y, params, seed, weight = ctx.saved_tensors
     stream, family, num_samples, eps, slope, shared = ctx.scalars
     needs = ctx.needs_input_grad
-    if is_differentiated(grad_y):
-        drawn = fitted_moments(params, seed, stream, family, num_samples)
-        found = _differentiable_grads(grad_y, x, y, *drawn, weight, eps, slope, shared)
-    else:
-        found = torch.ops.bnuq.batch_norm_fitted_backward(
-            grad_y, x, y, params, seed, stream, family, num_samples, weight, eps, slope, shared,
-            needs[0], needs[8], ctx.needs_sums,
-        )  # fmt: skip
-    grad_x, grad_residual, sums = found
+    grad_x, grad_residual, sums = _parts(
+        ctx, "batch_norm_fitted", grad_y, x, y, (params, seed, stream, family), num_samples,
+        weight, eps, slope, shared,
+    )  # fmt: skip
     grad_params = None
     if needs[1]:
         grad_params = _params_grad(sums, params, seed, stream, family, num_samples, weight, eps)

@@ -19,7 +19,7 @@ from .checks import (
     check_stream,
     refuse,
 )
-from .modes import is_batched, is_differentiated, lacks_rule, past_autograd
+from .modes import are_batched, is_differentiated, lacks_rule, past_autograd
 from .philox import seed_tensor
 
 
@@ -58,8 +58,8 @@ def gaussian_kl_sum(
 
     With the value, which is then known, for parameters of one dtype on one device.
     """
-    tensors = [t for mu, rho, _ in parameters for t in (mu, rho)]
-    if torch._C._are_functorch_transforms_active() or lacks_rule(*tensors):
+    given = [t for mu, rho, _ in parameters for t in (mu, rho)]
+    if torch._C._are_functorch_transforms_active() or lacks_rule(*given):
         return total(gaussian_kl(*one) for one in parameters)
     for std, dtype in {(std, mu.dtype) for mu, _, std in parameters}:
         _check_std("gaussian_kl", "prior_std", std, dtype)
@@ -95,7 +95,7 @@ class _GaussianSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         tensors = ctx.saved_tensors
-        if is_differentiated(grad) or is_batched(grad):  # vmap runs no op that returns a list
+        if is_differentiated(grad) or are_batched(grad):
             needs = ctx.needs_input_grad[2:]
             return None, None, *formulas.gradients_by(
                 lambda *tensors: formulas.gaussian_kl_sum(tensors, ctx.stds),

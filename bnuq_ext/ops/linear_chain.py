@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import formulas
 from .linear import backward_op, check_call, check_posterior
-from .modes import is_batched, is_differentiated, lacks_rule, past_autograd
+from .modes import are_batched, is_differentiated, lacks_rule, past_autograd
 
 _op = torch.ops.bnuq.bayes_linear_kl.default
 _backward_op = torch.ops.bnuq.bayes_linear_kl_backward.default
@@ -96,7 +96,7 @@ class _Chain(torch.autograd.Function):
         _, _, need_x, _, *needs = ctx.needs_input_grad
         if grad_y is None and grad_kl is None:
             return (None,) * (4 + len(needs))
-        if is_differentiated(grad_y, grad_kl) or is_batched(grad_y) or is_batched(grad_kl):
+        if is_differentiated(grad_y, grad_kl) or are_batched(grad_y, grad_kl):
             by_x, *grads = _differentiable_grads(ctx, (grad_y, grad_kl), (need_x, *needs))
         else:
             with past_autograd():

@@ -32,12 +32,13 @@ def is_differentiated(*grads: Tensor | None) -> bool:
     return torch.is_grad_enabled() or lacks_rule(*grads)
 
 
-def is_batched(tensor: Tensor | None) -> bool:
-    """Whether a tensor stands for those of a vmap, as gradients do with `is_grads_batched`."""
-    if tensor is None or torch.compiler.is_compiling():
+def are_batched(*grads: Tensor | None) -> bool:
+    """Whether one stands for those of a vmap, as gradients do with `is_grads_batched`: it runs no
+    op that takes or returns lists of them."""
+    if torch.compiler.is_compiling():
         return False
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    of_vmap = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
+    return any(check(grad) for grad in grads if grad is not None for check in of_vmap)
 
 
 def is_recorded() -> bool:
