@@ -18,6 +18,7 @@ from torch.fx import Proxy
 from torch.utils.hooks import unserializable_hook
 
 from .calls import call_key, split_key, streams_of
+from .checkpoints import remember_in_checkpoint, remembered_in_checkpoint
 from .ops.checks import refuse
 from .samplers import Draw
 
@@ -38,10 +39,13 @@ def current_pass() -> Pass | None:
 
 def replayed_pass() -> Replay | None:
     """The forward that the backward in this thread computes again, or None."""
-    if torch.compiler.is_compiling() or not _REPLAYED:
+    task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    if task < 0:
         return None
-    replay = _REPLAYED.get(torch._C._current_graph_task_id())
-    node = torch._C._current_autograd_node()
+    done = remembered_in_checkpoint()
+    if done is not None:
+        return Replay(done, 0)
+    replay, node = _REPLAYED.get(task), torch._C._current_autograd_node()
     older = replay is not None and node is not None and node._sequence_nr() < replay.start
     return None if older else replay
 
@@ -270,6 +274,7 @@ class ReplicaPass(Pass):
         if draw.num_samples == 1:
             self.rows[key] = x.shape[0]
             self.largest = max(self.largest, x.numel() * x.element_size())
+        remember_in_checkpoint(self)
         shared = draw.num_samples > 1 and self._is_shared(key, x)
         y = layer.replicate(x, draw, key, stream, shared)
         if draw.tap is not None:
@@ -359,6 +364,7 @@ class Replay(Pass):
             return layer.plain_forward(x)
         if not layer.one_draw:
             self._check_once(name)
+        remember_in_checkpoint(self.done)  # where one lies in another
         y = layer.replicate(x, self.draw, name, self.streams[name], self._is_shared(name, x))
         if y.requires_grad:
             # A reentrant checkpoint runs a backward of its own,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from .batch_norm_like import averages_rows
 from .chain import drops_first, is_chain
 from .chain_folding import STOCHASTIC
+from .checkpoints import reentrant_checkpoints
 from .forward import Forward
 from .history import made_since, next_node
 from .inputs import expand, num_rows, tensors
@@ -53,10 +52,9 @@ def replicas(
     that rare values alone set off (README, "One batch or a loop"), nor a flag outside of the model
     that changes later: there, `predict(..., strategy="loop")`. Dropout in train() draws for each of
     the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in the
-    forward (but for a loss of gradients of the output alone: add 0 * output.sum() to it); a
-    checkpoint around the model itself needs use_reentrant=False and a call of it in the body, and
-    ends in an error where the model lets its input past the first stochastic layer or drops before
-    it. A compiled function breaks its graph at a call of the model, which fullgraph=True does not
+    forward; a checkpoint around the model itself needs use_reentrant=False and a call of it in the
+    body, and ends in an error where the model lets its input past the first stochastic layer or
+    drops before it. A compiled function breaks its graph at a call of the model, which fullgraph=True does not
     allow. The state is this thread's (or task's): other threads may use the model with other
     replicas, or none, at the same time. Bodies for several models may lie in each other; for one
     model the innermost counts.
@@ -113,7 +111,7 @@ class _Session(Pass):
         self.draw = forward.draw(first_replica, num_samples)
         self.active: ReplicaPass | None = None
         self.token = object()  # for passes, which graphs keep, and with the body the model
-        self.checkpoints = _reentrant_checkpoints()
+        self.checkpoints = reentrant_checkpoints()
         self.start = 0  # of the call: number of a node of autograd
 
     def visit(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -142,7 +140,7 @@ class _Session(Pass):
     def _prepared(self, inputs: dict) -> dict:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             refuse("replicas", "model", "be exported outside the body", "a call that is traced")
-        if not torch.is_grad_enabled() and _reentrant_checkpoints() > self.checkpoints:
+        if not torch.is_grad_enabled() and reentrant_checkpoints() > self.checkpoints:
             refuse("replicas", "a checkpoint around the model", "have use_reentrant=False", True)
         if num_rows("replicas", inputs) == 0 or self.num_samples == 1:
             draw = self.forward.draw(self.first, 1)
@@ -213,18 +211,6 @@ def _sessions():
     while isinstance(session, _Session):
         yield session
         session = session.outer
-
-
-@untraced
-def _reentrant_checkpoints() -> int:
-    """How many of `torch.utils.checkpoint` this thread is in whose backward makes calls that nothing
-    tells from new ones."""
-    found, frame = 0, sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            found += any(frame.f_locals["ctx"].needs_input_grad)
-        frame = frame.f_back
-    return found
 
 
 def _replays_another(session: _Session) -> bool:

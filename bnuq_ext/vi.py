@@ -199,8 +199,8 @@ def elbo_loss(
     changes later: there the mean of T calls with one sample is right.
 
     Backward draws the same weights again, and so does what it computes again
-    (`torch.utils.checkpoint`) from the output, or from tensors that the modules keep as attributes,
-    in lists, tuples and dicts too. A compiled function breaks its graph here, which fullgraph=True
+    (`torch.utils.checkpoint`; with use_reentrant=True from the output, or from tensors that the
+    modules keep as attributes, in lists, tuples and dicts too). A compiled function breaks its graph here, which fullgraph=True
     does not allow; the layers themselves compile whole.
 
     Args:
