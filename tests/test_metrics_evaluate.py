@@ -147,10 +147,39 @@ def test_rejects():
         assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("score", [metrics.predictive_entropy, metrics.mutual_information])
-def test_replicas_whose_probabilities_sum_to_less_than_one_are_refused(score):
-    with pytest.raises(ValueError, match="and sum to 1 over K, got 0.5$"):
-        score(torch.full((2, 3, 2), 0.25))
+REPLICAS = (
+    metrics.predictive_entropy,
+    metrics.mutual_information,
+    lambda probs: metrics.categorical_pll(probs, LABELS),
+)
+ROWS = [
+    lambda probs, score=score: score(probs, LABELS)
+    for score in (metrics.nll, metrics.ece, metrics.brier, metrics.categorical_pll)
+]
+LABELS = torch.zeros(3, dtype=torch.long)
+
+
+@pytest.mark.parametrize("sums", [0.5, 0.98, 1.02])
+def test_probabilities_that_do_not_sum_to_one_are_refused(sums):
+    """Those of independent classes, say."""
+    for scores, shape, form in ((ROWS, (3, 2), "N, K"), (REPLICAS, (2, 3, 2), "T, N, K")):
+        probs = torch.full(shape, 0.5, dtype=torch.float64)
+        probs[-1] *= sums
+        for score in scores:
+            with pytest.raises(ValueError) as caught:
+                score(probs)
+            op, message = str(caught.value).split(": ")
+            requirement, got = message.split(", got ")
+            assert requirement == f"probs must have shape ({form}, *) and sum to 1 over K"
+            assert float(got) == pytest.approx(sums)
+
+
+def test_probabilities_rounded_to_16_bits_sum_to_one_well_enough():
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float16, torch.bfloat16):
+        probs = logits.softmax(1).to(dtype)
+        for score in ROWS:
+            assert score(probs).isfinite()
 
 
 @pytest.mark.parametrize("score", [metrics.nll, metrics.accuracy, metrics.ece, metrics.brier])

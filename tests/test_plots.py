@@ -236,9 +236,9 @@ def test_tensors_of_any_kind_are_drawn():
     ax = plots.against_batch_size(torch.tensor([2, 4]), {"a": values}, ylabel="")
     np.testing.assert_array_equal(ax.lines[0].get_data(), [[2, 4], [0.25, 0.5]])
     assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "4"]
-    probs = torch.stack([values, 1 - values])
+    probs = torch.stack([values, 1 - values], 1)
     bars = plots.stacked_probabilities(probs, shown=[1]).containers[0]
-    np.testing.assert_array_equal([bar.get_height() for bar in bars], [0.5, 0.5])
+    np.testing.assert_array_equal([bar.get_height() for bar in bars], [0.75, 0.5])
     assert (
         plots.reliability_diagram(probs, torch.tensor([1, 0])).get_title() == "ECE 0.375 in 15 bins"
     )

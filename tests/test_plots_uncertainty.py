@@ -342,6 +342,10 @@ REFUSED = [
         "reliability_diagram: probs must lie in [0, 1], got nan",
     ),
     (
+        lambda: plots.reliability_diagram([[[0.4], [0.5]]], [[0]]),
+        "reliability_diagram: probs must have shape (N, K, *) and sum to 1 over K, got 0.9",
+    ),
+    (
         lambda: plots.reliability_diagram([[0.3, 0.7]], [0, 1]),
         "reliability_diagram: y must have shape [1], got [2]",
     ),

@@ -25,29 +25,30 @@ def take_logits(op: str, name: str, logits: Tensor, *, replicas: bool = False) -
 
 
 def take_probs(op: str, probs: Tensor, *, replicas: bool = False) -> Tensor:
-    """`take_logits` of probabilities, which lie in [0, 1] or are nan;
+    """`take_logits` of probabilities, which lie in [0, 1] and sum to 1, or are nan;
     what rounding made negative is 0."""
     probs = take_logits(op, "probs", probs, replicas=replicas)
     outside = (probs < -SLACK) | (probs > 1 + SLACK)
     if outside.any():
         refuse(op, "probs", "lie in [0, 1]", probs[outside][0].item())
+    check_sums(op, probs, *(("(T, N, K, *)", 2) if replicas else ("(N, K, *)", 1)))
     return torch.where(probs < 0, 0.0, probs)  # clamp would stop the gradient at 0
 
 
-def take_replicas(op: str, probs: Tensor) -> Tensor:
-    """`take_probs` of at least one replica, which sum to 1 or are nan: (N, K, *) need not."""
-    probs = take_probs(op, probs, replicas=True)
-    check_replicas(op, probs)
-    sums = probs.sum(2)
-    others = (sums - 1).abs() > SLACK
+def check_sums(op: str, probs, form: str, class_dim: int) -> None:
+    """Of a tensor or an array of probabilities; nan passes."""
+    sums = probs.sum(class_dim)
+    others = abs(sums - 1) > SLACK
     if others.any():
-        refuse(op, "probs", "have shape (T, N, K, *) and sum to 1 over K", sums[others][0].item())
-    return probs
+        refuse(op, "probs", f"have shape {form} and sum to 1 over K", sums[others][0].item())
 
 
-def check_replicas(op: str, probs: Tensor) -> None:
+def take_replicas(op: str, probs: Tensor) -> Tensor:
+    """`take_probs` of at least one replica."""
+    probs = take_probs(op, probs, replicas=True)
     if len(probs) == 0:
         refuse(op, "probs", "have shape (T, N, K) with T > 0", list(probs.shape))
+    return probs
 
 
 def take_numbers(op: str, name: str, values) -> Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..ops.checks import check_integer, refuse
 from .arguments import (
     check_real,
-    check_replicas,
     reduce,
     take_labels,
     take_logits,
@@ -47,12 +46,10 @@ def categorical_pll(probs: Tensor, y: Tensor, *, reduction: str = "mean") -> Ten
     Returns:
         () or (N, *) in nats, float64; higher is better; a probability of zero gives -inf.
     """
-    probs = take_probs("categorical_pll", probs)
-    mean = probs
-    if probs.dim() == getattr(y, "ndim", 0) + 2:
-        check_replicas("categorical_pll", probs)
-        mean = probs.mean(0)
-    return reduce("categorical_pll", _log_likelihood("categorical_pll", mean, y), reduction)
+    op = "categorical_pll"
+    stacked = getattr(probs, "ndim", 0) == getattr(y, "ndim", math.nan) + 2
+    mean = take_replicas(op, probs).mean(0) if stacked else take_probs(op, probs)
+    return reduce(op, _log_likelihood(op, mean, y), reduction)
 
 
 def _log_likelihood(op: str, probs: Tensor, y: Tensor) -> Tensor:

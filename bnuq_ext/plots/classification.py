@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..metrics.arguments import check_sums
 from ..metrics.classification import bins_of, ece
 from ..ops.checks import check_integer, check_shape, refuse
 from .canvas import (
@@ -160,6 +161,7 @@ def _take_labelled(op: str, probs, y) -> tuple:
     probs = np.moveaxis(probs, 1, -1)
     check_shape(op, "y", y, probs.shape[:-1])
     probs, y = probs.reshape(-1, probs.shape[-1]), y.reshape(-1)
+    check_sums(op, probs, "(N, K, *)", 1)
     if y.dtype.kind not in "iu":
         refuse(op, "y", "hold integer labels", y.dtype, TypeError)
     if not (0 <= y.min() and y.max() < probs.shape[1]):
