@@ -144,3 +144,46 @@ def test_a_bank_holds_plain_tensors(model):
 def test_arrays_beside_tensors_are_refused(model, data):
     with pytest.raises(TypeError, match="^collect: data must hold tensors .*, got NumPy arrays$"):
         bnuq.collect(model, data, 3, batch_size=M)
+
+
+class Alternating(nn.Module):
+    """Its state is back where it was after so many forwards."""
+
+    def __init__(self, period, as_buffer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm, self.outer = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.period, self.as_buffer, self.turn = period, as_buffer, 0
+        self.register_buffer("turns", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.turn = (self.turn + 1) % self.period
+        if self.as_buffer:
+            self.turns += 1
+            self.turns %= self.period
+        scale = 1 + (self.turns if self.as_buffer else self.turn)
+        return self.outer(scale * self.norm(self.inner(x)).relu())
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+@pytest.mark.parametrize("as_buffer", [False, True])
+@pytest.mark.parametrize("period", [2, 3, 4])
+def test_a_state_that_comes_back(period, as_buffer, strategy):
+    """Each batch begins with what the one before has left."""
+    plain = Alternating(period, as_buffer).eval()
+    model = bnuq.convert(plain)
+    bank = bnuq.collect(model, DATA, 6, batch_size=M)
+    model.turn = 0
+    model.turns.zero_()
+    options = {**OPTIONS, "likelihood": "gaussian", "keep_samples": True}
+    pred = bnuq.predict(model, [*ROWS.split(M)], strategy=strategy, **options)
+    of_batches = []
+    for rows in ROWS.split(M):
+        of_replicas = []
+        for snapshot in pred.snapshots:
+            plain.norm.running_mean.copy_(bank.mean["norm"][snapshot])
+            plain.norm.running_var.copy_(bank.var["norm"][snapshot])
+            of_replicas.append(plain(rows).detach())
+        of_batches.append(torch.stack(of_replicas))
+    torch.testing.assert_close(pred.samples, torch.cat(of_batches, 1))
+    assert (model.turn, model.turns) == (plain.turn, plain.turns)
