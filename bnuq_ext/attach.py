@@ -41,14 +41,19 @@ def find_bank(model: nn.Module, op: str) -> Bank:
     """The bank of a model, for the op that needs it.
 
     Raises:
-        ValueError: no stochastic layers, a layer without a bank, or layers with different banks.
+        ValueError: no stochastic layers, a layer without a bank, layers with different banks, or
+            with the same statistics of one.
     """
-    banks = {id(layer.bank): layer.bank for layer in require_stochastic_layers(op, model).values()}
+    layers = require_stochastic_layers(op, model)
+    banks = {id(layer.bank): layer.bank for layer in layers.values()}
     if id(None) in banks:
         refuse(op, "model", "have a bank", "none; run bnuq_ext.collect first")
     if len(banks) > 1:
         got = f"{len(banks)}; run bnuq_ext.collect on the whole model"
         refuse(op, "model", "have one bank in all layers", got)
+    if len({layer.bank_name for layer in layers.values()}) < len(layers):
+        got = "the same in two; run bnuq_ext.collect on the whole model"
+        refuse(op, "model", "have statistics of its own in each layer", got)
     return next(iter(banks.values()))
 
 
@@ -57,7 +62,8 @@ def remarks_on_gone_layers(model: nn.Module, bank: Bank) -> list[str]:
     longer: frozen, merged or taken out. A part of a model is run with the bank of the whole."""
     if vars(model).get(OWN_BANK) is not bank:
         return []
-    layers = named_stochastic_layers(model)
+    # By the names that they had then: a wrapper gives them others.
+    layers = {m.bank_name: m for m in named_stochastic_layers(model).values() if m.bank is bank}
     gone = sorted({*_layer_names(layers, bank).values(), *bank.unused} - layers.keys())
     if not gone:
         return []

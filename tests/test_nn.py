@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import prune
 
+import bnuq_ext as bnuq
 from bnuq_ext.nn import StochasticBatchNorm1d, StochasticBatchNorm2d
 from bnuq_ext.passes import Pass, running
 
@@ -51,3 +53,17 @@ def test_a_pass_sees_its_layers_only_and_checks_dimensions():
         with pytest.raises(ValueError, match="expected 2D or 3D input"):
             layer(x[:, :, None, None])
     assert torch.equal(layer(x), layer.plain_forward(x))
+
+
+def test_models_that_share_a_bank_are_refused_as_one():
+    """Their layers have the same names there."""
+    first, second = (bnuq.convert(nn.Sequential(nn.BatchNorm1d(3)).eval()) for _ in range(2))
+    bank = bnuq.collect(first, torch.randn(8, 6, 3).unbind(), num_batches=8, progress=False)
+    bnuq.attach(second, bank)
+    both = nn.Sequential(first, nn.ReLU(), second)
+    with pytest.raises(ValueError) as caught:
+        bnuq.predict(both, torch.randn(4, 3), likelihood="gaussian", num_samples=3, seed=0)
+    requirement = "model must have statistics of its own in each layer, got the same in two"
+    assert str(caught.value) == f"predict: {requirement}; run bnuq_ext.collect on the whole model"
+    for model in (first, second):
+        bnuq.predict(model, torch.randn(4, 3), likelihood="gaussian", num_samples=3, seed=0)

@@ -295,6 +295,16 @@ def test_a_part_draws_what_the_whole_does(sampler, strategy):
     predict(model, data[:5], **options)  # said once, whatever the weights are
 
 
+def test_a_wrapper_around_a_part_takes_no_layer_out():
+    torch.manual_seed(0)
+    model, data = bnuq.convert(TwoNorms().eval()), torch.randn(64, 6)
+    bnuq.collect(model, list(data.split(8)), 8, progress=False)
+    before = predict(model, data[:5], keep_samples=True).samples
+    model.first = nn.Sequential(model.first)  # another name; warnings are errors
+    after = predict(model, data[:5], keep_samples=True).samples
+    torch.testing.assert_close(after, before)
+
+
 def bank_of(model):
     return model[1].bank.mean, model[1].bank.var
 
