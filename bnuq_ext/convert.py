@@ -231,6 +231,8 @@ def _restore(layer: nn.Module) -> nn.Module:
     original.load_state_dict(layer.state_dict(keep_vars=True), assign=True)
     for name, p in original.named_parameters():
         p.requires_grad_(trainable.get(name, p.requires_grad))
+    called = {k: v for k, v in vars(layer).items() if "_hook" in k and "state_dict" not in k}
+    vars(original).update(called)  # the tables themselves, which handles refer to
     return original.train(layer.training)
 
 

@@ -86,3 +86,24 @@ def test_a_bank_of_other_channels_is_refused_where_a_class_tells_its_own(monkeyp
     bank = bnuq.Bank({"0": torch.zeros(3, 5)}, {"0": torch.ones(3, 5)}, 8, batch_size=8)
     with pytest.raises(ValueError, match=r"bank.mean\['0'\] must have 4 channels, got 5"):
         bnuq.attach(bnuq.convert(nn.Sequential(OtherNames(4))), bank)
+
+
+def test_revert_to_the_object_before_keeps_the_hooks_of_the_one_that_took_its_place(monkeypatch):
+    def adapt(module):
+        made = StochasticOtherNames(4)
+        made.load_state_dict(module.state_dict())
+        return made
+
+    monkeypatch.setattr(adapters, "_ADAPTERS", dict(adapters._ADAPTERS))
+    bnuq.register_adapter(OtherNames, adapt)
+    norm, seen = OtherNames(4), []
+    model = bnuq.convert(nn.Sequential(norm), inplace=True).eval()
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(module))
+    doubled = model[0].register_forward_hook(lambda m, args, kw, y: 2 * y, with_kwargs=True)
+    rows = torch.randn(3, 4)
+    expected = model(rows)
+    bnuq.revert(model, inplace=True)
+    torch.testing.assert_close(model(rows), expected, rtol=0, atol=0)
+    assert model[0] is norm and seen[1:] == [norm]
+    doubled.remove()
+    torch.testing.assert_close(2 * model(rows), expected)
