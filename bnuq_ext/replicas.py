@@ -166,6 +166,7 @@ class _Session(Pass):
 
     def _plan(self, inputs: dict) -> Plan:
         folding = self._folding(inputs)
+        folding.forget_refusal()
         if folding.prepare():
             folding = self._folding(inputs)
         plan = folding.prove_in_train()

@@ -116,3 +116,25 @@ def test_rows_that_are_alike_at_the_front():
     model = prepared(Plain, ROWS)
     with bnuq.replicas(model, 3, seed=0):
         torch.testing.assert_close(model(path).unflatten(0, (3, -1)), expected)
+
+
+class CentresAtTimes(Norms):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.tensor(False))
+
+    def forward(self, x):
+        h = self.second(self.first(x))
+        return self.head(h - h.mean(0) if self.centre else h)
+
+
+def test_a_model_that_was_refused_is_tried_again_with_other_values():
+    model = in_training(CentresAtTimes)
+    for centre in (False, True, True, False):
+        model.centre.fill_(centre)
+        with bnuq.replicas(model, 3, seed=0):
+            if centre:
+                with pytest.raises(ValueError, match="must give the same folded"):
+                    model(ROWS[:N])
+            else:
+                assert len(model(ROWS[:N])) == 3 * N

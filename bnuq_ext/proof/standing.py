@@ -160,6 +160,12 @@ class StandingFolding(Folding):
             plan = plan._replace(checked=checked, repeatable=repeatable)
             self.remember(self.known.earlier_plans, self.place, plan)
 
+    def forget_refusal(self) -> None:
+        """Where only one by one will not do, lets other values of the parameters be tried again."""
+        plan = self.earlier_plan()
+        if plan is not None and plan.way == "loop" and self.place not in self.known.plans:
+            del self.known.earlier_plans[self.place]
+
     def mark(self, repeatable: bool) -> None:
         """Says of the plan that stands whether outputs of a training step can be compared."""
         plan = self.earlier_plan()
