@@ -125,7 +125,7 @@ class Reads:
             given = ()  # a number; a list may have been one of tensors
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if drawn or func.overloadpacket in _UNWRITTEN or not self.keep(given, result):
-            for tensor in (*tensors(result), *written(func, args, kwargs)):
+            for tensor in (*made_by(func, args, kwargs, result), *written(func, args, kwargs)):
                 self.constants.discard(storage_of(tensor))
                 self.kept.pop(storage_of(tensor), None)
 
@@ -245,6 +245,13 @@ def written(func, args: tuple, kwargs: dict) -> list[Tensor]:
     names = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     return list(tensors([given[name] for name in names if name in given]))
+
+
+def made_by(func, args: tuple, kwargs: dict, result) -> list[Tensor]:
+    """The results of an operation but for views of what it was given: cuDNN's recurrent layers hand
+    their weights back."""
+    given = {storage_of(t) for t in tensors((args, kwargs))} - {None, 0}
+    return [t for t in tensors(result) if storage_of(t) not in given]
 
 
 def storage_of(tensor: Tensor) -> int | None:

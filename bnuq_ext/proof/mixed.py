@@ -45,7 +45,7 @@ _ATTENTION = {
     *(_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention),
     _aten._scaled_dot_product_fused_attention_overrideable,
 }
-# Of one result, the statistics, they make the other.
+# Of one result, the statistics, they make the other; on a GPU running ones are a result too.
 _BATCH_NORMS = {
     *(_aten.native_batch_norm, _aten._native_batch_norm_legit, _aten._batch_norm_with_update),
     *(_aten.cudnn_batch_norm, _aten.miopen_batch_norm),
@@ -68,6 +68,12 @@ def _last(dims: int) -> Callable[..., list[int]]:
     return lambda t, *others: [*t.shape[-dims:]]
 
 
+def _steps(t: Tensor, *others) -> list[int]:
+    """Of cuDNN's recurrent layers, with packed sequences."""
+    batch_first, batch_sizes = others[9], others[13]
+    return [len(batch_sizes) or t.size(1 if batch_first else 0)]
+
+
 def _padded(t: Tensor, pads: list[int], *others) -> list[int]:
     if not t.is_floating_point():  # numbers of rows in groups
         return []
@@ -85,7 +91,9 @@ _SPANS: dict[object, Callable[..., list[int]]] = {
         lambda t, *others: [t.numel()],
     ),
     _aten.renorm: lambda t, p, dim, most: [t.numel() // max(t.size(dim), 1)],
-    _aten.native_layer_norm: lambda t, shape, *others: [*shape],
+    **dict.fromkeys(
+        (_aten.native_layer_norm, _aten._fused_rms_norm), lambda t, shape, *others: [*shape]
+    ),
     _aten.native_group_norm: lambda t, w, b, N, C, S, groups, eps: [C * S // groups],
     _aten.unfold: lambda t, dim, *others: [t.size(dim)],
     _aten.constant_pad_nd: _padded,
@@ -96,6 +104,7 @@ _SPANS: dict[object, Callable[..., list[int]]] = {
     **dict.fromkeys(
         (
             *(_aten.convolution, _aten.grid_sampler_2d, _aten.grid_sampler_3d),
+            _aten.cudnn_grid_sampler,
             *(_aten.upsample_nearest1d, _aten.upsample_nearest2d, _aten.upsample_nearest3d),
             *(_aten.upsample_linear1d, _aten.upsample_bilinear2d, _aten.upsample_trilinear3d),
             *(_aten.upsample_bicubic2d, _aten._upsample_bilinear2d_aa),
@@ -104,6 +113,7 @@ _SPANS: dict[object, Callable[..., list[int]]] = {
     ),
     **dict.fromkeys(_ATTENTION, lambda query, key, *others: [key.size(-2)]),
     _aten.mkldnn_rnn_layer: lambda t, *others: [len(t)],
+    _aten._cudnn_rnn: _steps,
 }
 
 
@@ -208,17 +218,20 @@ class Mixed(DispatchMode):
         source = self._source_of(func.overloadpacket, args, kwargs)
         result = func(*args, **kwargs)
         made = list(tensors(result)) or written(func, args, kwargs)
-        mixing = self._compare(_operation(func, args, kwargs, sizes, made), args)
+        mixing = self._compare(_operation(func, args, kwargs, sizes, made), args, kwargs)
         if source and source.overloadpacket in _PLACES and func.overloadpacket in _DECISIONS:
             source = func
         if source or mixing:
             into = written(func, args, kwargs)
             viewed = {storage_of(t) for t in given} - {storage_of(t) for t in into}
-            found = [*made, *into] if source else [made[i] for i in mixing]
+            # cuDNN's recurrent layers hand their weights back.
+            fixed = {storage_of(t) for t, (c, _) in zip(given, sizes, strict=True) if c} & viewed
+            mixed = [made[i] for i in mixing if storage_of(made[i]) not in fixed]
+            found = [*made, *into] if source else mixed
             self._add(found, viewed, source or func)
         return result
 
-    def _compare(self, now: Operation, args: tuple) -> list[int]:
+    def _compare(self, now: Operation, args: tuple, kwargs: dict) -> list[int]:
         """Which results of the next operation are made of several replicas."""
         packet = now.called.overloadpacket
         if packet in _NAMES or self._in_a_layer():
@@ -230,7 +243,10 @@ class Mixed(DispatchMode):
         mixing = now.mixing(alone, self.num_samples)
         if packet in _SORTS:  # rows may be put back by the places that are the other result
             return mixing[:1]
-        return list(range(len(now.made))) if mixing and packet in _BATCH_NORMS else mixing
+        if packet in _BATCH_NORMS:
+            trains = _told(now.called, args, kwargs, "training")
+            return list(range(len(now.made))) if mixing and trains is not False else []
+        return mixing
 
     def _alone(self, now: Operation) -> Operation | None:
         """The same operation in the forward before, if it is the next there."""
@@ -297,10 +313,17 @@ def _along(func, args: tuple, kwargs: dict) -> list[int]:
 
 def _dims(func, args: tuple, kwargs: dict) -> list[int]:
     """The dimensions along which an operation was told to go; none for all of them as one."""
-    arguments = func._schema.arguments
-    place, told = next((i, a) for i, a in enumerate(arguments) if a.name in ("dim", "dims"))
-    dims = args[place] if place < len(args) else kwargs.get(told.name, told.default_value)
+    dims = _told(func, args, kwargs, "dim", "dims")
     return list(dims) if isinstance(dims, (list, tuple)) else [dims]
+
+
+def _told(func, args: tuple, kwargs: dict, *names: str):
+    """The argument of an operation that has one of these names; None where it has none."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in names:
+            given = place < len(args)
+            return args[place] if given else kwargs.get(argument.name, argument.default_value)
+    return None
 
 
 def _extent(t: Tensor) -> tuple | None:
