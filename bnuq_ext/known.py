@@ -18,7 +18,7 @@ from .forks import free_in_children, renew
 from .nn import Stochastic, named_stochastic_layers
 from .norm_calls import count_uncovered
 from .ops.checks import refuse
-from .ops.modes import is_within_transform
+from .ops.modes import is_captured, is_within_transform
 from .passes import Pass
 from .restore import without_gradients
 from .samplers import Sampler, WeightSampler, make_sampler, warn_of_rescaling
@@ -160,8 +160,9 @@ class BankSamplers:
         stamp = None if bank is None else bank.stamp()
         if self._stamp != stamp:
             self._made, self._stamp = {}, stamp
-        # Another thread may begin anew; and what a mode makes of tensors is not for later.
-        made = {} if is_within_transform() else self._made
+        # Another thread may begin anew; and what a mode makes of tensors is not for later, nor is
+        # what a CUDA graph will have computed once it is replayed.
+        made = {} if is_within_transform() or is_captured(device) else self._made
         place = (name, batch_size, device, _stream(device))
         if place not in made:
             with without_gradients(), unrecorded():

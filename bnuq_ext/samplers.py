@@ -299,8 +299,10 @@ def _of_one_size(op: str, bank: Bank, tables: Tables) -> Tables:
         )
     if not last.any() or len(others[0]) < 2:
         return tables
+    kept = (~last).nonzero().flatten().tolist()  # a mask would wait for a GPU
     return {
-        key: tuple(table[~last.to(table.device)] for table in pair) for key, pair in tables.items()
+        key: tuple(torch.stack([table[i] for i in kept]) for table in pair)
+        for key, pair in tables.items()
     }
 
 

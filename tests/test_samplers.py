@@ -39,6 +39,17 @@ def test_what_a_sampler_keeps_stays_on_its_stream(monkeypatch):
     assert first is not second and again == [first, second]
 
 
+def test_what_a_cuda_graph_makes_stays_in_it(monkeypatch):
+    """Nobody else has the numbers before it is replayed."""
+    model = bnuq.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)).eval())
+    bnuq.collect(model, torch.randn(8, 6, 3).unbind(), num_batches=8, progress=False)
+    samplers, made = known.BankSamplers(), []
+    for captured in (True, False, True, False):
+        monkeypatch.setattr(known, "is_captured", lambda device, captured=captured: captured)
+        made.append(samplers.get("predict", model, "normal", None, torch.device("cpu")))
+    assert made[3] is made[1] and len({*map(id, made)}) == 3
+
+
 @pytest.mark.parametrize("name", ["bank", "joint"])
 def test_a_cuda_graph_is_given_draws_of_its_own(name, monkeypatch):
     """Of its memory nothing may be kept, nor may it read what is kept and will be freed."""
