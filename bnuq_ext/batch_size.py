@@ -27,7 +27,7 @@ from .ops.checks import check_callable, check_flags, check_integer, refuse
 from .predict import predict
 from .prediction import check_likelihood
 from .progress import progress_bar
-from .restore import without_gradients
+from .restore import seed_torch, without_gradients
 from .samplers import check_key, key_of_body
 from .state import OWN_BANK, generators_in, modules_of
 from .statistics_kl import (
@@ -138,7 +138,7 @@ def fit_batch_size(
         _check_targets("data", data)
         if validation is not None:
             _check_targets("validation", validation)
-        torch.manual_seed(key)
+        seed_torch(key)
         rows = torch.randperm(len(data), device="cpu")[:num_rows].sort().values
         with progress_bar(desc=OP, total=2 * len(sizes), shown=progress) as bar:
             banks = []
@@ -223,7 +223,7 @@ def _bank_put_back(model: nn.Module, layers: dict[str, nn.Module]):
 
 
 def _bank(model, data, M: int, num_samples: int, key: int, device) -> Bank:
-    torch.manual_seed(key)
+    seed_torch(key)
     count = 1 if M == len(data) else num_samples
     bank, _ = gather(OP, model, find_source(OP, data, M), count, device=device)
     return bank

@@ -21,7 +21,7 @@ from .nn import require_stochastic_layers
 from .ops.checks import acc_dtype, check_flags, check_floating, check_integer, refuse
 from .passes import Pass, running
 from .progress import progress_bar
-from .restore import evaluating, without_gradients
+from .restore import evaluating, seed_torch, without_gradients
 from .samplers import check_key, key_of_body
 from .state import generators_in, modules_of
 from .statistics_kl import (
@@ -162,7 +162,7 @@ def statistics_normality(
     device = device_of(model.modules())
     own = *source.generators, *generators_in(modules_of(model))
     with key_of_body(seed, *own) as key:
-        torch.manual_seed(key)
+        seed_torch(key)
         bank, _ = gather(OP, model, source, num_batches, device=device, progress=progress)
         fetch, starts = fetcher(data), range(0, N, rows_at_a_time)
         with evaluating(modules_of(model)), without_gradients():

@@ -147,6 +147,14 @@ def preserved_rng(*generators):
         _undo(before, lambda put_back: put_back())
 
 
+def seed_torch(seed: int) -> None:
+    """torch.manual_seed, of what `preserved_rng` puts back: for CUDA that has not started torch would
+    keep the seed."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 def unmoved_by_errors():
     """An error in the body, which draws a key or whose forward draws numbers, leaves torch's generator
     of the CPU as it was. A GPU's may be part of a CUDA graph, where nothing asks for its state.

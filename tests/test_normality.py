@@ -161,6 +161,19 @@ def test_observed_is_over_the_batches_of_collect():
     torch.testing.assert_close(layer.std_p, lilliefors(bank.var["4"].sqrt())[1])
 
 
+def test_cuda_that_has_not_started_starts_with_the_users_seed(monkeypatch):
+    """torch keeps the last one for it."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    model, (x,) = bnuq.convert(mlp()), ROWS.tensors
+    torch.manual_seed(7)
+    normality(model, num_batches=8)
+    options = {"likelihood": "gaussian", "noise_var": 1.0, "num_samples": 2}
+    bnuq.fit_batch_size(model, (x, torch.zeros(len(x), 48)), [50, 80], **options)
+    assert seeds == [0, 7]  # of the network, and the last one
+
+
 def test_in_inference_mode():
     model = bnuq.convert(mlp())
     with torch.inference_mode():
