@@ -22,6 +22,9 @@ _ALLOCATIONS = (
     "aten::new_empty",
     "aten::new_zeros",
     "aten::contiguous",
+    '"aten::to"',
+    '"aten::sum"',
+    '"aten::reshape"',
     "aoti_torch_cpu_",
     "torch_parallel_for",
 )
