@@ -142,6 +142,9 @@ def copy_model(op: str, model: Model, instead: str = "", memo: dict | None = Non
         raise
     except (TypeError, RuntimeError, AssertionError) as error:  # the last of FSDP
         refuse(op, "model", f"be one that copy.deepcopy can copy{instead}", error, TypeError)
+    for module in made.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # which lie apart in a copy: cuDNN would warn in each forward
     # Some classes copy themselves into train() (torchvision's feature extractors do).
     twins = dict(made.named_modules())
     for name, module in model.named_modules():

@@ -351,3 +351,11 @@ def test_the_input_may_be_given_by_name(training):
     norm, linear, x = nn.BatchNorm1d(3).train(training), nn.Linear(3, 2), torch.randn(4, 3)
     assert_same(bnuq.convert(norm)(input=x), norm(input=x))
     assert_same(bnuq.to_bayesian(linear).eval()(input=x), linear(input=x))
+
+
+def test_weights_of_recurrent_layers_lie_together_in_a_copy(monkeypatch):
+    """As cuDNN wants them on a GPU."""
+    found = []
+    model = nn.Sequential(nn.GRU(3, 3), nn.BatchNorm1d(3))
+    monkeypatch.setattr(nn.GRU, "flatten_parameters", lambda layer: found.append(layer))
+    assert bnuq.convert(model)[0] in found and model[0] not in found
