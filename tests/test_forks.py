@@ -12,7 +12,10 @@ from torch import nn
 import bnuq_ext as bnuq
 from bnuq_ext import bank, forks, known, restore, untraced
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+    pytest.mark.usefixtures("on_one_thread"),  # OpenMP waits for its others, which a child has not
+]
 
 
 def predicted(model):
