@@ -13,6 +13,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from .passes import begun_pass, leave_passes
 from .reads import leave_watchers, num_watchers
+from .restore import forget_casts
 from .warn import is_users
 
 P = ParamSpec("P")
@@ -129,8 +130,9 @@ def _go_to(wanted: Modes) -> None:
 
 def leaving_nothing_behind(function: Callable[P, R]) -> Callable[P, R]:
     """The function, after which the thread is in no mode of this package that it was not in before,
-    and after whose errors it is again in the pass and in the grad mode that it was called in. After
-    interrupts, which no error takes the place of, it is in torch's modes too."""
+    and autocast keeps nothing of it, and after whose errors it is again in the pass and in the grad
+    mode that it was called in. After interrupts, which no error takes the place of, it is in torch's
+    modes too."""
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
@@ -154,6 +156,8 @@ def leaving_nothing_behind(function: Callable[P, R]) -> Callable[P, R]:
                 raise interrupt from None
             finally:
                 del interrupt  # as in raise_interrupt
+        finally:
+            forget_casts()
         if (now := _modes()) != modes:
             _go_to(_without_ours(now, modes))
         return result

@@ -222,17 +222,24 @@ def unhooked_saving():
         yield
 
 
+def forget_casts() -> None:
+    """Autocast casts weights anew: older torch gives what forwards without gradients have cast to
+    those with them, and the weights get none."""
+    if torch._C._is_any_autocast_enabled():
+        torch.clear_autocast_cache()
+
+
 @contextmanager
 def uncached():
-    """What torch's `parametrize.cached()` keeps is neither used nor added to: the weights of a trial
-    have no gradients."""
+    """What torch's `parametrize.cached()` keeps is neither used nor added to, and autocast keeps
+    nothing: the weights of a trial have no gradients."""
     entered, cache = parametrize._cache_enabled, parametrize._cache
-    if not entered:
-        yield
-        return
-    parametrize._cache_enabled, parametrize._cache = 0, {}
+    if entered:
+        parametrize._cache_enabled, parametrize._cache = 0, {}
     try:
         yield
     finally:
-        parametrize._cache_enabled += entered  # another thread may have entered, or left
-        parametrize._cache = cache if parametrize._cache_enabled else {}
+        if entered:
+            parametrize._cache_enabled += entered  # another thread may have entered, or left
+            parametrize._cache = cache if parametrize._cache_enabled else {}
+        forget_casts()

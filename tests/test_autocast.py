@@ -7,6 +7,7 @@ import batch_norm_cases
 import pytest
 import torch
 
+import bnuq_ext as bnuq
 from bnuq_ext import BayesLinear, elbo_loss, ops, predict, replicas, to_bayesian
 
 T, N, C = 5, 9, 16
@@ -127,3 +128,60 @@ def test_a_bayesian_layer_around_a_linear_one_is_that_in_eval(device):
         drawn_once = to_bayesian(linear, rho_init=-40.0).train()(x)  # of no spread
     assert drawn_once.dtype == expected.dtype
     assert (drawn_once - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+EVENTS = []
+
+
+class Watched(torch.nn.Module):
+    """No chain; tells whether its forwards take gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30)
+        self.last = BayesLinear(30, 3, rho_init=-1.0)
+
+    def forward(self, x):
+        EVENTS.append(torch.is_grad_enabled())
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def test_no_forward_with_gradients_finds_what_autocast_has_cast_without(monkeypatch, device):
+    """Older torch would give it the casts of a trial, and no gradients to the weights."""
+    clear, model = torch.clear_autocast_cache, bnuq.convert(Watched()).to(device)
+    bnuq.freeze(model)
+    (x,), y = drawn((N, 40), device=device), torch.arange(N, device=device) % 3
+    bnuq.collect(model, [x, x + 1, x - 1], progress=False)
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (EVENTS.append("clear"), clear()))
+    options = {"likelihood": "categorical", "num_samples": 4, "seed": 0}
+
+    def in_replicas():
+        with replicas(model, 4, seed=0):
+            return model(x).float().sum()
+
+    def after_predict():
+        predict(model, x, **options)
+        return model(x).float().sum()
+
+    def after_errors():
+        with pytest.raises(TypeError, match="output_fn"):
+            predict(model, x, output_fn=lambda z: [], **options)
+        return model(x).float().sum()
+
+    def step():
+        return elbo_loss(model, x, y, batch_weight=0.1, num_samples=4).loss
+
+    for loss in (in_replicas, after_predict, after_errors, step, step, in_replicas):
+        model.zero_grad()
+        EVENTS.clear()
+        with torch.autocast(x.device.type, torch.bfloat16):
+            loss().backward()
+        without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert not without, loss
+        before = [*EVENTS]  # the step's own forwards, which are the last
+        while before[-1] in ("clear", True):
+            last = before.pop()
+        assert last == "clear" and True in EVENTS
+        with torch.no_grad():
+            model.first.weight.mul_(1.01)
