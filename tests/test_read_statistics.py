@@ -221,11 +221,15 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda x: self.inner(x) * self.scale, x, use_reentrant=False)
 
 
-def test_what_a_backward_computes_again_reads_the_same():
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_backward_computes_again_reads_the_same(inside):
     model, _ = with_bank(trained(Checkpointed(Flow())))
     with bnuq.replicas(model, 1, 5):
         y = model(torch.randn(6, 4))
-    y.square().sum().backward()
+        if inside:
+            y.square().sum().backward()
+    if not inside:
+        y.square().sum().backward()
     inner = y.detach() / model.scale.detach()  # whose last column is the determinant
     torch.testing.assert_close(model.scale.grad, 2 * inner.square().sum(0), rtol=1e-5, atol=1e-5)
 
@@ -237,6 +241,64 @@ def test_several_calls_that_are_computed_again_are_refused():
         y = model(torch.randn(6, 4))
     with pytest.raises(ValueError, match=text):
         y.sum().backward()
+
+
+def test_reading_again_of_a_layer_that_was_called_twice_is_refused():
+    class Reading(Twice):
+        def forward(self, x):
+            h = self.bn(self.bn(x).requires_grad_())
+            return checkpoint(lambda h: h * self.bn.running_mean.exp(), h, use_reentrant=False)
+
+    model, _ = with_bank(trained(Reading()))
+    with bnuq.replicas(model, 1, 5):
+        y = model(torch.randn(6, 4))
+    with pytest.raises(ValueError, match="layer 'bn' must be called once in a forward that is"):
+        y.sum().backward()
+
+
+def test_a_body_inside_of_another_shows_those_of_its_outer_model():
+    (model, _), (other, _) = (with_bank(trained(Flow())) for _ in range(2))
+    x = torch.randn(6, 4)
+    with bnuq.replicas(model, 1, 5):
+        expected = model(x)
+        with bnuq.replicas(other, 1, 5):
+            assert torch.equal(model(x), expected)
+
+
+class Aside(nn.Module):
+    """Reads the statistics of a layer that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.aside = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.bn(x) * self.aside.running_var
+
+
+def test_those_of_a_layer_that_is_not_called_are_its_own():
+    original = trained(Aside())
+    original.aside.running_var.copy_(torch.arange(4) + 2)
+    (model, bank), x = with_bank(original), torch.randn(6, 4)
+    assert bank.unused == ("aside",)
+    with pytest.warns(UserWarning, match="reads the running statistics of aside by itself"):
+        found = bnuq.predict(model, x, likelihood="gaussian", num_samples=5, keep_samples=True)
+    expected = loop(original, bank, found.snapshots, x)
+    torch.testing.assert_close(found.samples, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_they_have_the_dtype_of_the_layers_own(dtype):
+    class Typed(Flow):
+        def forward(self, x):
+            read.append((self.bn(x).dtype, self.bn.running_mean.dtype, self.bn.running_var.dtype))
+            return x
+
+    read: list[tuple] = []
+    model = bnuq.convert(Typed().to(dtype).eval())
+    bnuq.collect(model, batches(dtype), progress=False)
+    bnuq.predict(model, batches(dtype)[0], likelihood="gaussian", num_samples=2, strategy="loop")
+    assert len(read) > 8 and set(read) == {(dtype,) * 3}
 
 
 def test_outside_of_a_prediction_they_are_the_layers_own():
