@@ -67,6 +67,17 @@ def test_bayesian_layers_too():
         bnuq.elbo_loss(model, data()[0], y, batch_weight=0.1)
 
 
+def test_every_body_that_a_layer_belongs_to_is_told():
+    """Of two bodies in each other the layer's is the outer one."""
+    model, other = (bnuq.convert(Branches(threads).eval()) for threads in (True, False))
+    with pytest.warns(UserWarning, match=TEXT):
+        bnuq.collect(model, data(), progress=False)
+    bnuq.collect(other, data(), progress=False)
+    with bnuq.replicas(model, 1), bnuq.replicas(other, 1):
+        with pytest.warns(UserWarning, match=f"^replicas: a.1, b.1: {TEXT}"):
+            model(data()[0])
+
+
 def test_calls_that_its_own_thread_makes_are_missed_by_nobody():
     """Of a model that another thread uses at the same time."""
     model = bnuq.convert(Branches(False).eval())

@@ -1,6 +1,7 @@
 """Bodies of `replicas` that end in another order than that in which they began."""
 
 import asyncio
+import contextvars
 import threading
 
 import torch
@@ -99,3 +100,23 @@ def test_a_divergence_belongs_to_the_body_that_is_left():
         outer.close()
         assert bnuq.kl_divergence(layers[0]) == alone
         assert bnuq.kl_divergence(layers[1], 4, 1) != bnuq.kl_divergence(layers[1], 4, 2)
+
+
+def test_a_body_in_a_context_of_its_own_goes_on_when_the_one_around_it_ends():
+    model, other = make_model(), make_model()
+    plain, outer, inner = model(X), replicas_of(model, 2, 0), replicas_of(other, 3, 1)
+    next(outer)
+    apart = contextvars.copy_context()
+    apart.run(next, inner)
+    outer.close()
+    assert torch.equal(apart.run(model, X), plain)
+    close(apart.run(other, X), expected(other, seed=1, num_samples=3))
+    apart.run(inner.close)
+
+
+def test_the_divergence_of_a_part_is_over_the_weights_of_the_whole_models_forwards():
+    layers = [bnuq.BayesLinear(4, 4, prior=bnuq.ScaleMixturePrior()) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
+    with bnuq.replicas(model, 7, 5):
+        parts = [bnuq.kl_divergence(layer) for layer in layers]
+        torch.testing.assert_close(sum(parts), bnuq.kl_divergence(model))
