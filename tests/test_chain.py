@@ -1,9 +1,12 @@
 """`replicas` of Bayesian layers that are called one after another:
 known to fold without a trial."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import bnuq_ext as bnuq
 
@@ -69,3 +72,25 @@ def test_a_hook_is_a_reason_for_a_trial():
         bnuq.replicas(model, T, 5),
     ):
         model(X)
+
+
+def test_a_norm_over_rows_is_no_layer_of_a_chain():
+    model = chain(nn.Linear(8, 8), nn.LayerNorm((32, 8)))
+    with pytest.raises(ValueError, match="replicas: model must"), bnuq.replicas(model, T, 5):
+        model(X)
+
+
+class Centred(TorchFunctionMode):
+    """What tanh gives is centred over the rows."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result - result.mean(0) if func is torch.tanh else result
+
+
+@pytest.mark.parametrize("device", [nullcontext, lambda: torch.device("cpu")])
+def test_functions_that_a_mode_replaces_are_a_reason_for_a_trial(device):
+    model = chain(nn.Linear(8, 8), bnuq.BayesLinear(8, 8), nn.Tanh())
+    with device(), Centred(), bnuq.replicas(model, T, 5):
+        with pytest.raises(ValueError, match="replicas: model must"):
+            model(X)
