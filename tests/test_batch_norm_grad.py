@@ -153,9 +153,25 @@ def test_special_values_go_as_through_torchs_activation(activation, device, dtyp
     slope = {"negative_slope": 0.01} if activation == "leaky_relu" else {}
     with_nan = slice(None) if activation == "relu" else slice(5)
     mine, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
-    ops.batch_norm_bank(mine, zero, one, **options).backward(grad)
     getattr(torch.nn.functional, activation)(plain, **slope).backward(grad)
-    torch.testing.assert_close(mine.grad[with_nan], plain.grad[with_nan], equal_nan=True)
+    for again in (False, True):
+        y = ops.batch_norm_bank(mine, zero, one, **options)
+        (found,) = torch.autograd.grad(y, mine, grad, create_graph=again)
+        torch.testing.assert_close(found[with_nan], plain.grad[with_nan], equal_nan=True)
+
+
+def test_infinite_gradients_reach_no_other_snapshot(device):
+    x = torch.randn(3, 2, device=device)
+    table = [torch.ones(3, 2, device=device, requires_grad=True) for _ in range(2)]
+    snapshot, grad = torch.tensor([0, 0, 2], device=device), torch.ones_like(x)
+    grad[2, 0] = math.inf
+    y = ops.batch_norm_bank(x, *table, snapshot=snapshot, eps=1.0, shared=False)
+    found = torch.autograd.grad(y, table, grad)
+    rstd = 0.5**0.5
+    expected = [-2 * rstd * torch.ones_like(x[0]), -0.5 * rstd**3 * (x[:2] - 1).sum(0)]
+    for by, first in zip(found, expected, strict=True):
+        torch.testing.assert_close(by[0], first)
+        assert not by[1].any() and by[2].isfinite().tolist() == [False, True]
 
 
 def test_out_that_autograd_has_kept_is_not_written_unnoticed(device):

@@ -344,3 +344,41 @@ def test_snapshots_outside_of_the_bank(device):
     diagonal = jacobians.flatten(1, 2).flatten(2).diagonal(dim1=1, dim2=2)
     expected = [[False] * 6 + [True] * 6, [True] * 6 + [False] * 6]
     assert diagonal.isnan().tolist() == expected
+
+
+def test_values_beside_tangents_are_the_kernels(case):
+    function, tensors = case
+    found, _ = torch.func.jvp(function, tuple(tensors), tuple(tensors))
+    torch.testing.assert_close(found, function(*tensors), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tangents_of_16_bits(dtype):
+    """Of numbers in float32, rounded at the end."""
+    weights = [t.float() for t in posterior(5, 4) + posterior(5)]
+    bank, noise = make("bank", (3, 4), T, dtype=dtype), dict(stream=1, num_samples=T)
+
+    def linear(x):
+        return ops.bayes_linear(x, *weights, seed=seed("cpu"), **noise)
+
+    def batch_norm(x):
+        return call("bank", bank | {"x": x, "residual": bank["residual"].to(x.dtype)}, T)
+
+    def entropy(x):
+        return ops.predictive_statistics(x.expand(T, 6, 4)).entropy
+
+    x, tangent = (torch.randn(6, 4).to(dtype) for _ in range(2))
+    for function in (linear, batch_norm, entropy):
+        found = torch.func.jvp(function, (x,), (tangent,))
+        exact = torch.func.jvp(function, (x.float(),), (tangent.float(),))
+        for part, number in zip(found, exact, strict=True):
+            torch.testing.assert_close(part, number.to(function(x).dtype))
+
+
+def test_sums_of_16_bits_that_are_differentiated_again():
+    """Over more rows than float16 counts."""
+    one, rows = torch.ones(1, 1), 4099
+    bias = torch.zeros(1, requires_grad=True)
+    y = ops.batch_norm_bank(torch.ones(rows, 1).half(), one, one, seed=0, num_samples=1, bias=bias)
+    (grad,) = torch.autograd.grad(y, bias, torch.ones_like(y), create_graph=True)
+    assert grad.item() == rows

@@ -23,6 +23,7 @@ REJECTED_GAUSSIAN = [
     (dict(prior_std="1"), TypeError, "prior_std must be a number, got str"),
 ]
 REJECTED_MIXTURE = [
+    (dict(mu=ZERO[0], rho=ZERO[0]), ValueError, "mu must have shape"),
     (dict(mu=torch.zeros(1, 1, 3), rho=torch.zeros(1, 1, 3)), ValueError, "mu must have shape"),
     (dict(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
     (dict(num_samples=1.5), TypeError, "num_samples must be an integer, got 1.5"),
