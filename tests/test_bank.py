@@ -214,6 +214,8 @@ def test_equal():
     (mean, var), options = statistics(), {"batch_size": 8, "dataset_size": 99}
     bank = bnuq.Bank(mean, var, 32, **options)
     assert bank.equal(bnuq.Bank(mean, var, 32, **options))
+    wide = [{key: t.double() for key, t in group.items()} for group in (mean, var)]
+    assert not bank.equal(bnuq.Bank(*wide, 32, **options))
     for other in ({"batch_size": 9}, {"dataset_size": 98}, {"unused": ("a",)}, {"disjoint": 0.5}):
         assert not bank.equal(bnuq.Bank(mean, var, 32, **{**options, **other}))
     assert not bank.equal(bnuq.Bank(mean, var, 33, **options))
