@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils import data as torch_data
 
 import bnuq_ext as bnuq
+from bnuq_ext.batches import Source
 
 N, M = 80, 8
 ROWS = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
@@ -187,3 +188,48 @@ def test_a_state_that_comes_back(period, as_buffer, strategy):
         of_batches.append(torch.stack(of_replicas))
     torch.testing.assert_close(pred.samples, torch.cat(of_batches, 1))
     assert (model.turn, model.turns) == (plain.turn, plain.turns)
+
+
+class InTurn(torch_data.SequentialSampler):
+    pass
+
+
+def test_a_sampler_of_ones_own_is_said_not_to_be_used(model):
+    loader = torch_data.DataLoader(DATA, M, sampler=InTurn(DATA))
+    with pytest.warns(UserWarning, match="data stands for its data set, without its sampler$"):
+        bnuq.statistics_normality(model, loader, batch_size=M, num_batches=8)
+
+
+class Backwards(torch_data.Sampler):
+    """In one order, by a sampler that is not torch's."""
+
+    def __iter__(self):
+        return iter(range(N - 1, -1, -1))
+
+    def __len__(self):
+        return N
+
+
+def test_a_sampler_of_ones_own_with_one_order_is_gone_through_once(model):
+    loader = torch_data.DataLoader(DATA, M, sampler=Backwards())
+    assert len(bnuq.collect(model, loader, 2 * N // M)) == N // M
+
+
+def test_passes_are_told_apart_by_all_their_tensors():
+    class Passes:
+        def __iter__(self):
+            return iter([passes.pop(0)])
+
+    passes = [(ROWS,), (ROWS, LABELS), (ROWS, LABELS)]
+    source = Source(Passes, reshuffles=None)
+    assert [number for number, _ in source.batches(4)] == [0, 1]
+
+
+def test_a_first_batch_in_memory_that_is_used_again():
+    class Passes:
+        def __iter__(self):
+            return iter([memory.add_(1)])
+
+    memory = torch.zeros(M, 4)
+    source = Source(Passes, reshuffles=None)
+    assert [number for number, _ in source.batches(3)] == [0, 1, 2]

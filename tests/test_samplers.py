@@ -12,6 +12,7 @@ from scipy import stats
 
 import bnuq_ext as bnuq
 from bnuq_ext import known, ops
+from bnuq_ext.samplers import make_sampler
 
 # ---- number by number ------------------------------------------------------------------------
 
@@ -272,3 +273,26 @@ def test_rejects():
         ValueError, match="bank must hold batches smaller than the data set .* got 400"
     ):
         sampler("normal", whole, 200)
+
+
+def test_which_snapshots_are_of_last_batches():
+    """A first batch that could not be used leaves one of them in front."""
+    table, (first, whole) = (
+        {k: torch.ones(3, 2) for k in "ab"},
+        torch.tensor([[4, 8, 4], [8, 8, 8]]),
+    )
+    for count, expected in (
+        ({"a": first, "b": first}, [True, False, True]),
+        ({"a": first, "b": whole}, [False] * 3),
+    ):
+        bank = bnuq.Bank(table, table, count, batch_size=8, dataset_size=12)
+        assert bank.of_last_batches().tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["joint", "lognormal", "normal"])
+def test_a_single_whole_batch_is_not_rescaled_by_itself(name):
+    mean, var = torch.randn(2, 3), torch.rand(2, 3) + 1
+    count = {"a": torch.tensor([8, 4])}
+    bank = bnuq.Bank({"a": mean}, {"a": var}, count, batch_size=8, dataset_size=12)
+    draw = make_sampler("op", name, bank, 4, torch.device("cpu")).draw(0, 0, 5)
+    assert all(t.isfinite().all() for t in draw.statistics("a", 0))
