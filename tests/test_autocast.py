@@ -9,6 +9,7 @@ import torch
 
 import bnuq_ext as bnuq
 from bnuq_ext import BayesLinear, elbo_loss, ops, predict, replicas, to_bayesian
+from bnuq_ext.ops.modes import autocast_dtypes
 
 T, N, C = 5, 9, 16
 
@@ -75,6 +76,39 @@ def test_no_number_changes(case, device):
         actual = once()
     for a, e in zip(actual, expected, strict=True):
         assert a.dtype == e.dtype and torch.equal(a, e)
+
+
+@pytest.mark.parametrize("case", ["linear", "linear bfloat16"])
+def test_no_gradient_changes_that_is_to_be_differentiated_again(case, device):
+    run, inputs = CASES[case](device)
+
+    def once():
+        leaves = [value.clone().requires_grad_() for value in inputs]
+        y = run(*leaves)
+        return torch.autograd.grad(y, leaves, torch.ones_like(y), create_graph=True)
+
+    expected = once()
+    with torch.autocast(inputs[0].device.type, torch.bfloat16):
+        actual = once()
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+
+
+def test_a_chain_rounds_between_its_layers_as_another_model_does():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(BayesLinear(40, C), torch.nn.ReLU(), BayesLinear(C, 3))
+    (x,), y = drawn((N, 40), device="cpu"), torch.arange(N) % 3
+    losses = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(elbo_loss(model, x, y, batch_weight=0.1, seed=0).nll)
+        model[1].register_forward_hook(lambda *_: None)  # which is no chain then
+    assert losses[0] == losses[1]
+
+
+def test_autocast_of_each_kind_of_device():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autocast_dtypes() == (torch.bfloat16, None)
 
 
 def test_a_training_step_of_mixed_layers(device):

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import threading
 import weakref
 
 import pytest
@@ -162,3 +163,38 @@ def test_a_trial_with_hooks_keeps_nothing():
         model(X).sum().backward()
     gc.collect()
     assert len(kept) > 2 and not any(ref() is not None for ref in kept)
+
+
+class Nested(nn.Module):
+    """Reentrant checkpoints in each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (bnuq.BayesLinear(5, 5, rho_init=-1.0) for _ in range(3))
+
+    def inner(self, h):
+        return self.b(h).tanh()
+
+    def outer(self, h):
+        return self.c(self.run(self.inner, h)).tanh()
+
+    def run(self, function, h):
+        again = self.training and h.requires_grad
+        return checkpoint(function, h, use_reentrant=True) if again else function(h)
+
+    def forward(self, x):
+        return self.run(self.outer, self.a(x))
+
+
+def test_a_backward_of_another_thread_goes_through_nested_checkpoints():
+    """Whose nodes are numbered anew."""
+    torch.manual_seed(0)
+    model, found = Nested(), []
+    for training in (False, True):
+        model.train(training).zero_grad()
+        value = loss(model, 3, 1, False)
+        thread = threading.Thread(target=value.backward)
+        thread.start()
+        thread.join()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found)
