@@ -382,3 +382,16 @@ def test_sums_of_16_bits_that_are_differentiated_again():
     y = ops.batch_norm_bank(torch.ones(rows, 1).half(), one, one, seed=0, num_samples=1, bias=bias)
     (grad,) = torch.autograd.grad(y, bias, torch.ones_like(y), create_graph=True)
     assert grad.item() == rows
+
+
+def test_tangents_of_the_gradient_of_a_chains_divergence():
+    """Whose outputs have none."""
+    function, tensors = of_chain("cpu")
+    given, one = leaves(tensors), torch.ones((), dtype=torch.float64)
+    _, divergence = function(*given)
+    expected = torch.autograd.grad(divergence, given[1:], retain_graph=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(one, 2 * one)
+        found = torch.autograd.grad(divergence, given[1:], dual)
+        tangents = [forward_ad.unpack_dual(grad).tangent for grad in found]
+    torch.testing.assert_close(tangents, [2 * grad for grad in expected])

@@ -166,6 +166,16 @@ def test_mixture_takes_a_strided_seed():
     assert torch.equal(ops.mixture_kl(mu, rho, seed, 0, **MIXTURE), expected)
 
 
+def test_strided_parameters():
+    mu, rho = torch.randn(2, 5, 3).transpose(1, 2)
+    for divergence in (
+        ops.gaussian_kl,
+        lambda mu, rho: kl_ops.gaussian_kl_sum([(mu, rho, 0.5)]),
+        lambda mu, rho: ops.mixture_kl(mu, rho, 6, 0, **MIXTURE),
+    ):
+        assert torch.equal(divergence(mu, rho), divergence(mu.contiguous(), rho.contiguous()))
+
+
 def test_gaussian_is_the_integral():
     mu, rho, std = 0.3, -1.2, 0.7
     sigma = math.log1p(math.exp(rho))

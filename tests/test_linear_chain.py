@@ -245,3 +245,12 @@ def test_the_divergence_may_be_written_into():
     elbo.kl.mul_(0.5)
     (elbo.nll + elbo.kl).backward()
     assert elbo.kl.item() == kl / 2 and model[0].weight_mu.grad.isfinite().all()
+
+
+def test_strided_weights_and_a_strided_seed():
+    weights, biases = torch.randn(2, 7, 5).transpose(1, 2), torch.randn(5, 2).t()
+    link, x = Link((*weights, *biases), 1.0, 0), torch.randn(4, 7)
+    plain = link._replace(posterior=tuple(p.contiguous() for p in link.posterior))
+    strided = torch.stack([SEED, SEED + 1], 1)[:, 0]
+    found = bayes_linear_chain(x, [link], seed=strided, num_samples=3)
+    torch.testing.assert_close(found, bayes_linear_chain(x, [plain], seed=SEED, num_samples=3))
