@@ -352,13 +352,10 @@ def _parsed_fields(fields: dict[str, str]) -> dict:
     expected = ["format", "version", "batch_size", "dataset_size", "disjoint", "unused", "metadata"]
     if list(fields) != expected:
         raise ValueError(f"fields {list(fields)} instead of {expected}")
-    unused = json.loads(fields["unused"])
-    if not isinstance(unused, list):
-        raise ValueError(f"unused {unused}")
     return {
         "batch_size": int(fields["batch_size"]),
         "dataset_size": int(fields["dataset_size"]),
         "disjoint": float(fields["disjoint"]),
-        "unused": unused,
+        "unused": json.loads(fields["unused"]),
         "metadata": json.loads(fields["metadata"]),
     }

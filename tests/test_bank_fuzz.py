@@ -141,7 +141,7 @@ MADE_ON_PURPOSE = {
         change_field("disjoint", "nan"),
         "hold a bank, got Bank: disjoint must lie in [0, 1]",
     ),
-    "unused": (change_field("unused", "3"), "hold a bank, got unused 3"),
+    "unused": (change_field("unused", "3"), "got Bank: unused must be names of layers, in"),
     "unused names": (
         change_field("unused", "[3]"),
         "hold a bank, got Bank: unused must be names of",
