@@ -66,7 +66,7 @@ def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool
         elif kind in _BY_ROW or kind in others or kind is nn.Sequential:
             continue
         elif kind is nn.Flatten and module.start_dim == 1:
-            dim = 2 if module.end_dim == -1 else 0
+            dim = 2  # or more: what convolves or pools behind it is tried
         elif not _is_by_row(module, dim):
             return False
     return links == len(modules) and _are_plain(modules) and not has_hooks(modules)

@@ -44,7 +44,7 @@ class ChainFolding(Folding):
         if shape not in largest:
             sizes: list[int] = []
             _run(self, self.forward.draw(self.first_replica, 1), sizes)
-            self.remember(largest, shape, max(sizes, default=0))
+            self.remember(largest, shape, max(sizes))
         return Plan("folded", {}, largest[shape], 0, (), {}, set())
 
     def give_up(self, plan: Plan, reason: Exception) -> Plan:

@@ -73,8 +73,6 @@ def per_channel(value: Tensor, dims: int) -> Tensor:
 
 def activated(z: Tensor, slope: float) -> Tensor:
     """z, and slope * z below 0."""
-    if slope == 1:
-        return z
     return z.relu() if slope == 0 else functional.leaky_relu(z, slope)
 
 
@@ -99,7 +97,7 @@ def bayes_linear(x, mu, rho, bias_mu, bias_rho, seed, stream, num_samples) -> Te
 
 def gaussian_kl(mu, rho, prior_std) -> Tensor:
     ratio = (sigma_of(rho).square() + mu.square()) / prior_std**2
-    terms = math.log(prior_std) - log_sigma_of(_unpruned(rho)) + (ratio - 1) / 2
+    terms = math.log(prior_std) - log_sigma_of(rho) + (ratio - 1) / 2
     return _summed(terms, rho)
 
 
@@ -113,7 +111,7 @@ def mixture_kl(mu, rho, seed, stream, num_samples, pi, std1, std2) -> Tensor:
     eps = _noise(mu, seed, stream, num_samples)
     half_square = (mu + sigma_of(rho) * eps).square() / 2
     # The 1/2 log(2 pi) of q and p cancel.
-    log_q = -log_sigma_of(_unpruned(rho)) - eps.square() / 2
+    log_q = -log_sigma_of(rho) - eps.square() / 2
     components = [
         math.log(share / std) - half_square / std**2
         for share, std in ((pi, std1), (1 - pi, std2))
@@ -125,11 +123,6 @@ def mixture_kl(mu, rho, seed, stream, num_samples, pi, std1, std2) -> Tensor:
 def _logaddexp(a: Tensor, b: Tensor | None = None) -> Tensor:
     """torch.logaddexp, whose second derivative is NaN where one term is far smaller."""
     return a if b is None else torch.maximum(a, b) + functional.softplus(-(a - b).abs())
-
-
-def _unpruned(rho: Tensor) -> Tensor:
-    """With a finite number for -inf, from which no NaN comes into a gradient."""
-    return rho.masked_fill(rho == -math.inf, 0.0)
 
 
 def _summed(terms: Tensor, rho: Tensor) -> Tensor:

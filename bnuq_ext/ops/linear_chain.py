@@ -101,7 +101,6 @@ class _Chain(torch.autograd.Function):
         else:
             with past_autograd():
                 by_x, grads = _grads(ctx, grad_y, grad_kl, need_x, needs)
-        grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
         return None, None, by_x, None, *grads
 
 
