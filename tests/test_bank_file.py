@@ -240,7 +240,9 @@ def test_is_synced_before_and_after_it_is_renamed(tmp_path, monkeypatch):
     sync, replace = os.fsync, os.replace
 
     def note_sync(descriptor):
-        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        found = os.fstat(descriptor)
+        done.append("folder" if stat.S_ISDIR(found.st_mode) else "file")
+        assert done[-1] == "folder" or found.st_size > 100  # none waits in a buffer of Python
         sync(descriptor)
 
     def note_replace(source, target):
@@ -250,8 +252,15 @@ def test_is_synced_before_and_after_it_is_renamed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "replace", note_replace)
+    open_before = os.listdir("/proc/self/fd")
     make_bank().save(tmp_path / "a.bank")
-    assert done == ["file", "rename", "folder"]
+    assert done == ["file", "rename", "folder"] and os.listdir("/proc/self/fd") == open_before
+
+
+def test_an_error_before_there_is_a_file_names_the_target():
+    with pytest.raises(OSError) as caught:
+        make_bank().save("/proc/a.bank")
+    assert caught.value.filename == "/proc/a.bank"
 
 
 def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch):

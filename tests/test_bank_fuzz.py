@@ -101,6 +101,17 @@ def pop_field(header, body):
     return body
 
 
+def turn_fields(header, body):
+    header["__metadata__"] = dict(reversed(header["__metadata__"].items()))
+    return body
+
+
+def without_slashes(header, body):
+    for group in ("count", "mean", "var"):
+        rename(f"{group}/layer0.bn", group)(header, body)
+    return body
+
+
 def pop_last_entry(header, body):
     return body[: header.pop("var/layer1.bn")["data_offsets"][0]]
 
@@ -159,6 +170,7 @@ MADE_ON_PURPOSE = {
         "hold a bank, got maximum recursion",
     ),
     "further field": (change_field("more", ""), "hold a bank, got fields ['format', 'version',"),
+    "fields in another order": (turn_fields, "hold a bank, got fields ['metadata', 'unused',"),
     "missing field": (pop_field, "hold a bank, got fields ['format', 'version',"),
     "NaN": (
         put_number("mean/layer0.bn", NAN),
@@ -189,6 +201,7 @@ MADE_ON_PURPOSE = {
         rename("var/layer1.bn", "layer1.bn"),
         "hold a bank, got a tensor called 'layer1.bn'",
     ),
+    "groups alone": (without_slashes, "hold a bank, got a tensor called 'count'"),
     "entry": (text_for_entry, "have dtype, shape and data_offsets for 'var/layer1.bn', got F32"),
     "dtype": (
         change_entry("var/layer1.bn", dtype="BF16"),
@@ -233,11 +246,21 @@ MADE_ON_PURPOSE = {
     "no list": (change_entry("mean/layer0.bn", shape="12"), "have a shape of one or two positive"),
     "huge": (change_entry("var/layer1.bn", shape=[10**9, 10**9]), "have 'var/layer1.bn' at bytes"),
     "huge and fitting": (claim_20_gigabytes, "bytes as its header says, got "),
+    "another beginning": (
+        change_entry("count/layer0.bn", data_offsets=[8, 32]),
+        "have 'count/layer0.bn' at bytes 0 to 32, got [8, 32]",
+    ),
     "overlap": (
         change_entry("var/layer1.bn", data_offsets=[0, 80]),
         "have 'var/layer1.bn' at bytes",
     ),
 }
+
+
+def test_refuses_more_spaces_behind_the_header(sample):
+    length = int.from_bytes(sample[:8], "little")
+    message = refused(forged(sample[8 : 8 + length] + b" " * 8, sample[8 + length :]))
+    assert "have its header in canonical form" in message
 
 
 @pytest.mark.parametrize("name", MADE_ON_PURPOSE)
