@@ -149,10 +149,7 @@ def _read_header(stream, size: int, name: str) -> bytes:
         if not OPENING.startswith(stream.read(len(OPENING))):
             _bad(name, "be a bank that Bank.save wrote", "another kind of file")
         _bad(name, f"have a header of 1 to {limit} bytes", length)
-    raw = stream.read(length)
-    if len(raw) < length:
-        _bad(name, f"have a header of {length} bytes", len(raw))
-    return raw
+    return stream.read(length)
 
 
 def _parse(raw: bytes, name: str) -> tuple[dict, dict[str, str], str]:
