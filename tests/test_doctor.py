@@ -198,6 +198,14 @@ def test_own_ops_and_backward_do_not_count():
     assert counter.uncovered == 1
 
 
+def test_calls_behind_an_instance_norm_that_fails_count():
+    with count_uncovered(Network()) as counter:
+        with pytest.raises(ValueError, match="Expected more than 1 spatial element"):
+            F.instance_norm(torch.ones(2, 4, 1))
+        F.batch_norm(x, torch.zeros(4), torch.ones(4))
+    assert counter.uncovered == 1
+
+
 def test_threads_count_their_own_calls():
     model, together = nn.BatchNorm2d(4).eval(), threading.Barrier(8)
 

@@ -245,6 +245,7 @@ APART = {
     "peeks": looked_at,
     "monitored": monitored,
     "factories": lambda h: h + h.new_ones(D) + h.new_zeros(()) + torch.zeros_like(h),
+    "norms of rows": lambda h: nn.functional.group_norm(h.renorm(2, 0, 1.0)[None], len(h))[0],
     "of a row": lambda h: torch.maximum(h, h[0].new_zeros(D)) + torch.zeros_like(h.sum(0)),
     "routed": routed,
     "grouped": grouped,
