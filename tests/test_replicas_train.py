@@ -31,6 +31,44 @@ def test_each_number_of_replicas_is_held_to_train():
         model(ROWS[:N])
 
 
+class CentresWhere(Norms):
+    """A part that is in train()."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.other = nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.head(self.second(h - h.mean(0) if self.part.training else h))
+
+
+@torch.no_grad()
+def test_each_choice_of_flags_is_held_to_train():
+    model = prepared(CentresWhere, ROWS).eval()
+    model.other.train()
+    with bnuq.replicas(model, 2, seed=0):
+        model(ROWS[:N])
+    model.part.train()
+    with pytest.raises(ValueError, match="replicas: model must"), bnuq.replicas(model, 2, seed=0):
+        model(ROWS[:N])
+
+
+class Several(Norms):
+    """Outputs of which some have one number a row."""
+
+    def forward(self, x):
+        y = self.head(self.second(self.first(x)))
+        return y, y[:, 0]
+
+
+def test_outputs_of_one_number_a_row():
+    model = prepared(Several, ROWS)
+    with bnuq.replicas(model, 3, seed=0):
+        y, first = model(ROWS[:N])
+    assert y.shape[0] == 3 * N and torch.equal(first, y[:, 0])
+
+
 class DropConnect(Norms):
     """Writes into what dropout has made of a parameter."""
 
