@@ -8,6 +8,7 @@ from torch import nn
 from training import Net, Residual, gate, gradients, proofs, step, ways
 
 import bnuq_ext as bnuq
+from bnuq_ext import known
 from bnuq_ext.proof.agreement import are_unused
 
 
@@ -202,3 +203,15 @@ def test_what_an_output_depends_on():
     assert are_unused([a], b * x) and are_unused([a, b], x)
     assert not are_unused([a, b], b * x) and not are_unused([b], b * x)
     assert seen == [] and b.grad is None
+
+
+@torch.no_grad()
+def test_without_gradients_samples_go_together_too():
+    """No proof then says anything of other values of the parameters."""
+    model, x, y = Dropped().eval(), torch.randn(9, 6), torch.randn(9, 3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        bnuq.elbo_loss(model, x, y, num_samples=3, likelihood="gaussian", batch_weight=0.1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {plan.way for plan in known._KNOWN[model].plans.values()} == {"folded"}
