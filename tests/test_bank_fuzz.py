@@ -257,6 +257,12 @@ MADE_ON_PURPOSE = {
 }
 
 
+@pytest.mark.parametrize("length", range(8))
+def test_headers_are_padded_to_eight_bytes_and_no_more(length, tmp_path):
+    data = file_bytes(make_bank(metadata={"a": "x" * length}), tmp_path / "a.bank")
+    assert forged(*split(data)) == data
+
+
 def test_refuses_more_spaces_behind_the_header(sample):
     length = int.from_bytes(sample[:8], "little")
     message = refused(forged(sample[8 : 8 + length] + b" " * 8, sample[8 + length :]))
