@@ -1,4 +1,5 @@
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -14,6 +15,9 @@ except ImportError:  # as on some machines with a GPU: only the files that need 
 else:
     hypothesis.settings.register_profile("bnuq", deadline=None, derandomize=True, print_blob=True)
     hypothesis.settings.load_profile("bnuq")
+
+# What a test makes cannot be pickled for workers that Python 3.14 starts otherwise.
+multiprocessing.set_start_method("fork", force=True)
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
