@@ -226,6 +226,8 @@ class Members(Predictor):
         request = first.request._replace(count=sum(p.request.count for p in predictors))
         super().__init__(first.forward, [], request, first.likelihood, first.device)
         self.predictors = predictors
+        for predictor in predictors[1:]:
+            predictor.before = ()  # those before may share modules with it
 
     def run_one(self, inputs, bar) -> dict[str, Tensor]:
         parts = [predictor.run_one(inputs, bar) for predictor in self.predictors]

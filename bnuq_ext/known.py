@@ -90,6 +90,12 @@ class Known:
         self.samplers = BankSamplers()
         self.seen = seen
 
+    def restart(self, seen: Fingerprint) -> None:
+        """Takes a fingerprint for that of another state, of which nothing has been found out."""
+        self.plans, self.trials, self.undecided = {}, {}, {}
+        self.earlier_plans, self.checked_in_train = {}, {}
+        self.renew(seen)
+
     def tell(self, op: str, active: Pass) -> None:
         """Warns, once, of layers that a forward has called in another thread."""
         if active.missed and not self.told:

@@ -14,6 +14,7 @@ from .chunks import chunk_of, free_memory, is_out_of_memory, no_memory_to_keep, 
 from .forward import Forward
 from .inputs import copied, is_one_input, move, num_rows, split_batch
 from .interrupts import raise_interrupt
+from .known import Known, know
 from .ops.checks import refuse
 from .ops.modes import is_recorded, refuse_forward_derivatives
 from .pages import keep_freed_pages
@@ -25,7 +26,7 @@ from .prediction import (
     warn_of_probabilities,
 )
 from .progress import progress_bar
-from .proof.folding import AT_ONCE, LOOP, Folding, Plan
+from .proof.folding import AT_ONCE, LOOP, WAYS, Folding, Plan
 from .wrappers import waits_for_others
 
 STRATEGIES = ("auto", "folded", "loop")
@@ -74,6 +75,7 @@ class Predictor:
         self.forward, self.modules, self.request = forward, modules, request
         self.likelihood, self.device, self.fold = likelihood, device, fold
         self.most = request.count  # in a chunk; less once memory did not suffice
+        self.before: tuple | None = None  # what the plan of the input before is remembered by
         self.shape: list[int] = []  # of a replica's output for the current input
         if device.type == "cpu":
             keep_freed_pages()
@@ -120,7 +122,7 @@ class Predictor:
     def run_one(self, inputs, bar: tqdm | None) -> dict[str, Tensor]:
         """The prediction of one input, under a bar that is there already, or none."""
         moments = samples = summary = None
-        folding = self.fold(self.forward, self.modules, self.request.first, inputs)
+        folding = self._folding(inputs)
         done, plan = 0, self._plan(folding)
         while done < self.request.count:
             size = self._size(plan, self.request.count - done)
@@ -151,6 +153,18 @@ class Predictor:
                 # The exception is gone here, and with it the tensors of the frames that it held.
                 free_memory(self.device)
         return (summary or moments.summary()) | {"samples": samples}
+
+    def _folding(self, inputs) -> Folding:
+        folding = self.fold(self.forward, self.modules, self.request.first, inputs)
+        if not isinstance(folding.known, Known) or self.request.is_loop():
+            return folding
+        before, self.before = self.before, folding.place
+        plan = folding.known.plans.get(folding.place)
+        went_together = before == folding.place and plan is not None and plan.way in WAYS
+        if before is None or went_together:  # which has left the model as it was
+            return folding
+        self.forward = self.forward._replace(known=know(self.forward.model, self.modules))
+        return self.fold(self.forward, self.modules, self.request.first, inputs)
 
     def _out_of_memory(self, inputs, outputs, samples, error: Exception) -> Exception:
         """What to raise where there is no memory for a single replica,

@@ -109,8 +109,13 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
         return plan, None
     plan = folding.earlier_plan()
     if plan is not None and plan.repeatable and folding.num_samples in plan.checked:
+        state = State(folding.modules)
         with folding.gradients_for_hooks():
-            return folding.renewed(plan), folding.alone()
+            alone = folding.alone()
+        if folding.undo(state):  # since a buffer that tells it to was written
+            folding.refute(plan, CHANGES)
+            return LOOP, None
+        return folding.renewed(plan), alone
     if folding.prepare():
         return LOOP, None
     plan, earlier = folding.prove(), folding.earlier_plan()

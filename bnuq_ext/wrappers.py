@@ -35,6 +35,7 @@ def waits_for_others(modules: Iterable[nn.Module]) -> bool:
     """Whether forwards of a model with these modules wait for other processes, which have to make
     as many."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # where it shards; its import takes long
-    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    names = "FullyShardedDataParallel", "FSDPModule"  # not yet where another thread imports it
+    sharded = [kind for name in names if (kind := getattr(fsdp, name, None)) is not None]
     kinds = nn.parallel.DistributedDataParallel, *sharded
     return any([isinstance(module, kinds) for module in modules])

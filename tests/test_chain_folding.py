@@ -1,7 +1,6 @@
 """Predictions of chains, which fold without a trial, against the loop."""
 
 import copy
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -368,11 +367,9 @@ def test_copied_layers_have_one_name():
     block, x = bnuq.convert(mlp()), torch.randn(N, D)
     bnuq.collect(block, [torch.randn(8, D) for _ in range(6)], num_batches=6, progress=False)
     model = nn.Sequential(*block[:3], nn.Linear(9, D), copy.copy(block[0]), copy.copy(block[1]))
-    with pytest.warns(UserWarning):
-        pred = predicted(model, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.testing.assert_close(pred.samples, predicted(model, x, strategy="loop").samples)
+    for strategy in ("auto", "folded", "loop"):
+        with pytest.raises(ValueError, match="statistics of its own in each layer, got the same"):
+            predicted(model, x, strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "folded", "loop"])

@@ -203,7 +203,7 @@ class Folding:
     def _make(self, wanted: Callable[[Plan], bool]) -> Plan:
         # A loader's batches before may have changed the state, and this one may change it back.
         if (seen := fingerprint(self.modules)) != self.known.seen:
-            self.known.renew(seen)
+            self.known.restart(seen)
         state, settled = State(self.modules), False
         with uncompiled(), preserved_rng() as generators:
             try:

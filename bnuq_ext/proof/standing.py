@@ -90,8 +90,10 @@ class StandingFolding(Folding):
         plan = self.renewed(plan)
         # With flags that it has been examined with.
         flags = evaluating(self.modules, warns=False) if plan.repeatable is None else nullcontext()
+        state = State(self.modules)
         with self.known.planning, preserved_rng(), flags:
-            if self.failure_without_dropout(plan) is not None:
+            failure = self.failure_without_dropout(plan)
+            if self.undo(state) or failure is not None:
                 self.known.earlier_plans.pop(self.place, None)
                 return None
         return plan
