@@ -13,7 +13,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from .passes import begun_pass, leave_passes
 from .reads import leave_watchers, num_watchers
-from .restore import forget_casts
+from .restore import cached_weights, forget_cached, forget_casts
 from .warn import is_users
 
 P = ParamSpec("P")
@@ -130,7 +130,7 @@ def _go_to(wanted: Modes) -> None:
 
 def leaving_nothing_behind(function: Callable[P, R]) -> Callable[P, R]:
     """The function, after which the thread is in no mode of this package that it was not in before,
-    and autocast keeps nothing of it, and after whose errors it is again in the pass and in the grad
+    and no cache of torch's has its weights without gradients, and after whose errors it is again in the pass and in the grad
     mode that it was called in. After interrupts, which no error takes the place of, it is in torch's
     modes too."""
 
@@ -139,7 +139,7 @@ def leaving_nothing_behind(function: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             return function(*args, **options)
         outer, gradients = begun_pass(), torch.is_grad_enabled()
-        modes, watchers = _modes(), num_watchers()
+        modes, watchers, cached = _modes(), num_watchers(), cached_weights()
         try:
             result = function(*args, **options)
         except BaseException as error:
@@ -158,6 +158,7 @@ def leaving_nothing_behind(function: Callable[P, R]) -> Callable[P, R]:
                 del interrupt  # as in raise_interrupt
         finally:
             forget_casts()
+            forget_cached(cached)
         if (now := _modes()) != modes:
             _go_to(_without_ours(now, modes))
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from .batch_norm_like import EXCLUDED, listed
 from .inputs import tensors
 from .nn import named_stochastic_layers, uncompiled_name
 from .reads import DispatchMode, storage_of
+from .restore import without_gradients
 from .untraced import uncompiled
 
 
@@ -23,7 +24,9 @@ def count_uncovered(model: nn.Module):
     belongs to no stochastic layer and to no layer that `filter_fn` has left out.
     """
     counter = BatchNormCounter(model)
-    with uncompiled(), counter, _WithoutInstanceNorm(counter):
+    # Inside inference mode a dispatch mode has autocast pass recurrent layers by.
+    outside = without_gradients() if torch.is_inference_mode_enabled() else nullcontext()
+    with outside, uncompiled(), counter, _WithoutInstanceNorm(counter):
         yield counter
 
 

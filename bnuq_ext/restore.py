@@ -229,6 +229,20 @@ def forget_casts() -> None:
         torch.clear_autocast_cache()
 
 
+def cached_weights() -> set:
+    """The places of what torch's `parametrize.cached()` keeps, for `forget_cached`."""
+    return set(parametrize._cache) if parametrize._cache_enabled else set()
+
+
+def forget_cached(before: set) -> None:
+    """Weights that forwards without gradients have put there since have none; others stay, which may
+    be random."""
+    if parametrize._cache_enabled:
+        for place, weight in [*parametrize._cache.items()]:
+            if place not in before and not getattr(weight, "requires_grad", False):
+                parametrize._cache.pop(place, None)
+
+
 @contextmanager
 def uncached():
     """What torch's `parametrize.cached()` keeps is neither used nor added to, and autocast keeps

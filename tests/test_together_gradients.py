@@ -143,6 +143,27 @@ def test_weights_that_are_cached_have_gradients(by):
     torch.testing.assert_close(*gradients)
 
 
+class Drawn(nn.Module):
+    """A parametrisation that draws numbers."""
+
+    def forward(self, weight):
+        return weight + torch.randn_like(weight)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_prediction_leaves_weights_that_are_cached_as_they_are(first):
+    """Those of the user's own forward stay; those that have no gradients go."""
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(N, D)
+    parametrize.register_parametrization(model.a, "bias", Drawn())
+    with parametrize.cached():
+        kept = model.a.bias if first else None
+        bnuq.predict(model, x, likelihood="gaussian", num_samples=3, seed=0)
+        assert (model.a.bias is kept) == first
+        model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_a_trial_in_another_thread_leaves_the_count_of_those_who_cache():
     """One enters parametrize.cached() inside, and leaves it after."""
     outer, inner = uncached(), parametrize.cached()

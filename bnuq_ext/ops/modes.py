@@ -102,7 +102,9 @@ def _autocasts(device: torch.device) -> bool:
     if not torch._C._is_any_autocast_enabled():
         return False
     kind = device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # Older dynamo breaks the graph where it is asked of a kind.
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return known and torch.is_autocast_enabled(kind)
 
 
 def lacks_rule(*args) -> bool:

@@ -17,6 +17,7 @@ from ..interrupts import raise_interrupt
 from ..ops.modes import autocast_dtypes, without_autocast
 from ..passes import DoesNotFold, Undecided, refutes
 from ..reads import Ranges, Reads
+from ..restore import forget_casts
 from ..samplers import Draw
 from .agreement import (
     ALIKE,
@@ -161,6 +162,7 @@ class Trial(NamedTuple):
         """`run` is of both together."""
         *alone, both = draws
         parameters = [p for m in self.modules for p in m.parameters(False) if p.requires_grad]
+        forget_casts()
         with torch.enable_grad():
             loop = torch.cat([self.forward.run(probe, draw)[0] for draw in alone])
             tolerance = tolerance_of(loop, probe, self.modules)
@@ -212,6 +214,7 @@ class Trial(NamedTuple):
         owned = [[p for p in m._parameters.values() if id(p) in given] for m in self.modules]
         if not all(any(p.any() for p in own) for own in owned if own):
             return False
+        forget_casts()
         with torch.enable_grad():
             output, _ = self.forward.run(probe, self._draws()[0])
         return are_unused(parameters, output)
