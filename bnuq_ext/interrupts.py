@@ -130,9 +130,9 @@ def _go_to(wanted: Modes) -> None:
 
 def leaving_nothing_behind(function: Callable[P, R]) -> Callable[P, R]:
     """The function, after which the thread is in no mode of this package that it was not in before,
-    and no cache of torch's has its weights without gradients, and after whose errors it is again in the pass and in the grad
-    mode that it was called in. After interrupts, which no error takes the place of, it is in torch's
-    modes too."""
+    and torch's caches (autocast's, `parametrize.cached()`'s) keep no weights that it has put there
+    without gradients, and after whose errors it is again in the pass and in the grad mode that it
+    was called in. After interrupts, which no error takes the place of, it is in torch's modes too."""
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:

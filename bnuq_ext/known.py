@@ -58,6 +58,7 @@ class Known:
         checked_in_train: where plans have been compared with the training flags as they are;
             see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.
+        fixed: versions of what is not trained when it was last seen that a training step does not.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
         told: whether it was said that one calls layers in another thread.
@@ -79,6 +80,7 @@ class Known:
         self.times_changed = self.proofs = self.predictions = 0
         self.checked_in_train: dict = {}
         self.changes = 0
+        self.fixed: list[int] | None = None
         self.planning = threading.RLock()
         self.examined = self.told = False
         self.outputs_seen: set[bool] = set()
@@ -223,6 +225,7 @@ def know(model: nn.Module, modules: list[nn.Module]) -> Known:
                 known.earlier_plans, known.generation = before.earlier_plans, before.generation + 1
                 known.checked_in_train, known.samplers = before.checked_in_train, before.samplers
                 known.proofs, known.unproven = before.proofs, before.unproven
+                known.fixed = before.fixed
             elif before.generation == 0 and before.predictions <= 1:
                 known.times_changed = before.times_changed + 1
     return known

@@ -25,7 +25,8 @@ def count_uncovered(model: nn.Module):
     """
     counter = BatchNormCounter(model)
     # Inside inference mode a dispatch mode has autocast pass recurrent layers by.
-    outside = without_gradients() if torch.is_inference_mode_enabled() else nullcontext()
+    casts = torch.is_inference_mode_enabled() and torch._C._is_any_autocast_enabled()
+    outside = without_gradients() if casts else nullcontext()
     with outside, uncompiled(), counter, _WithoutInstanceNorm(counter):
         yield counter
 

@@ -161,8 +161,9 @@ class Predictor:
         before, self.before = self.before, folding.place
         plan = folding.known.plans.get(folding.place)
         went_together = before == folding.place and plan is not None and plan.way in WAYS
-        if before is None or went_together:  # which has left the model as it was
+        if before is None or went_together:
             return folding
+        # An input that went one after another may have made another model of it.
         self.forward = self.forward._replace(known=know(self.forward.model, self.modules))
         return self.fold(self.forward, self.modules, self.request.first, inputs)
 

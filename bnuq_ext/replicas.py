@@ -46,18 +46,19 @@ def replicas(
 
     The replicas are those of `predict` with the same seed. Training flags are the user's and
     gradients flow. The model must be one that `predict` can fold, which is known of a plain
-    `nn.Sequential` of stochastic and other layers; of others it is found out in eval at the first
-    call with a shape, once with the training flags as they are and nothing dropped, and again in
-    eval, by T replicas and one alone, when parameters have changed. Such a trial does not see all
-    that rare values alone set off (README, "One batch or a loop"), nor a flag outside of the model
-    that changes later: there, `predict(..., strategy="loop")`. Dropout in train() draws for each of
-    the T*N rows. What a backward computes again (`torch.utils.checkpoint`) is the same as in the
-    forward; a checkpoint around the model itself needs use_reentrant=False and a call of it in the
-    body, and ends in an error where the model lets its input past the first stochastic layer or
-    drops before it. A compiled function breaks its graph at a call of the model, which fullgraph=True does not
-    allow. The state is this thread's (or task's): other threads may use the model with other
-    replicas, or none, at the same time. Bodies for several models may lie in each other; for one
-    model the innermost counts.
+    `nn.Sequential` of stochastic and other layers; of others it is found out in eval at the
+    first call with a shape, once with the training flags as they are and nothing dropped, and
+    again in eval, by T replicas and one alone, when parameters have changed. Such a trial does
+    not see all that rare values alone set off (README, "One batch or a loop"), nor a flag
+    outside of the model that changes later: there, `predict(..., strategy="loop")`. Dropout in
+    train() draws for each of the T*N rows. What a backward computes again
+    (`torch.utils.checkpoint`) is the same as in the forward; a checkpoint around the model
+    itself needs use_reentrant=False and a call of it in the body, and ends in an error where
+    the model lets its input past the first stochastic layer or drops before it. A compiled
+    function breaks its graph at a call of the model, which fullgraph=True does not allow. The
+    state is this thread's (or task's): other threads may use the model with other replicas, or
+    none, at the same time. Bodies for several models may lie in each other; for one model the
+    innermost counts.
 
     Args:
         model: converted by `convert`, with a bank, or with `BayesLinear` layers, or both; not

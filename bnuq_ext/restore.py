@@ -235,9 +235,9 @@ def cached_weights() -> set:
 
 
 def forget_cached(before: set) -> None:
-    """Weights that forwards without gradients have put there since have none; others stay, which may
-    be random."""
-    if parametrize._cache_enabled:
+    """Where gradients are taken, weights that forwards without have put there since go; others stay,
+    which may be random."""
+    if parametrize._cache_enabled and torch.is_grad_enabled():
         for place, weight in [*parametrize._cache.items()]:
             if place not in before and not getattr(weight, "requires_grad", False):
                 parametrize._cache.pop(place, None)

@@ -299,9 +299,9 @@ def _of_one_size(op: str, bank: Bank, tables: Tables) -> Tables:
         )
     if not last.any() or len(others[0]) < 2:
         return tables
-    kept = (~last).nonzero().flatten().tolist()  # a mask would wait for a GPU
-    return {
-        key: tuple(torch.stack([table[i] for i in kept]) for table in pair)
+    ends = [i + k for i in last.nonzero().flatten().tolist() for k in (0, 1)]
+    return {  # by slices: a mask would wait for a GPU
+        key: tuple(torch.cat(table.tensor_split(ends)[::2]) for table in pair)
         for key, pair in tables.items()
     }
 

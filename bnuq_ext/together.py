@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .contents import version_of
 from .forward import Forward
 from .interrupts import raise_interrupt
 from .ops.modes import is_captured
@@ -109,19 +110,28 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
         return plan, None
     plan = folding.earlier_plan()
     if plan is not None and plan.repeatable and folding.num_samples in plan.checked:
-        state = State(folding.modules)
-        with folding.gradients_for_hooks():
-            alone = folding.alone()
-        if folding.undo(state):  # since a buffer that tells it to was written
-            folding.refute(plan, CHANGES)
-            return LOOP, None
-        return folding.renewed(plan), alone
+        return _compared(folding, plan)
     if folding.prepare():
         return LOOP, None
     plan, earlier = folding.prove(), folding.earlier_plan()
     if plan.way == "loop" or (earlier is not None and earlier.repeatable is not None):
         return plan, None
     return _examined(folding, plan)
+
+
+def _compared(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
+    """An earlier plan and the chosen replica run alone; that is undone where what is not trained, a
+    buffer, has been written since: it may tell forwards to keep state."""
+    held = [t for m in folding.modules for t in (*m._buffers.values(), *m._parameters.values())]
+    fixed = [version_of(t) for t in held if t is not None and not t.requires_grad]
+    state = None if fixed == folding.known.fixed and -1 not in fixed else State(folding.modules)
+    with folding.gradients_for_hooks():
+        alone = folding.alone()
+    if state is not None and folding.undo(state):
+        folding.refute(plan, CHANGES)
+        return LOOP, None
+    folding.known.fixed = fixed
+    return folding.renewed(plan), alone
 
 
 def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:

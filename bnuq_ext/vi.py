@@ -200,8 +200,8 @@ def elbo_loss(
 
     Backward draws the same weights again, and so does what it computes again
     (`torch.utils.checkpoint`; with use_reentrant=True from the output, or from tensors that the
-    modules keep as attributes, in lists, tuples and dicts too). A compiled function breaks its graph here, which fullgraph=True
-    does not allow; the layers themselves compile whole.
+    modules keep as attributes, in lists, tuples and dicts too). A compiled function breaks its
+    graph here, which fullgraph=True does not allow; the layers themselves compile whole.
 
     Args:
         model: holds `BayesLinear` layers; in train() or eval() as you set it.

@@ -247,3 +247,27 @@ def test_recurrent_layers_in_inference_mode(kind):
             found = predict(model, x, strategy="loop", **options)
             assert bnuq.doctor(model, x).covered == 1
     torch.testing.assert_close(found.samples, expected.samples)
+
+
+class Caching(torch.nn.Module):
+    """Writes into what a forward in inference mode has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.cache = torch.nn.BatchNorm1d(40), None
+
+    def forward(self, x):
+        if self.cache is None:
+            self.cache = torch.zeros(40)
+        return self.norm(x) + self.cache.zero_().add_(1)
+
+
+def test_what_inference_mode_has_made_is_written_in_it():
+    (x,) = drawn((N, 40), device="cpu")
+    model = bnuq.convert(Caching()).eval()
+    bnuq.collect(model, [x, x + 1, x - 1], progress=False)
+    model.cache = None
+    with torch.inference_mode():
+        model(x)
+        pred = predict(model, x, likelihood="gaussian", num_samples=3, seed=0)
+    assert pred.mean.shape == x.shape

@@ -2,6 +2,7 @@
 and chains that are none."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -162,6 +163,17 @@ def test_a_prediction_leaves_weights_that_are_cached_as_they_are(first):
         assert (model.a.bias is kept) == first
         model(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_predictions_without_gradients_share_weights_that_are_cached():
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(N, D)
+    with torch.no_grad(), parametrize.cached():
+        predict_once = partial(bnuq.predict, model, x, likelihood="gaussian", num_samples=3, seed=0)
+        predict_once(strategy="loop")
+        kept = model.a.weight
+        predict_once(strategy="loop")
+        assert model.a.weight is kept
 
 
 def test_a_trial_in_another_thread_leaves_the_count_of_those_who_cache():

@@ -166,7 +166,7 @@ class StandingFolding(Folding):
         """Where only one by one will not do, lets other values of the parameters be tried again."""
         plan = self.earlier_plan()
         if plan is not None and plan.way == "loop" and self.place not in self.known.plans:
-            del self.known.earlier_plans[self.place]
+            self.known.earlier_plans.pop(self.place, None)
 
     def mark(self, repeatable: bool) -> None:
         """Says of the plan that stands whether outputs of a training step can be compared."""
