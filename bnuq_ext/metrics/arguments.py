@@ -31,12 +31,13 @@ def take_probs(op: str, probs: Tensor, *, replicas: bool = False) -> Tensor:
     outside = (probs < -SLACK) | (probs > 1 + SLACK)
     if outside.any():
         refuse(op, "probs", "lie in [0, 1]", probs[outside][0].item())
-    check_sums(op, probs, *(("(T, N, K, *)", 2) if replicas else ("(N, K, *)", 1)))
+    check_sums(op, probs, replicas=replicas)
     return torch.where(probs < 0, 0.0, probs)  # clamp would stop the gradient at 0
 
 
-def check_sums(op: str, probs, form: str, class_dim: int) -> None:
+def check_sums(op: str, probs, *, replicas: bool = False) -> None:
     """Of a tensor or an array of probabilities; nan passes."""
+    form, class_dim = ("(T, N, K, *)", 2) if replicas else ("(N, K, *)", 1)
     sums = probs.sum(class_dim)
     others = abs(sums - 1) > SLACK
     if others.any():

@@ -161,7 +161,7 @@ def _take_labelled(op: str, probs, y) -> tuple:
     probs = np.moveaxis(probs, 1, -1)
     check_shape(op, "y", y, probs.shape[:-1])
     probs, y = probs.reshape(-1, probs.shape[-1]), y.reshape(-1)
-    check_sums(op, probs, "(N, K, *)", 1)
+    check_sums(op, probs)
     if y.dtype.kind not in "iu":
         refuse(op, "y", "hold integer labels", y.dtype, TypeError)
     if not (0 <= y.min() and y.max() < probs.shape[1]):
