@@ -58,7 +58,8 @@ class Known:
         checked_in_train: where plans have been compared with the training flags as they are;
             see `StandingFolding`.
         changes: how often a trial has found that a forward changes the model.
-        fixed: versions of what is not trained when it was last seen that a training step does not.
+        fixed: by input, versions of what is not trained when a forward was last seen to change
+            nothing.
         planning: held while plans are made.
         examined: whether a forward was searched for batch norm that is not covered.
         told: whether it was said that one calls layers in another thread.
@@ -80,7 +81,7 @@ class Known:
         self.times_changed = self.proofs = self.predictions = 0
         self.checked_in_train: dict = {}
         self.changes = 0
-        self.fixed: list[int] | None = None
+        self.fixed: dict = {}
         self.planning = threading.RLock()
         self.examined = self.told = False
         self.outputs_seen: set[bool] = set()

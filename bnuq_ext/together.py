@@ -124,13 +124,14 @@ def _compared(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
     buffer, has been written since: it may tell forwards to keep state."""
     held = [t for m in folding.modules for t in (*m._buffers.values(), *m._parameters.values())]
     fixed = [version_of(t) for t in held if t is not None and not t.requires_grad]
-    state = None if fixed == folding.known.fixed and -1 not in fixed else State(folding.modules)
+    seen = fixed == folding.known.fixed.get(folding.place) and -1 not in fixed
+    state = None if seen else State(folding.modules)
     with folding.gradients_for_hooks():
         alone = folding.alone()
     if state is not None and folding.undo(state):
         folding.refute(plan, CHANGES)
         return LOOP, None
-    folding.known.fixed = fixed
+    folding.remember(folding.known.fixed, folding.place, fixed)
     return folding.renewed(plan), alone
 
 

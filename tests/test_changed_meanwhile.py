@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from training import D as WIDE
-from training import Net, Residual, assert_right, data, loop, step
+from training import N, Net, Residual, assert_right, data, gradients, loop, step
 
 import bnuq_ext as bnuq
 from bnuq_ext.wrappers import waits_for_others
@@ -116,16 +116,18 @@ def test_members_of_an_ensemble_that_share_a_module():
 
 
 class Observed(nn.Module):
-    """Centres by an average of its inputs from when a buffer says so, as observers of torch.ao do."""
+    """Centres by an average of its inputs, of `least` rows and more, from when a buffer says so, as
+    observers of torch.ao do."""
 
-    def __init__(self):
+    def __init__(self, least=0):
         super().__init__()
+        self.least = least
         self.register_buffer("enabled", torch.zeros(1, dtype=torch.uint8))
         self.register_buffer("average", torch.zeros(WIDE, dtype=torch.float64))
         self.net = Net(middle=Residual())
 
     def forward(self, x):
-        if self.enabled[0] == 1:
+        if self.enabled[0] == 1 and len(x) >= self.least:
             self.average.mul_(0.5).add_(0.5 * x.detach().mean(0))
         return self.net(x - self.average)
 
@@ -138,6 +140,19 @@ def test_a_loss_of_a_model_that_begins_to_keep_state():
         alone = copy.deepcopy(model)
         assert_right(model, seed)
         loop(alone, seed)
+        torch.testing.assert_close(model.average, alone.average)
+        step(model)
+    assert model.average.any()
+
+
+def test_a_loss_of_a_model_that_begins_to_keep_state_with_large_batches():
+    model = Observed(least=N).train()
+    for seed in range(8):
+        if seed == 4:
+            model.enabled[0] = 1
+        rows, alone = (N - 3, N)[seed % 2], copy.deepcopy(model)
+        found, expected = (f(m, seed, rows=rows) for f, m in ((gradients, model), (loop, alone)))
+        torch.testing.assert_close(found, expected)
         torch.testing.assert_close(model.average, alone.average)
         step(model)
     assert model.average.any()
