@@ -6,6 +6,7 @@ from argparse import Namespace
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dis import get_instructions
 from functools import cached_property, lru_cache, partial
 from hashlib import sha256
@@ -35,8 +36,7 @@ _CONFIGURED_BY = {"omegaconf", "ml_collections"}
 _FLAGS = {bool, str, type(None)}  # of foreign objects: a trainer counts its steps in others
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
 _DEEPEST = 8  # of objects in objects
-_LONGEST = 128  # items of a container; of a dict keys and values
-_LONGEST_PLAIN = 1024  # if they are `SCALARS`
+_LONGEST = 1024  # items of a container that are `SCALARS`; of a dict keys and values
 _LARGEST = 1 << 16  # bytes of an array
 _MOST = 4096  # objects of a model
 _FIELDS_ALONE: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
@@ -65,11 +65,17 @@ class Contents:
     Args:
         seen: what is appended to.
         modules: all modules of the model, which are not looked into.
+        longest: how many items of a container are looked into.
+
+    Attributes:
+        visited: by address these modules, and the objects that have been looked into.
+        tensors: by address those that have been met.
     """
 
-    def __init__(self, seen: list, modules: list[nn.Module]):
-        self.seen, self.modules = seen, modules
-        self.visited = set(map(id, modules))
+    def __init__(self, seen: list, modules: list[nn.Module], longest: int = 128):
+        self.seen, self.modules, self.longest = seen, modules, longest
+        self.visited: dict[int, object] = {id(m): m for m in modules}
+        self.tensors: dict[int, Tensor] = {}
         self.most = len(self.visited) + _MOST
         self.classes: set[type] = set()
         self.packages = {_package(type(m)) for m in modules} - _FOREIGN
@@ -84,18 +90,19 @@ class Contents:
         seen = self.seen
         if isinstance(value, Tensor):
             seen += id(value), ref(memory_of(value)), layout_of(value)
+            self.tensors[id(value)] = value
             if id(value) not in self._registered:
                 seen.append(version_of(value))
         elif type(value) is tuple:
             seen.append(len(value))
-            self._append_all(value, depth)
+            self.append_all(value, depth)
         else:
             seen += (*identity(type(value)), *identity(value))
             if isinstance(value, FunctionType):
                 seen.append(value.__code__)  # which a reload of the source exchanges
             new = id(value) not in self.visited and len(self.visited) < self.most
             if new and depth < _DEEPEST:
-                self.visited.add(id(value))
+                self.visited[id(value)] = value
                 self._look_into(value, depth)
 
     def _append_classes(self, cls: type, flags_alone: bool = False) -> None:
@@ -110,7 +117,7 @@ class Contents:
                 noted += _flags(member)
             elif not flags_alone or isinstance(member, FunctionType) or type(member) in _FLAGS:
                 noted.append(member)
-        self._append_all(noted, _DEEPEST)
+        self.append_all(noted, _DEEPEST)
 
     def append_function(self, function: Callable) -> None:
         """Notes a function by its code, what it holds and the globals that it names,
@@ -125,7 +132,7 @@ class Contents:
         elif isinstance(function, FunctionType):
             self.seen.append(function.__code__)
             for part in (*self._parts(function), _globals(function)):
-                self._append_all(part, 0)
+                self.append_all(part, 0)
         else:
             self._append_callable(function)
 
@@ -147,11 +154,11 @@ class Contents:
     def _look_into(self, value, depth: int) -> None:
         try:
             for part in self._parts(value):
-                self._append_all(part, depth + 1)
+                self.append_all(part, depth + 1)
         except Exception:  # a proxy of nothing, a mock, an array without bytes: who it is must do
             self.seen.append(None)
 
-    def _append_all(self, values: Iterable, depth: int) -> None:
+    def append_all(self, values: Iterable, depth: int) -> None:
         for value in values:
             if type(value) in SCALARS:
                 self.seen += (type(value), value)  # 1 == 1.0 == True
@@ -163,9 +170,9 @@ class Contents:
         if isinstance(value, (*CONTAINERS, *_VIEWS)):
             self.seen.append(len(value))
             items = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
-            items = list(islice(items, _LONGEST_PLAIN))
-            yield items[:_LONGEST]
-            plain = tuple(v for v in items[_LONGEST:] if type(v) in SCALARS)
+            items = list(islice(items, _LONGEST))
+            yield items[: self.longest]
+            plain = tuple(v for v in items[self.longest :] if type(v) in SCALARS)
             self.seen += (tuple(map(type, plain)), plain)
         elif isinstance(value, FunctionType):
             yield _cells(value)
@@ -179,16 +186,17 @@ class Contents:
         elif isinstance(value, (np.ndarray, bytearray, array)):
             yield _bytes(value)
         fields = getattr(value, "__dict__", {})
-        if self._is_open(value):
+        if self.is_open(value):
             self._append_classes(type(value), flags_alone=True)
             yield [*fields.items()]
-            yield _slots(value)
+            yield slots_of(value).items()
         elif isinstance(value, type):
             self._append_classes(value)
         elif _package(type(value)) not in _FOREIGN:
             yield _flags(fields)
 
-    def _is_open(self, value) -> bool:
+    def is_open(self, value) -> bool:
+        """Whether the fields of an object count."""
         package = _package(type(value))
         return (
             is_record(value)
@@ -294,14 +302,12 @@ def _names_of_globals(code: CodeType) -> tuple[str, ...]:
     return tuple(sorted(names.union(*inner)))
 
 
-def _slots(value) -> list:
-    """The fields in `__slots__` of an object's classes; None for one that is not set."""
-    found = []
+def slots_of(value) -> dict[str, object]:
+    """The fields in `__slots__` of an object's classes that are set."""
+    found = {}
     for cls in type(value).__mro__:
         for name, member in vars(cls).items():
             if isinstance(member, MemberDescriptorType):
-                try:
-                    found.append((name, member.__get__(value)))
-                except AttributeError:
-                    found.append((name, None))
+                with suppress(AttributeError):
+                    found.setdefault(name, member.__get__(value))
     return found

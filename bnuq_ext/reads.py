@@ -66,7 +66,7 @@ class Reads:
         largest: bytes of the largest activation since a stochastic layer was called.
         before: bytes of the largest before, the input's rows included.
         apart: whether one was called, so that replicas are no longer the same.
-        overwritten: copies of parameters, made before an operation writes into them.
+        overwritten: copies of parameters and what else is guarded, made before an operation writes into them.
         products: of two numbers, in all operations; see `products_of`.
     """
 
@@ -85,7 +85,7 @@ class Reads:
         self.selections = 0  # how often values of rows have chosen rows
         self.largest, self.apart = 0, False
         self.before = sum([_held_bytes(t) for t in given])
-        self.overwritten: dict[nn.Parameter, Tensor] = {}
+        self.overwritten: dict[Tensor, Tensor] = {}
         self.products = 0
 
     def __enter__(self) -> None:
@@ -94,12 +94,17 @@ class Reads:
     def __exit__(self, *error) -> None:
         _leave(*error)
 
+    def guard(self, others: list[Tensor]) -> None:
+        """Copies these too before an operation writes into them."""
+        for tensor in others:
+            self._parameters[storage_of(tensor)].append(tensor)
+
     def look(self, args) -> None:
         if not self.constant(args):
             self.found = READS
 
     def spare(self, targets: list[Tensor]) -> None:
-        """Copies the parameters that lie where an operation is to write."""
+        """Copies what is guarded and lies where an operation is to write."""
         for tensor in targets:
             for parameter in self._parameters.pop(storage_of(tensor), ()):
                 self.overwritten[parameter] = parameter.detach().clone()

@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import CellType, FunctionType
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from .contents import CONTAINERS, is_freed, is_record
+from .contents import CONTAINERS, Contents, is_freed, memory_of, slots_of
 from .structure import Structure, is_of_torch
 
 OWN_BANK = "_bnuq_bank"  # attribute of a model that `attach` gave a bank: that of its layers, in copies too
@@ -36,15 +37,8 @@ _HOLDERS = {
     np.ndarray: (np.copy, lambda array, saved: array.__setitem__(..., saved)),
     bytearray: (bytes, lambda array, saved: array.__setitem__(slice(None), saved)),
 }
-_DEEPEST = 3  # of containers in containers that are put back
-
-
-def _held(value):
-    """The fields of a record as their dict (a model's configuration is often one);
-    any other value itself."""
-    if isinstance(value, (nn.Module, *CONTAINERS)) or not is_record(value):
-        return value
-    return getattr(value, "__dict__", value)
+_LONGEST = 1024  # items of a container that are put back, each with what it holds
+_LARGE = 1 << 26  # bytes: a tensor of more is copied when an operation writes into it, an array not
 
 
 def generators_in(owners: Iterable) -> list:
@@ -107,21 +101,46 @@ def is_training(module: nn.Module) -> bool:
 
 
 class State:
-    """A model's structure, buffers and plain attributes, and of its parameters those that forwards
-    write into, to put back what they have changed."""
+    """A model's structure, buffers and plain attributes, what `Contents` finds in these, and of
+    parameters and large tensors those that forwards write into, to put back what they have changed.
+
+    Attributes:
+        others: large tensors and other modules' parameters, to be copied as parameters are.
+    """
 
     def __init__(self, modules: list[nn.Module], within: list[nn.Module] | None = None):
         """`within`: modules whose structure counts, if they are others."""
-        self.structures = [Structure(module) for module in within or modules]
+        within = within or modules
+        self.structures = [Structure(module) for module in within]
         self.lazy = [module for module in modules if _is_lazy(module)]
-        others = [module for module in modules if not (_is_lazy(module) and is_of_torch(module))]
-        self.saved = [(m, _copies(_attributes(m)), _copies(m._buffers)) for m in others]
-        self.memories = [
-            (p, p.detach()) for m in modules for p in m._parameters.values() if _lies(p)
-        ]
-        self.overwritten: list[dict[nn.Parameter, Tensor]] = []
+        own = [module for module in modules if not (_is_lazy(module) and is_of_torch(module))]
+        self.attributes = [(m, _attributes(m)) for m in own]
+        self.buffers = [(m, dict(m._buffers.items())) for m in own]
+        contents = Contents([], within, longest=_LONGEST)
+        for _, named in (*self.attributes, *self.buffers):
+            contents.append_all(named.values(), 0)
+        objects = [*contents.visited.values()][len(within) :]
+        self._keep_fields(objects, contents.is_open)
+        self._keep_values(objects, [t for t in contents.tensors.values() if _is_filled(t)])
+        parameters = [p for m in modules for p in m._parameters.values()]
+        self.memories = [(p, p.detach()) for p in (*parameters, *self.others) if _lies(p)]
+        self.overwritten: list[dict[Tensor, Tensor]] = []
 
-    def follow(self, overwritten: dict[nn.Parameter, Tensor]) -> None:
+    def _keep_fields(self, objects: list, is_open: Callable) -> None:
+        functions = [v for v in objects if isinstance(v, FunctionType)]
+        owners = [*functions, *(v for v in objects if is_open(v))]
+        cells = [cell for function in functions for cell in function.__closure__ or ()]
+        self.items = [(v, _items(v)) for v in objects if isinstance(v, CONTAINERS)]
+        self.tables = [(held, dict(held)) for held in map(attributes_of, owners)]
+        self.slots = [(v, slots) for v in (*owners, *cells) if (slots := _slots(v))]
+
+    def _keep_values(self, objects: list, tensors: list[Tensor]) -> None:
+        self.others = [t for t in tensors if isinstance(t, nn.Parameter) or _is_large(t)]
+        others = {*map(id, self.others)}
+        values = [*(t for t in tensors if id(t) not in others), *objects]
+        self.values = [(v, _copy(v)) for v in values if _has_content(v)]
+
+    def follow(self, overwritten: dict[Tensor, Tensor]) -> None:
         """Takes copies of parameters that are made as they are written into; see `Reads`."""
         self.overwritten.append(overwritten)
 
@@ -138,8 +157,7 @@ class State:
     def written(self) -> bool:
         """Whether the structure has changed, the content of a tensor, by way of `.data` too, of which
         no version tells, or of an array, or the state of a generator."""
-        pairs = [pair for _, *both in self.saved for saved in both for pair in saved.values()]
-        return self.rebuilt() or self._changed(pairs)
+        return self.rebuilt() or self._changed(self.values)
 
     def _changed(self, pairs: list[tuple]) -> bool:
         return any(_differs(value, saved) for value, saved in pairs)
@@ -147,20 +165,24 @@ class State:
     def restore(self) -> None:
         for structure in self.structures:
             structure.restore()
+        for module, attributes in self.attributes:
+            _restore_table(vars(module), attributes, _attributes(module))
+        for module, buffers in self.buffers:
+            for name, buffer in buffers.items():
+                module._buffers[name] = buffer
+        for table, fields in self.tables:
+            _restore_table(table, fields, table)
+        for owner, slots in self.slots:
+            _restore_slots(owner, slots)
+        for container, items in self.items:
+            _restore_items(container, items)
         with torch.no_grad():
-            for module, attributes, buffers in self.saved:
-                for name in _attributes(module).keys() - attributes.keys():
-                    del vars(module)[name]
-                for name, saved in attributes.items():
-                    vars(module)[name] = _put_back(*saved)
-                for name, saved in buffers.items():
-                    module._buffers[name] = _put_back(*saved)
             for parameter, memory in self.memories:
                 if _has_moved(parameter, memory):
                     parameter.data = memory
-            for copies in reversed(self.overwritten):
-                for parameter, saved in copies.items():
-                    _put_back(parameter, saved)
+            copies = [pair for copies in reversed(self.overwritten) for pair in copies.items()]
+            for value, saved in (*self.values, *copies):
+                _put_back(value, saved)
             self._restore_made()
 
     def _restore_made(self) -> None:
@@ -184,10 +206,6 @@ def _attributes(module: nn.Module) -> dict:
     }
 
 
-def _copies(values: dict) -> dict:
-    return {name: (value, _copy(value)) for name, value in values.items()}
-
-
 def _equal(now: Tensor, before: Tensor) -> bool:
     try:
         if torch.equal(now, before):
@@ -209,12 +227,12 @@ def _differs(value, saved) -> bool:
     return _is_filled(value) and not _equal(value, saved)
 
 
-def _lies(parameter: nn.Parameter | None) -> bool:
+def _lies(tensor: Tensor | None) -> bool:
     """Whether it is one with memory of its own, which no other package makes of its class."""
-    return type(parameter) is nn.Parameter and _is_filled(parameter) and not parameter.is_sparse
+    return type(tensor) in (nn.Parameter, Tensor) and _is_filled(tensor) and not tensor.is_sparse
 
 
-def _has_moved(parameter: nn.Parameter, memory: Tensor) -> bool:
+def _has_moved(parameter: Tensor, memory: Tensor) -> bool:
     """Whether `parameter.data = other` has given it other values."""
     before = _address(memory)
     if before is None or not _lies(parameter) or _address(parameter) == before:
@@ -234,37 +252,75 @@ def _is_filled(value) -> bool:
     return isinstance(value, Tensor) and not is_lazy(value) and not is_freed(value)
 
 
-def _copy(value, depth: int = 0):
-    """What `_put_back` needs; None for a container that is too deep inside others."""
-    value = _held(value)
-    if _is_filled(value):
-        return value.detach().clone()
-    if type(value) in _HOLDERS:
-        return _HOLDERS[type(value)][0](value)
-    if isinstance(value, CONTAINERS) and depth == _DEEPEST:
-        return None
-    if isinstance(value, dict):
-        return {key: (item, _copy(item, depth + 1)) for key, item in value.items()}
-    if isinstance(value, (list, deque)):
-        return [(item, _copy(item, depth + 1)) for item in value]
-    return set(value) if isinstance(value, set) else value
+def _is_large(tensor: Tensor) -> bool:
+    memory = memory_of(tensor)
+    return memory is not tensor and memory.nbytes() > _LARGE
 
 
-def _put_back(value, saved):
-    """The same object with its old content."""
-    if _is_filled(value):
-        if value.shape != saved.shape:
-            value.data = saved.clone()
-        elif not _equal(value, saved):
-            value.copy_(saved)
-    elif type(value) in _HOLDERS:
-        if _differs(value, saved):  # an array may be one to read
+def _has_content(value) -> bool:
+    if isinstance(value, np.ndarray) and value.nbytes > _LARGE:
+        return False  # nothing tells of a write, and a copy may not fit
+    return _is_filled(value) or type(value) in _HOLDERS
+
+
+def _copy(value):
+    """The content of a tensor, or of one of `_HOLDERS`."""
+    return value.detach().clone() if isinstance(value, Tensor) else _HOLDERS[type(value)][0](value)
+
+
+def _put_back(value, saved) -> None:
+    """Gives the same object its old content."""
+    if not _is_filled(value):
+        if type(value) in _HOLDERS and _differs(value, saved):  # an array may be one to read
             _HOLDERS[type(value)][1](value, saved)
-    elif isinstance(held := _held(value), CONTAINERS) and saved is not None:
-        if isinstance(held, dict):
-            saved = {key: _put_back(*pair) for key, pair in saved.items()}
-        elif not isinstance(held, set):
-            saved = [_put_back(*pair) for pair in saved]
-        held.clear()
-        held.extend(saved) if isinstance(held, (list, deque)) else held.update(saved)
-    return value
+    elif value.shape != saved.shape:
+        value.data = saved.clone()
+    elif not _equal(value, saved):
+        value.copy_(saved)
+
+
+def _items(container) -> list:
+    return [*container.items()] if isinstance(container, dict) else [*container]
+
+
+def _restore_items(container, items: list) -> None:
+    """Fills the same container with the items that it had, if it has others."""
+    now = _items(container)
+    if isinstance(container, dict):
+        same = [(id(k), id(v)) for k, v in now] == [(id(k), id(v)) for k, v in items]
+    elif isinstance(container, set):
+        same = {*map(id, now)} == {*map(id, items)}
+    else:
+        same = [*map(id, now)] == [*map(id, items)]
+    if not same:
+        container.clear()
+        container.extend(items) if isinstance(container, (list, deque)) else container.update(items)
+
+
+def _restore_table(table: dict, before: dict, now: dict) -> None:
+    """Item by item: meanwhile another thread may look into an object."""
+    for name in now.keys() - before.keys():
+        table.pop(name, None)
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            table[name] = value
+
+
+def _slots(owner) -> dict:
+    """What a cell of a closure holds, or the fields in an object's `__slots__`."""
+    if not isinstance(owner, CellType):
+        return slots_of(owner)
+    try:
+        return {"cell_contents": owner.cell_contents}
+    except ValueError:  # empty
+        return {}
+
+
+def _restore_slots(owner, before: dict) -> None:
+    """Past what a class makes of its attributes: it may refuse that they are set."""
+    now = _slots(owner)
+    for name in now.keys() - before.keys():
+        object.__delattr__(owner, name)
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            object.__setattr__(owner, name, value)

@@ -3,8 +3,9 @@
 import math
 import operator
 import random
-from collections import deque
+from collections import deque, namedtuple
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -188,16 +189,18 @@ def test_a_bank_that_another_thread_attaches_stays():
 
 
 def test_a_container_too_deep_in_others_is_left_as_it_is():
-    module = nn.Module()
-    module.items = [[[[1]]], {"a": [{"b": 2}]}]
-    state, deepest = State([module]), module.items[0][0][0]
+    module, deepest, held = nn.Module(), [1], []
+    nested = deepest
+    for _ in range(9):
+        held.append(nested)
+        nested = [nested]
+    module.items = nested
+    state = State([module])
     deepest.append(3)
-    module.items[0][0].append(4)
-    module.items[1]["a"][0]["b"] = 5
-    module.items.pop()
+    held[1].append(4)
+    held[2].clear()
     state.restore()
-    assert module.items == [[[[1, 3]]], {"a": [{"b": 5}]}]
-    assert module.items[0][0][0] is deepest
+    assert deepest == [1, 3] and held[1] == [deepest, 4] and held[2] == [held[1]]
 
 
 @pytest.mark.parametrize(
@@ -220,6 +223,147 @@ def test_what_an_object_holds_shows_when_it_changes(held, write):
     assert state.written()
     state.restore()
     assert not state.written() and module.held is held
+
+
+class Helper:
+    """Has methods and fields in slots."""
+
+    __slots__ = ("total", "count", "unset", "__dict__")
+
+    def __init__(self):
+        self.total, self.count, self.calls = torch.zeros(3), 0, 0
+
+    def step(self):
+        self.total.add_(0.1)
+        self.count += 1
+        self.calls, self.new = self.calls + 1, True
+        self.unset = [1]
+        return self.total + 0.01 * self.count + 0.001 * self.calls
+
+
+def closure():
+    total, count = torch.zeros(3), 0
+
+    def step():
+        nonlocal count
+        total.add_(0.1)
+        count += 1
+        step.calls = getattr(step, "calls", 0) + 1
+        return total + 0.01 * count + 0.001 * step.calls
+
+    return step
+
+
+def step_norm(held):
+    held[0].running_mean.add_(0.1)
+    held[0].calls = getattr(held[0], "calls", 0) + 1
+    return held[0].running_mean + 0.01 * held[0].calls
+
+
+def step_weight(held):
+    with torch.no_grad():
+        held["layer"].weight.mul_(1.1)
+    return held["layer"](torch.ones(2)).detach()
+
+
+HELD = {
+    "a tensor in a tuple": (lambda: (torch.zeros(3), 1), lambda h: h[0].add_(0.1).clone()),
+    "a tensor in a named tuple": (
+        lambda: Pair(torch.zeros(3), [0]),
+        lambda h: h.first.add_(0.1).clone(),
+    ),
+    "a list in a tuple": (lambda: ([0],), lambda h: h[0].append(0) or float(len(h[0]))),
+    "dicts four deep": (
+        lambda: {1: {2: {3: {4: torch.zeros(3)}}}},
+        lambda h: h[1][2][3][4].add_(0.1).clone(),
+    ),
+    "the last of many": (
+        lambda: [torch.zeros(3) for _ in range(120)],
+        lambda h: h[-1].add_(0.1).clone(),
+    ),
+    "an unregistered module": (lambda: [nn.BatchNorm1d(3).eval()], step_norm),
+    "its weights": (lambda: {"layer": nn.Linear(2, 3)}, step_weight),
+    "a generator in a dict": (
+        lambda: {"g": torch.Generator().manual_seed(1)},
+        lambda h: torch.randn(3, generator=h["g"]),
+    ),
+    "a generator in a list": (
+        lambda: [np.random.default_rng(0)],
+        lambda h: float(h[0].standard_normal()),
+    ),
+    "an array in a tuple": (lambda: (np.zeros(3),), lambda h: float(h[0].__iadd__(0.1)[0])),
+    "an object with methods": (Helper, lambda h: h.step()),
+    "its methods": (lambda: Helper().step, lambda h: h()),
+    "a closure": (closure, lambda h: h()),
+    "in a partial": (lambda: partial(closure()), lambda h: h()),
+    "of the class": (lambda: None, lambda h: Holding.shared.add_(0.1).clone()),
+}
+Pair = namedtuple("Pair", "first second")
+
+
+class Holding(nn.Module):
+    """Adds what it holds, which changes at every forward."""
+
+    shared = torch.zeros(3)
+
+    def __init__(self, make, step):
+        super().__init__()
+        torch.manual_seed(0)
+        Holding.shared.zero_()
+        self.body, self.norm, self.held = nn.Linear(4, 3), nn.BatchNorm1d(3), make()
+        self.step = step
+
+    def forward(self, x):
+        return self.norm(self.body(x)) + self.step(self.held)
+
+
+@pytest.mark.parametrize(("make", "step"), HELD.values(), ids=HELD)
+def test_what_forwards_change_anywhere_in_a_model_is_as_in_the_loop(make, step):
+    bank = bnuq.Bank({"norm": torch.randn(9, 3)}, {"norm": torch.rand(9, 3) + 1}, 8, batch_size=8)
+    options, x = {"likelihood": "gaussian", "num_samples": 4, "seed": 0}, torch.randn(6, 4)
+    found = []
+    for strategy in ("auto", "loop"):
+        model = bnuq.convert(Holding(make, step), inplace=True).eval()
+        bnuq.attach(model, bank)
+        preds = [bnuq.predict(model, x, strategy=strategy, **options) for _ in range(3)]
+        found.append([pred.mean for pred in preds])
+    for auto, loop in zip(*found, strict=True):
+        torch.testing.assert_close(auto, loop)
+    assert not torch.equal(*found[1][:2])
+
+
+def test_a_large_tensor_is_copied_as_an_operation_writes_into_it(monkeypatch):
+    monkeypatch.setattr("bnuq_ext.state._LARGE", 64)
+    module = nn.BatchNorm1d(3)
+    module.table, module.held = torch.zeros(40), ([torch.zeros(50)],)
+    tables = [module.table, module.held[0][0]]
+    state, reads = State([module]), Reads([module], torch.ones(1, 3), 1)
+    assert {*map(id, state.others)} == {*map(id, tables)}
+    reads.guard(state.others)
+    state.follow(reads.overwritten)
+    with reads:
+        tables[0].sum()
+        assert not reads.overwritten and not state.written()
+        tables[0].add_(1)
+        tables[1][3:] = 2
+    assert len(reads.overwritten) == 2 and state.written()
+    state.restore()
+    assert not state.written() and not any(table.any() for table in tables)
+    tables[0].data = torch.ones(40)
+    assert state.written()
+    state.restore()
+    assert not tables[0].any()
+
+
+def test_a_large_array_is_not_copied(monkeypatch):
+    monkeypatch.setattr("bnuq_ext.state._LARGE", 64)
+    module = nn.Module()
+    module.arrays = [np.zeros(8), np.zeros(9)]
+    state = State([module])
+    for array in module.arrays:
+        array += 1
+    state.restore()
+    assert not module.arrays[0].any() and module.arrays[1].all()
 
 
 def test_an_array_to_read_is_let_be():

@@ -252,8 +252,7 @@ class Folding:
     def record(self, state: State) -> tuple[Tensor, ReplicaPass, Reads]:
         """A forward of the first replica: its output, what its stochastic calls and what operations
         saw; `state` learns of the parameters that are written into."""
-        reads, draw = self._reads(), self.forward.draw(self.first_replica, 1)
-        state.follow(reads.overwritten)
+        reads, draw = self.following(state), self.forward.draw(self.first_replica, 1)
         try:
             with reads:
                 return *self.forward.run(self.inputs, draw), reads
@@ -261,6 +260,13 @@ class Folding:
             raise_interrupt(error)
             reads.found = READS
         return *self.forward.run(self.inputs, draw), reads
+
+    def following(self, state: State) -> Reads:
+        """For forwards whose writes into parameters and large tensors `state` learns of."""
+        reads = self._reads()
+        reads.guard(state.others)
+        state.follow(reads.overwritten)
+        return reads
 
     def _reads(self) -> Reads:
         return Reads(self.modules, self.inputs, self._num_rows())

@@ -259,10 +259,8 @@ class StandingFolding(Folding):
         return torch.set_grad_enabled(self.flags is not None and hooked)
 
     def watch(self, state: State) -> Watch:
-        """Of forwards whose writes into parameters `state` learns of."""
-        watch = Watch(self.modules, self._reads(), self.num_samples)
-        state.follow(watch.reads.overwritten)
-        return watch
+        """Of forwards of which `state` learns, as `following` says."""
+        return Watch(self.modules, self.following(state), self.num_samples)
 
     def chosen(self) -> int:
         """Which of the replicas is run alone: another one in each state of the parameters, and not
