@@ -68,7 +68,7 @@ class Contents:
         longest: how many items of a container are looked into.
 
     Attributes:
-        visited: by address these modules, and the objects that have been looked into.
+        visited: by address these modules, and the objects that have been looked into, or None.
         tensors: by address those that have been met.
     """
 
@@ -157,6 +157,7 @@ class Contents:
                 self.append_all(part, depth + 1)
         except Exception:  # a proxy of nothing, a mock, an array without bytes: who it is must do
             self.seen.append(None)
+            self.visited[id(value)] = None
 
     def append_all(self, values: Iterable, depth: int) -> None:
         for value in values:

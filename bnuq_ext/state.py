@@ -258,7 +258,7 @@ def _is_large(tensor: Tensor) -> bool:
 
 
 def _has_content(value) -> bool:
-    if isinstance(value, np.ndarray) and value.nbytes > _LARGE:
+    if type(value) is np.ndarray and value.nbytes > _LARGE:
         return False  # nothing tells of a write, and a copy may not fit
     return _is_filled(value) or type(value) in _HOLDERS
 

@@ -143,9 +143,8 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
         before = random_states()
         changed = False
         try:
-            for _ in range(2):  # the second may compute with what the first leaves
-                with watch:
-                    alone = folding.alone()
+            with watch:
+                alone = folding.alone()
             repeatable = not drawn_since(before)
             changed = folding.undo(state)
             failure = folding.failure_without_dropout(plan, state)
