@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bnuq_ext as bnuq
-from bnuq_ext import known
+from bnuq_ext import model_cache
 
 from . import yardsticks
 from .memory import peak_extra_bytes
@@ -189,9 +189,9 @@ def target(device: str, name: str, rows: int) -> dict[str, float]:
 
 def ways_of(model) -> list[str]:
     """How `predict` has sent the replicas through the model; folding may have failed."""
-    if model in known._CHAINS:
+    if model in model_cache._CHAIN_CACHES:
         return ["chain"]
-    return sorted({plan.way for plan in known._KNOWN[model].plans.values()})
+    return sorted({plan.way for plan in model_cache._CACHES[model].plans.values()})
 
 
 @pytest.mark.parametrize("device,name,rows,precision", cases())

@@ -15,7 +15,7 @@ from .dropout import Dropping
 from .forward import Forward
 from .inputs import Inputs, copied, device_of
 from .interrupts import leaving_nothing_behind
-from .known import know
+from .model_cache import cache_of
 from .nn import check_model
 from .ops import new_seed, snapshot_indices
 from .ops.checks import (
@@ -198,7 +198,7 @@ class DroppingForward:
     """Runs another forward with dropout on, one replica at a time."""
 
     def __init__(self, inner: Forward):
-        self.inner, self.op, self.known, self.model = inner, inner.op, inner.known, inner.model
+        self.inner, self.op, self.cache, self.model = inner, inner.op, inner.cache, inner.model
         self.output_fn = inner.output_fn
         self.generator = torch.Generator(device_of(inner.model.modules()))
 
@@ -295,8 +295,8 @@ class _Task:
             return forward_by_bank(op, model, modules, sampler, batch_size, seed, self.output_fn)
         if batch_size is not None:
             refuse(op, "batch_size", "be None without a sampler", batch_size)
-        known, key = know(model, modules), draw_key(seed, device)
-        return PlainForward(model, {}, None, key, self.output_fn, known, op)
+        cache, key = cache_of(model, modules), draw_key(seed, device)
+        return PlainForward(model, {}, None, key, self.output_fn, cache, op)
 
     def predictor(
         self, forward, first_replica: int, count: int, strategy="loop", chunk=1

@@ -12,7 +12,7 @@ from .bayes import BayesLinear
 from .calls import streams_of
 from .chain import is_chain, layers_of, writes_in_place
 from .chunks import OTHERS
-from .known import KnownChain
+from .model_cache import ChainCache
 from .nn import StochasticBatchNorm1d, StochasticBatchNorm2d, StochasticBatchNorm3d
 from .ops.linear import linear
 from .ops.modes import is_eager
@@ -34,13 +34,13 @@ def is_stochastic_chain(modules: list[nn.Module], x) -> bool:
 class ChainFolding(Folding):
     """`Folding` of a chain, of which nothing need be found out but how large its activations are."""
 
-    known: KnownChain
+    cache: ChainCache
 
     def is_planned(self) -> bool:
         return True
 
     def plan(self, wanted=None) -> Plan:
-        shape, largest = self.inputs.shape, self.known.largest
+        shape, largest = self.inputs.shape, self.cache.largest
         if shape not in largest:
             sizes: list[int] = []
             _run(self, self.forward.draw(self.first_replica, 1), sizes)

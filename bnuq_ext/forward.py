@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .history import made_since, next_node
 from .inputs import call, copied
-from .known import Known, KnownChain
+from .model_cache import ChainCache, ModelCache
 from .ops.checks import refuse
 from .passes import ReplicaPass, running
 from .samplers import Draw, Sampler
@@ -24,7 +24,7 @@ class Forward(NamedTuple):
     sampler: Sampler
     key: int | Tensor  # what the sampler's draw takes
     output_fn: Callable | None
-    known: Known | KnownChain
+    cache: ModelCache | ChainCache
     op: str = "predict"
     call: Callable = call
 
@@ -36,10 +36,10 @@ class Forward(NamedTuple):
         """One forward: its output, and what the stochastic calls saw."""
         active = ReplicaPass(self.layers, draw, rows, shared, op=self.op)
         start = next_node()
-        with running(active), self.known.examining(self.op, self.model, self.layers):
+        with running(active), self.cache.examining(self.op, self.model, self.layers):
             output = self.call(self.model, copied(inputs))
         active.check_calls()
-        self.known.tell(self.op, active)
+        self.cache.tell(self.op, active)
         output = self.tensor_of(output)
         active.follow(made_since(start, self.model, [output]), start)
         return output, active

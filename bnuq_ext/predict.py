@@ -17,7 +17,7 @@ from .collect import gather
 from .forward import Forward
 from .inputs import Inputs, device_of, is_one_input, num_rows, split_batch, tensors
 from .interrupts import leaving_nothing_behind
-from .known import Known, KnownChain, know, know_chain
+from .model_cache import ChainCache, ModelCache, cache_of, chain_cache_of
 from .nn import Stochastic, check_model, named_stochastic_layers
 from .ops.checks import (
     check_callable,
@@ -192,10 +192,10 @@ def forward_by_bank(
     op: str, model: nn.Module, modules: list[nn.Module], sampler: str, batch_size, seed, output_fn
 ) -> Forward:
     """How to run a model with replicas from its bank."""
-    known, device = know(model, modules), device_of(modules)
-    drawn = known.samplers.get(op, model, sampler, batch_size, device)
+    cache, device = cache_of(model, modules), device_of(modules)
+    drawn = cache.samplers.get(op, model, sampler, batch_size, device)
     layers = _layers_by_name(model, modules)
-    return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known, op)
+    return Forward(model, layers, drawn, draw_key(seed, device), output_fn, cache, op)
 
 
 def _forward_of_chain(
@@ -203,21 +203,21 @@ def _forward_of_chain(
 ) -> Forward:
     """How to run a chain with replicas from its bank; as any model where its layers do not have a
     name and a call each in it."""
-    known, device = know_chain(model, modules), device_of(modules)
-    drawn = known.samplers.get("predict", model, sampler, batch_size, device)
+    cache, device = chain_cache_of(model, modules), device_of(modules)
+    drawn = cache.samplers.get("predict", model, sampler, batch_size, device)
     layers = _layers_by_name(model, modules)
-    if not _is_called_once(layers, modules, known):
+    if not _is_called_once(layers, modules, cache):
         return forward_by_bank("predict", model, modules, sampler, batch_size, seed, None)
-    return Forward(model, layers, drawn, draw_key(seed, device), None, known)
+    return Forward(model, layers, drawn, draw_key(seed, device), None, cache)
 
 
 def _folding_of(
     forward: Forward, modules: list[nn.Module], batches: bool
 ) -> Callable[..., Folding]:
     """What makes the folding of an input, of a loader's batches with `batches`."""
-    if isinstance(forward.known, KnownChain):
+    if isinstance(forward.cache, ChainCache):
         return ChainFolding
-    chains = batches and _is_called_once(forward.layers, modules, forward.known)
+    chains = batches and _is_called_once(forward.layers, modules, forward.cache)
     return _fold_batch if chains else Folding
 
 
@@ -225,17 +225,17 @@ def _fold_batch(forward: Forward, modules: list[nn.Module], first_replica: int, 
     """The folding of a loader's batch, for which the model may be a chain."""
     if not is_stochastic_chain(modules, inputs):
         return Folding(forward, modules, first_replica, inputs)
-    forward = forward._replace(known=know_chain(forward.model, modules))
+    forward = forward._replace(cache=chain_cache_of(forward.model, modules))
     return ChainFolding(forward, modules, first_replica, inputs)
 
 
 def _is_called_once(
-    layers: dict[str, nn.Module], modules: list[nn.Module], known: Known | KnownChain
+    layers: dict[str, nn.Module], modules: list[nn.Module], cache: ModelCache | ChainCache
 ) -> bool:
     """Whether the layers have a name and, when the bank was collected, a call each."""
     names = [name for name, layer in layers.items() if layer.needs_bank]
     unique = len(layers) == sum([isinstance(module, Replicated) for module in modules])
-    return unique and known.samplers.calls_once(names)
+    return unique and cache.samplers.calls_once(names)
 
 
 def _layers_by_name(model: nn.Module, modules: list[nn.Module]) -> dict[str, nn.Module]:
@@ -258,10 +258,10 @@ def _forward_by_loader(
     model: nn.Module, modules: list[nn.Module], loader, count: int, seed, output_fn
 ) -> Forward:
     """How to run a model with the statistics of a loader's batches."""
-    known, device = know(model, modules), device_of(modules)
+    cache, device = cache_of(model, modules), device_of(modules)
     drawn = _batch_sampler(model, loader, count, device)
     layers = bayes_layers(model, modules) | named_stochastic_layers(model)
-    return Forward(model, layers, drawn, draw_key(seed, device), output_fn, known)
+    return Forward(model, layers, drawn, draw_key(seed, device), output_fn, cache)
 
 
 def _check_options(sampler, seed, loader, strategy, output_fn) -> None:

@@ -14,7 +14,7 @@ from .chunks import chunk_of, free_memory, is_out_of_memory, no_memory_to_keep, 
 from .forward import Forward
 from .inputs import copied, is_one_input, move, num_rows, split_batch
 from .interrupts import raise_interrupt
-from .known import Known, know
+from .model_cache import ModelCache, cache_of
 from .ops.checks import refuse
 from .ops.modes import is_recorded, refuse_forward_derivatives
 from .pages import keep_freed_pages
@@ -156,15 +156,15 @@ class Predictor:
 
     def _folding(self, inputs) -> Folding:
         folding = self.fold(self.forward, self.modules, self.request.first, inputs)
-        if not isinstance(folding.known, Known) or self.request.is_loop():
+        if not isinstance(folding.cache, ModelCache) or self.request.is_loop():
             return folding
         before, self.before = self.before, folding.place
-        plan = folding.known.plans.get(folding.place)
+        plan = folding.cache.plans.get(folding.place)
         went_together = before == folding.place and plan is not None and plan.way in WAYS
         if before is None or went_together:
             return folding
         # An input that went one after another may have made another model of it.
-        self.forward = self.forward._replace(known=know(self.forward.model, self.modules))
+        self.forward = self.forward._replace(cache=cache_of(self.forward.model, self.modules))
         return self.fold(self.forward, self.modules, self.request.first, inputs)
 
     def _out_of_memory(self, inputs, outputs, samples, error: Exception) -> Exception:
@@ -194,7 +194,7 @@ class Predictor:
         return outputs
 
     def _look_at(self, outputs: Tensor) -> None:
-        seen, other = self.forward.known.outputs_seen, self.forward.output_fn is not None
+        seen, other = self.forward.cache.outputs_seen, self.forward.output_fn is not None
         if self.likelihood == "gaussian" or other in seen or is_recorded():
             return
         # Not yet where the warning is an error, and somebody has caught it.
@@ -210,7 +210,7 @@ class Predictor:
         rows = num_rows(self.forward.op, folding.inputs)
         if rows == 0:
             return LOOP
-        folding.known.predictions += 1
+        folding.cache.predictions += 1
         if strategy == "auto" and not folding.is_planned():
             folding.see(self.request.count)
             if _waits(folding):
@@ -252,8 +252,8 @@ class Predictor:
 def _waits(folding: Folding) -> bool:
     """Whether inputs of a third trailing shape and more, or those of a model that is another one in
     each prediction, have not yet had as many forwards as a trial costs."""
-    known = folding.known
-    tried = max(len(known.trials) + len(known.undecided), known.times_changed)
+    cache = folding.cache
+    tried = max(len(cache.trials) + len(cache.undecided), cache.times_changed)
     return tried >= AT_ONCE and not folding.has_tried() and folding.seen() <= _COST
 
 

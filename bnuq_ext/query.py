@@ -13,7 +13,7 @@ from .bayes import bayes_layers
 from .collect import CollectPass, refuse_nonfinite
 from .forward import Forward
 from .inputs import device_of, map_tensors, num_rows, split_batch, tensors
-from .known import know
+from .model_cache import cache_of
 from .nn import require_stochastic_layers
 from .ops.checks import is_finite, refuse
 from .passes import running
@@ -36,7 +36,7 @@ class JoiningForward:
     """
 
     def __init__(self, inner: Forward, batches: list[Tensor], first_replica: int):
-        self.inner, self.op, self.known, self.model = inner, inner.op, inner.known, inner.model
+        self.inner, self.op, self.cache, self.model = inner, inner.op, inner.cache, inner.model
         self.output_fn = inner.output_fn
         self.sampler, self.key = inner.sampler, inner.key
         self.batches, self.first_replica = batches, first_replica
@@ -70,7 +70,7 @@ class JoiningForward:
         active = JointPass(self.op, self.inner.layers, own)
         with (
             running(active),
-            self.known.examining(self.op, self.model, self.inner.layers) as active.counter,
+            self.cache.examining(self.op, self.model, self.inner.layers) as active.counter,
         ):
             output = self.inner.call(self.model, joint)
         if not active.statistics:
@@ -93,10 +93,10 @@ def joining_forward(
     output_fn,
 ) -> JoiningForward:
     """How to run a model with queries that join the loader's batches."""
-    op, known, device = "predict", know(model, modules), device_of(modules)
+    op, cache, device = "predict", cache_of(model, modules), device_of(modules)
     layers = bayes_layers(model, modules) | require_stochastic_layers(op, model)
     drawn = WeightSampler(device), draw_key(seed, device)
-    inner = Forward(model, layers, *drawn, output_fn, known)
+    inner = Forward(model, layers, *drawn, output_fn, cache)
     batches = take_batches(op, loader, first_replica, num_samples, device)
     return JoiningForward(inner, batches, first_replica)
 

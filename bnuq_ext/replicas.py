@@ -16,7 +16,7 @@ from .forward import Forward
 from .history import made_since, next_node
 from .inputs import expand, num_rows, tensors
 from .interrupts import leaving_nothing_behind
-from .known import know
+from .model_cache import cache_of
 from .nn import Stochastic
 from .ops.checks import check_first_replica, check_integer, refuse
 from .ops.modes import is_eager
@@ -180,7 +180,7 @@ class _Session(Pass):
 
     def _folding(self, inputs: dict) -> StandingFolding:
         modules = modules_of(self.forward.model)
-        forward = self.forward._replace(known=know(self.forward.model, modules))
+        forward = self.forward._replace(cache=cache_of(self.forward.model, modules))
         return StandingFolding(forward, modules, self.first, inputs, self.num_samples)
 
     def end(self, output) -> None:
@@ -190,7 +190,7 @@ class _Session(Pass):
         if active is not None and output is not None:
             active.missed = self.missed
             _or_refuse(active.check_calls)
-            self.forward.known.tell("replicas", active)
+            self.forward.cache.tell("replicas", active)
             made = made_since(self.start, self.forward.model, tensors(output))
             active.follow(made, self.start)
 

@@ -67,14 +67,14 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
 def _skips_proof(folding: StandingFolding) -> bool:
     """Whether a model that is another one all the time, or one whose inputs have other shapes each
     time, has not yet spent on these what a proof takes."""
-    if folding.place in folding.known.plans or folding.earlier_plan() is not None:
+    if folding.place in folding.cache.plans or folding.earlier_plan() is not None:
         return False
     if _claims_proof(folding):
         return False
     folding.see(folding.num_samples)
     if folding.seen() <= _COST:
         return True
-    folding.known.unproven.pop(folding.place, None)
+    folding.cache.unproven.pop(folding.place, None)
     return False
 
 
@@ -84,10 +84,10 @@ def _claims_proof(folding: StandingFolding) -> bool:
     if _must_be_reproducible() and not folding.seen():
         folding.see(1)
         return True
-    known = folding.known
-    if known.times_changed >= AT_ONCE or known.proofs >= AT_ONCE:
+    cache = folding.cache
+    if cache.times_changed >= AT_ONCE or cache.proofs >= AT_ONCE:
         return False
-    known.proofs += 1
+    cache.proofs += 1
     return True
 
 
@@ -124,14 +124,14 @@ def _compared(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
     buffer, has been written since: it may tell forwards to keep state."""
     held = [t for m in folding.modules for t in (*m._buffers.values(), *m._parameters.values())]
     fixed = [version_of(t) for t in held if t is not None and not t.requires_grad]
-    seen = fixed == folding.known.fixed.get(folding.place) and -1 not in fixed
+    seen = fixed == folding.cache.fixed.get(folding.place) and -1 not in fixed
     state = None if seen else State(folding.modules)
     with folding.gradients_for_hooks():
         alone = folding.alone()
     if state is not None and folding.undo(state):
         folding.refute(plan, CHANGES)
         return LOOP, None
-    folding.remember(folding.known.fixed, folding.place, fixed)
+    folding.remember(folding.cache.fixed, folding.place, fixed)
     return folding.renewed(plan), alone
 
 
@@ -154,7 +154,7 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
             changed = folding.undo(state) or changed
     if changed and not folding.changes_again():
         # Both: no version tells of a change by way of `.data`, and the plan would count as proven.
-        for plans in (folding.known.earlier_plans, folding.known.plans):
+        for plans in (folding.cache.earlier_plans, folding.cache.plans):
             plans.pop(folding.place, None)
         return LOOP, None
     found = CHANGES if changed else _found(watch, plan, failure)

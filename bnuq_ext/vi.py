@@ -17,7 +17,7 @@ from .chain import Run, is_chain, run_chain
 from .forward import Forward
 from .inputs import Inputs, as_rows_of, check_one_input, device_of, num_rows
 from .interrupts import leaving_nothing_behind
-from .known import know, nothing_known
+from .model_cache import cache_of, empty_cache
 from .ops import new_seed
 from .ops.checks import (
     acc_dtype,
@@ -258,8 +258,8 @@ def elbo_loss(
         if output_fn is None and is_eager() and is_chain(modules, x) and x.shape[0]:
             outputs, runs = run_chain(op, modules, x, draw)
         else:
-            known = know(model, modules) if num_samples > 1 else nothing_known()
-            forward = Forward(model, layers, sampler, key, output_fn, known, op)
+            cache = cache_of(model, modules) if num_samples > 1 else empty_cache()
+            forward = Forward(model, layers, sampler, key, output_fn, cache, op)
             outputs = _outputs(forward, modules, x, draw)
         scale = max(rows, 1) if reduction == "mean" else 1
         nll = _nll(outputs, num_samples, y, likelihood, noise_std) / (num_samples * scale)

@@ -23,7 +23,7 @@ from coupled import (
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import known
+from bnuq_ext import model_cache
 from bnuq_ext.forward import Forward
 from bnuq_ext.passes import DoesNotFold, ReplicaPass, running
 from bnuq_ext.proof import folding
@@ -49,7 +49,7 @@ def samples(model, x, **options):
 
 def way(model):
     """How the last plan sends replicas through."""
-    return list(known._KNOWN[model].plans.values())[-1].way
+    return list(model_cache._CACHES[model].plans.values())[-1].way
 
 
 def assert_right_or_refused(model, x, **options):
@@ -210,7 +210,7 @@ def test_an_input_that_tells_nothing_is_not_taken_for_a_proof():
     bnuq.collect(model, batches, 4, progress=False)
     expected = samples(model, tokens, strategy="loop")
     torch.testing.assert_close(samples(model, tokens), expected, rtol=1e-5, atol=1e-5)
-    assert not known._KNOWN[model].plans
+    assert not model_cache._CACHES[model].plans
     with pytest.raises(ValueError, match="does not fold: the input has too few different rows"):
         samples(model, tokens, strategy="folded")
     samples(model, batches[0])
@@ -222,13 +222,13 @@ def test_outputs_that_tell_nothing_are_not_taken_for_a_proof():
     with torch.no_grad():
         model.head.weight.zero_()
     samples(model, ROWS[:6])
-    assert not known._KNOWN[model].plans
+    assert not model_cache._CACHES[model].plans
     nan = ROWS[:6].clone()
     nan[:3] = float("nan")
     model = prepared(Gated, ROWS)
     expected = samples(model, nan, strategy="loop")
     actual = samples(model, nan)
-    assert actual[:, :3].isnan().all() and not known._KNOWN[model].plans
+    assert actual[:, :3].isnan().all() and not model_cache._CACHES[model].plans
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -330,7 +330,7 @@ def test_another_output_than_the_plans_does_not_fold():
     model = prepared(Gated, ROWS)
     samples(model, ROWS[:6])
     modules = list(model.modules())
-    record = known.know(model, modules)
+    record = model_cache.cache_of(model, modules)
     plan = next(iter(record.plans.values()))
     layers = {"norm_a": model.norm_a, "norm_b": model.norm_b}
     sampler = make_sampler("test", "bank", model.norm_a.bank, None, torch.device("cpu"))
@@ -351,7 +351,7 @@ def test_plans_are_bounded(monkeypatch):
     model = prepared(Plain, ROWS)
     for rows in range(3, 9):
         samples(model, ROWS[:rows])
-    assert len(known._KNOWN[model].plans) <= 3
+    assert len(model_cache._CACHES[model].plans) <= 3
 
 
 def test_a_proof_moves_no_generator():

@@ -10,7 +10,7 @@ from test_interrupts import BATCHES, Bare, X
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import bank, forks, known, restore, untraced
+from bnuq_ext import bank, forks, model_cache, restore, untraced
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
@@ -46,8 +46,8 @@ def test_a_child_waits_for_no_thread_that_it_has_not():
     for each in (model, tried):
         bnuq.collect(each, BATCHES, progress=False)
     expected = predicted(tried)
-    planning = known._KNOWN[tried].planning
-    locks = [untraced.ONE_MODE, known._LOCK, restore._EVAL_LOCK, bank._LOCK, planning]
+    planning = model_cache._CACHES[tried].planning
+    locks = [untraced.ONE_MODE, model_cache._LOCK, restore._EVAL_LOCK, bank._LOCK, planning]
     held, done = threading.Event(), threading.Event()
 
     def hold():

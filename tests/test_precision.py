@@ -5,7 +5,7 @@ import torch
 from coupled import ROWS, BatchAttention, Gated
 from test_folding import prepared, samples, way
 
-from bnuq_ext import known
+from bnuq_ext import model_cache
 
 
 @pytest.fixture(params=["ieee", "tf32"])
@@ -43,7 +43,7 @@ def test_autocast_has_a_plan_of_its_own():
     with torch.autocast("cpu", torch.bfloat16):
         out = samples(model, ROWS[:16])
         expected = samples(model, ROWS[:16], strategy="loop")
-    assert out.dtype == torch.bfloat16 and len(known._KNOWN[model].plans) == 2
+    assert out.dtype == torch.bfloat16 and len(model_cache._CACHES[model].plans) == 2
     torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
 
 
@@ -89,6 +89,6 @@ def test_where_autocast_tells_nothing_the_trial_is_made_without_too(cls, input_d
     with torch.autocast("cpu", torch.bfloat16):
         samples(model, x)  # which makes the table
         out = samples(model, x)
-        assert {plan.way for plan in known._KNOWN[model].plans.values()} == expected
+        assert {plan.way for plan in model_cache._CACHES[model].plans.values()} == expected
         loop = samples(model, x, strategy="loop")
     torch.testing.assert_close(out, loop, rtol=2e-2, atol=2e-2)

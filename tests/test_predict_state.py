@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 import bnuq_ext as bnuq
 from benchmarks.memory import peak_extra_bytes
-from bnuq_ext import chunks, known, ops, prediction, predictor
+from bnuq_ext import chunks, model_cache, ops, prediction, predictor
 from bnuq_ext.chain_folding import ChainFolding
 from bnuq_ext.state import modules_of
 
@@ -346,10 +346,10 @@ def test_a_part_of_a_model_by_the_names_of_the_whole_and_by_its_own(model):
 
 
 def test_all_states_of_a_model_share_one_lock(model):
-    before = known.know(model, modules_of(model))
+    before = model_cache.cache_of(model, modules_of(model))
     with torch.no_grad():
         model[0].weight.add_(1)
-    after = known.know(model, modules_of(model))
+    after = model_cache.cache_of(model, modules_of(model))
     assert after is not before and after.planning is before.planning
 
 
@@ -372,13 +372,13 @@ def test_a_bank_that_has_been_changed_is_drawn_from_as_it_is(model, sampler, edi
 
 
 def test_a_sampler_is_made_while_another_thread_begins_anew(model, monkeypatch):
-    make = known.make_sampler
+    make = model_cache.make_sampler
 
     def made(*args):
-        known._CHAINS[model].samplers._made = {}
+        model_cache._CHAIN_CACHES[model].samplers._made = {}
         return make(*args)
 
-    monkeypatch.setattr(known, "make_sampler", made)
+    monkeypatch.setattr(model_cache, "make_sampler", made)
     predict(model)
 
 

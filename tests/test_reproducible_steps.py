@@ -8,7 +8,7 @@ from torch import nn
 from training import Net, Residual, gate, gradients, proofs, step, ways
 
 import bnuq_ext as bnuq
-from bnuq_ext import known
+from bnuq_ext import model_cache
 from bnuq_ext.proof.agreement import are_unused
 
 
@@ -214,4 +214,4 @@ def test_without_gradients_samples_go_together_too():
         bnuq.elbo_loss(model, x, y, num_samples=3, likelihood="gaussian", batch_weight=0.1)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert {plan.way for plan in known._KNOWN[model].plans.values()} == {"folded"}
+    assert {plan.way for plan in model_cache._CACHES[model].plans.values()} == {"folded"}

@@ -13,7 +13,7 @@ from predicting import X, equal, make_model, predict
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import known
+from bnuq_ext import model_cache
 from bnuq_ext.moments import Rescaling, fit
 from bnuq_ext.ops import new_seed, philox_normal
 from bnuq_ext.passes import Pass, running
@@ -56,8 +56,8 @@ def test_samplers_rescale_by_the_bank_s_own_sizes(M, disjoint):
 @pytest.mark.parametrize("make", [np.array, np.int16, torch.tensor])
 def test_batch_sizes_of_any_kind_have_one_sampler(make, monkeypatch):
     model, made = make_model(), []
-    original = known.make_sampler
-    monkeypatch.setattr(known, "make_sampler", lambda *a: made.append(a) or original(*a))
+    original = model_cache.make_sampler
+    monkeypatch.setattr(model_cache, "make_sampler", lambda *a: made.append(a) or original(*a))
     sizes = 64, make(64), make(64)
     results = [predict(model, sampler="joint", batch_size=M).mean for M in sizes]
     assert len(made) == 1 and torch.equal(results[0], results[1])

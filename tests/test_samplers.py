@@ -11,7 +11,7 @@ from drawn import random_bank, sampler, statistics
 from scipy import stats
 
 import bnuq_ext as bnuq
-from bnuq_ext import known, ops
+from bnuq_ext import model_cache, ops
 from bnuq_ext.samplers import make_sampler
 
 # ---- number by number ------------------------------------------------------------------------
@@ -31,10 +31,10 @@ def test_what_a_sampler_keeps_stays_on_its_stream(monkeypatch):
     """On a GPU another stream would neither wait for it nor be waited
     for before its memory is used again."""
     streams = iter([0, 7, 0, 7])
-    monkeypatch.setattr(known, "_stream", lambda device: next(streams))
+    monkeypatch.setattr(model_cache, "_stream", lambda device: next(streams))
     model = bnuq.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)).eval())
     bnuq.collect(model, torch.randn(8, 6, 3).unbind(), num_batches=8, progress=False)
-    samplers = known.BankSamplers()
+    samplers = model_cache.BankSamplers()
     call = "predict", model, "bank", None, torch.device("cpu")
     first, second, *again = (samplers.get(*call) for _ in range(4))
     assert first is not second and again == [first, second]
@@ -44,9 +44,9 @@ def test_what_a_cuda_graph_makes_stays_in_it(monkeypatch):
     """Nobody else has the numbers before it is replayed."""
     model = bnuq.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)).eval())
     bnuq.collect(model, torch.randn(8, 6, 3).unbind(), num_batches=8, progress=False)
-    samplers, made = known.BankSamplers(), []
+    samplers, made = model_cache.BankSamplers(), []
     for captured in (True, False, True, False):
-        monkeypatch.setattr(known, "is_captured", lambda device, captured=captured: captured)
+        monkeypatch.setattr(model_cache, "is_captured", lambda device, captured=captured: captured)
         made.append(samplers.get("predict", model, "normal", None, torch.device("cpu")))
     assert made[3] is made[1] and len({*map(id, made)}) == 3
 

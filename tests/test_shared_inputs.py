@@ -12,7 +12,7 @@ from test_folding import prepared, samples, way
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import known
+from bnuq_ext import model_cache
 
 ROWS = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
 SEEN: list[int] = []  # rows of the forwards
@@ -337,9 +337,9 @@ def test_what_is_decided_is_not_forgotten_with_the_trials():
     for value in range(4):
         for _ in range(9):
             samples(model, (ROWS[:5], value))
-    known._KNOWN[model].trials.clear()
+    model_cache._CACHES[model].trials.clear()
     for value in range(4):
-        known._KNOWN[model].trials.update({f"{value} {i}": None for i in range(2)})
+        model_cache._CACHES[model].trials.update({f"{value} {i}": None for i in range(2)})
         SEEN.clear()
         samples(model, (ROWS[:5], value))
         assert SEEN == [30]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext import known, vi
+from bnuq_ext import model_cache, vi
 from bnuq_ext.proof import folding
 
 D, K, N, T = 6, 4, 8, 3
@@ -89,7 +89,7 @@ def proofs(monkeypatch):
 
 
 def ways(model):
-    return {plan.way for plan in known._KNOWN[model].earlier_plans.values()}
+    return {plan.way for plan in model_cache._CACHES[model].earlier_plans.values()}
 
 
 def ways_after(model, seed):

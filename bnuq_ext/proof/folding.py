@@ -116,53 +116,53 @@ class Folding:
 
     def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int, inputs):
         self.forward, self.modules, self.first_replica = forward, modules, first_replica
-        self.inputs, self.known = inputs, forward.known
+        self.inputs, self.cache = inputs, forward.cache
 
     def plan(self, wanted: Callable[[Plan], bool] = lambda plan: True) -> Plan:
         """The plan, made at the first sight of the input's signature;
         no trial while `wanted` says no."""
-        plan = self.known.plans.get(self.place)
+        plan = self.cache.plans.get(self.place)
         if plan is None or (not plan.way and wanted(plan)):
-            with self.known.planning:
-                plan = self.known.plans.get(self.place)
+            with self.cache.planning:
+                plan = self.cache.plans.get(self.place)
                 if plan is None or not plan.way:
                     plan = self._make(wanted)
-                    self.remember(self.known.plans, self.place, plan, plan.lasting)
+                    self.remember(self.cache.plans, self.place, plan, plan.lasting)
         return plan
 
     def see(self, forwards: int) -> None:
         """Notes that such inputs are to have so many forwards."""
-        self.remember(self.known.unproven, self.place, self.seen() + forwards)
-        self.remember(self.known.rows, self.kind, self.rows_seen() + forwards * self._num_rows())
+        self.remember(self.cache.unproven, self.place, self.seen() + forwards)
+        self.remember(self.cache.rows, self.kind, self.rows_seen() + forwards * self._num_rows())
 
     def seen(self) -> int:
         """How many they have had, with those that they are to have now."""
-        return self.known.unproven.get(self.place, 0)
+        return self.cache.unproven.get(self.place, 0)
 
     def rows_seen(self) -> int:
         """How many rows have gone through the model as it is, whatever their number in an input."""
-        return self.known.rows.get(self.kind, 0)
+        return self.cache.rows.get(self.kind, 0)
 
     def is_planned(self) -> bool:
         """Whether it has been decided how such inputs go."""
-        plan = self.known.plans.get(self.place)
+        plan = self.cache.plans.get(self.place)
         return plan is not None and bool(plan.way)
 
     def has_tried(self) -> bool:
         """Whether there has been a trial on inputs of this trailing shape."""
-        return any((way, self.kind) in self.known.trials for way in WAYS)
+        return any((way, self.kind) in self.cache.trials for way in WAYS)
 
     def undecided(self) -> int:
         """How many trials on such inputs could not tell."""
-        return self.known.undecided.get(self.kind, 0)
+        return self.cache.undecided.get(self.kind, 0)
 
     def give_up(self, plan: Plan, reason: Exception) -> Plan:
         """The next way that passes its trial, after a failure at the actual size."""
-        with self.known.planning, uncompiled():
+        with self.cache.planning, uncompiled():
             following = self._next(plan, str(reason))
             if is_out_of_memory(reason):
                 following = following._replace(steady=False)
-            self.remember(self.known.plans, self.place, following, following.lasting)
+            self.remember(self.cache.plans, self.place, following, following.lasting)
         return following
 
     @cached_property
@@ -202,8 +202,8 @@ class Folding:
 
     def _make(self, wanted: Callable[[Plan], bool]) -> Plan:
         # A loader's batches before may have changed the state, and this one may change it back.
-        if (seen := fingerprint(self.modules)) != self.known.seen:
-            self.known.restart(seen)
+        if (seen := fingerprint(self.modules)) != self.cache.seen:
+            self.cache.restart(seen)
         state, settled = State(self.modules), False
         with uncompiled(), preserved_rng() as generators:
             try:
@@ -238,15 +238,15 @@ class Folding:
     def changes_again(self) -> bool:
         """Counts a forward that has changed the model; true from the second on: the first may have
         filled a table that stays."""
-        self.known.changes += 1
-        return self.known.changes > 1
+        self.cache.changes += 1
+        return self.cache.changes > 1
 
     def undo(self, state: State) -> bool:
         """Whether forwards have changed the model's state since; if so it is put back."""
         if not self._changed(state):
             return False
         state.restore()
-        self.known.renew(fingerprint(self.modules))
+        self.cache.renew(fingerprint(self.modules))
         return True
 
     def record(self, state: State) -> tuple[Tensor, ReplicaPass, Reads]:
@@ -279,7 +279,7 @@ class Folding:
         return self._next(plan) if wanted(plan) else plan
 
     def _changed(self, state: State) -> bool:
-        return fingerprint(self.modules) != self.known.seen or state.written()
+        return fingerprint(self.modules) != self.cache.seen or state.written()
 
     def _next(self, plan: Plan, reason: str = "") -> Plan:
         lasting = True
@@ -296,22 +296,22 @@ class Folding:
         """What two replicas of three rows have shown, or why not;
         whether for all inputs of the trailing shape."""
         place = (way, self.kind)
-        if place in self.known.trials:
-            return self.known.trials[place], True
+        if place in self.cache.trials:
+            return self.cache.trials[place], True
         lasting = True
         try:
             trial = Trial(self.forward, self.modules, self.first_replica, self.flags, way)
             found = trial.prove(self.inputs)
         except Undecided as error:
             found, lasting = str(error), False
-            self.remember(self.known.undecided, self.kind, self.undecided() + 1)
+            self.remember(self.cache.undecided, self.kind, self.undecided() + 1)
         except DoesNotFold as error:
             found = str(error)
         except Exception as error:
             raise_interrupt(error)
             found = f"{type(error).__name__} in a trial on {ROWS} rows: {error}"
             lasting = not (is_out_of_memory(error) or is_within_transform())
-        self.remember(self.known.trials, place, found, lasting)
+        self.remember(self.cache.trials, place, found, lasting)
         return found, lasting
 
     def run(self, plan: Plan, first_replica: int, num_samples: int) -> Tensor:
@@ -329,7 +329,7 @@ class Folding:
         mixed = Mixed(reads.constant, draw.num_samples, in_step=True)
         # In the order in which plans are made: `reads` takes a lock too, which one thread would hold
         # while another holds this.
-        with self.known.planning, preserved_rng(), reads, mixed:
+        with self.cache.planning, preserved_rng(), reads, mixed:
             one = mixed.watched(self.forward.draw(first_replica, 1))
             first, _ = self.forward.run(self.inputs, one)
         with reads, mixed:
@@ -359,7 +359,7 @@ class Folding:
         and what parts values by all rows parts those between them too."""
         last = len(output) - 1
         for replica in sorted({last // 3, 2 * last // 3, last} - {0}):
-            with self.known.planning, preserved_rng():
+            with self.cache.planning, preserved_rng():
                 draw = self.forward.draw(first_replica + replica, 1)
                 alone, _ = self.forward.run(self.inputs, draw)
             self._check(output, replica, alone)

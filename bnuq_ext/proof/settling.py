@@ -40,7 +40,7 @@ def settle(folding, first: State, generators: list) -> bool:
             return False
     if drawn_once:
         generators.clear()
-    folding.known.restart(fingerprint(folding.modules))
+    folding.cache.restart(fingerprint(folding.modules))
     return True
 
 

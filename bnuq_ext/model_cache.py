@@ -26,19 +26,19 @@ from .untraced import unrecorded, untraced
 from .warn import warn
 
 _LOCK = free_in_children(threading.Lock())
-_KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
-_CHAINS: WeakKeyDictionary[nn.Module, KnownChain] = WeakKeyDictionary()
+_CACHES: WeakKeyDictionary[nn.Module, ModelCache] = WeakKeyDictionary()
+_CHAIN_CACHES: WeakKeyDictionary[nn.Module, ChainCache] = WeakKeyDictionary()
 
 
 def _renew_planning() -> None:
-    for known in _KNOWN.values():
-        renew(known.planning)
+    for cache in _CACHES.values():
+        renew(cache.planning)
 
 
 os.register_at_fork(after_in_child=_renew_planning)
 
 
-class Known:
+class ModelCache:
     """One state of one model. Holds no module, so that the model can be freed.
 
     Attributes:
@@ -132,7 +132,7 @@ class Known:
         self.examined = True  # not where the warning is an error, and somebody has caught it
 
 
-class KnownChain:
+class ChainCache:
     """What is remembered of a chain (`is_chain`), of which all else can be seen at once.
 
     Attributes:
@@ -207,43 +207,43 @@ def _stream(device: torch.device) -> int:
 
 
 @untraced
-def know(model: nn.Module, modules: list[nn.Module]) -> Known:
+def cache_of(model: nn.Module, modules: list[nn.Module]) -> ModelCache:
     """What is known of a model with these modules: where it has changed since,
     nothing but what may stand."""
     with unrecorded():
         seen = fingerprint(modules)
     with _LOCK:
-        before = _KNOWN.get(model)
+        before = _CACHES.get(model)
         if before is not None and before.seen == seen:
             return before
-        known = _KNOWN[model] = Known(seen, modules)
+        cache = _CACHES[model] = ModelCache(seen, modules)
         if before is not None:
-            known.planning = before.planning
-            if before.modules == known.modules:
-                known.examined, known.changes = before.examined, before.changes
-                known.told, known.outputs_seen = before.told, before.outputs_seen
+            cache.planning = before.planning
+            if before.modules == cache.modules:
+                cache.examined, cache.changes = before.examined, before.changes
+                cache.told, cache.outputs_seen = before.told, before.outputs_seen
             if before.seen.structure == seen.structure:
-                known.earlier_plans, known.generation = before.earlier_plans, before.generation + 1
-                known.checked_in_train, known.samplers = before.checked_in_train, before.samplers
-                known.proofs, known.unproven = before.proofs, before.unproven
-                known.fixed = before.fixed
+                cache.earlier_plans, cache.generation = before.earlier_plans, before.generation + 1
+                cache.checked_in_train, cache.samplers = before.checked_in_train, before.samplers
+                cache.proofs, cache.unproven = before.proofs, before.unproven
+                cache.fixed = before.fixed
             elif before.generation == 0 and before.predictions <= 1:
-                known.times_changed = before.times_changed + 1
-    return known
+                cache.times_changed = before.times_changed + 1
+    return cache
 
 
-def know_chain(model: nn.Module, modules: list[nn.Module]) -> KnownChain:
+def chain_cache_of(model: nn.Module, modules: list[nn.Module]) -> ChainCache:
     """What is known of a chain with these modules."""
     banks = [(m.bank_name, id(m.bank)) for m in modules if isinstance(m, Stochastic)]
     seen = [*map(id, modules), *banks]
     with _LOCK:
-        known = _CHAINS.get(model)
-        if known is None or known.seen != seen:
-            known = _CHAINS[model] = KnownChain(seen)
-    return known
+        cache = _CHAIN_CACHES.get(model)
+        if cache is None or cache.seen != seen:
+            cache = _CHAIN_CACHES[model] = ChainCache(seen)
+    return cache
 
 
 @untraced
-def nothing_known() -> Known:
+def empty_cache() -> ModelCache:
     """For a forward of one replica, which needs no proof; forgotten after it."""
-    return Known(Fingerprint([], []), [])
+    return ModelCache(Fingerprint([], []), [])
