@@ -36,10 +36,10 @@ class Forward(NamedTuple):
         """One forward: its output, and what the stochastic calls saw."""
         active = ReplicaPass(self.layers, draw, rows, shared, op=self.op)
         start = next_node()
-        with running(active), self.cache.examining(self.op, self.model, self.layers):
+        with running(active), self.cache.checking_coverage(self.op, self.model, self.layers):
             output = self.call(self.model, copied(inputs))
         active.check_calls()
-        self.cache.tell(self.op, active)
+        self.cache.warn_of_missed(self.op, active)
         output = self.tensor_of(output)
         active.follow(made_since(start, self.model, [output]), start)
         return output, active

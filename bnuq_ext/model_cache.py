@@ -29,6 +29,13 @@ _LOCK = free_in_children(threading.Lock())
 _CACHES: WeakKeyDictionary[nn.Module, ModelCache] = WeakKeyDictionary()
 _CHAIN_CACHES: WeakKeyDictionary[nn.Module, ChainCache] = WeakKeyDictionary()
 
+# What outlives a change of a model that has the same modules, and one of its parameters' values alone.
+_OF_MODULES = ("coverage_checked", "state_changes", "missed_warned", "outputs_seen")
+_OF_STRUCTURE = (
+    *("earlier_plans", "checked_in_train", "samplers"),
+    *("immediate_proofs", "looped_forwards", "fixed_versions"),
+)
+
 
 def _renew_planning() -> None:
     for cache in _CACHES.values():
@@ -39,87 +46,96 @@ os.register_at_fork(after_in_child=_renew_planning)
 
 
 class ModelCache:
-    """One state of one model. Holds no module, so that the model can be freed.
+    """What has been found out about a model in one state of it. Holds no module, so that the model
+    can be freed.
 
     Attributes:
-        seen: the fingerprint of its modules.
-        modules: which they are.
-        plans, trials: see `Folding`; undecided: how many trials could not tell.
-        unproven: by inputs, forwards that have gone one after another, to be weighed against the
-            cost of a trial.
-        rows: the same in rows, by what a trial is remembered by.
-        earlier_plans: of earlier states, for as long as nothing but the values
-            of parameters has changed; see `StandingFolding`.
-        generation: how often those have changed.
-        times_changed: how often in a row it was another model before a plan could be kept, or serve
-            a second prediction: a training loop counts something in it, or anneals a rate of it.
-        predictions: that asked for a plan.
-        proofs: made at first sight of inputs; see `run_together`.
+        fingerprint: of the model in this state.
+        modules: identity and class of each.
+        plans: by `Folding.plan_key`, how replicas go through the model.
+        trials: by `Folding.trial_key`, what a trial has shown.
+        undecided: by trial key, how many trials could not tell.
+        looped_forwards: by plan key, the forwards made one replica after another, to be weighed
+            against the cost of a trial.
+        looped_rows: by trial key, their rows.
+        earlier_plans: by plan key, the plans of training, which outlive updates of the parameters;
+            see `StandingFolding`.
+        generation: how many such updates there were.
+        times_replaced: how often in a row more than parameters had changed before a plan could be
+            kept, or serve a second prediction: a training loop counts something in the model, or
+            anneals a rate of it.
+        predictions: how many asked for a plan.
+        immediate_proofs: how many were made at first sight of inputs; see `run_together`.
         checked_in_train: where plans have been compared with the training flags as they are;
             see `StandingFolding`.
-        changes: how often a trial has found that a forward changes the model.
-        fixed: by input, versions of what is not trained when a forward was last seen to change
-            nothing.
-        planning: held while plans are made.
-        examined: whether a forward was searched for batch norm that is not covered.
-        told: whether it was said that one calls layers in another thread.
+        state_changes: how often a trial has found that a forward changes the model.
+        fixed_versions: by plan key, versions of what is not trained when a forward was last seen to
+            change nothing.
+        planning: a lock, held while plans are made.
+        coverage_checked: whether a forward was searched for batch norm that is not covered.
+        missed_warned: whether layers that another thread called have been warned of.
         outputs_seen: which outputs were looked at, those of the model (False) or of an output_fn
             (True); see `warn_of_probabilities`.
         samplers: of its bank.
     """
 
     def __init__(self, seen: Fingerprint, modules: list[nn.Module]):
-        self.seen = seen
+        self.fingerprint = seen
         self.modules = [(id(module), type(module)) for module in modules]
         self.plans: dict = {}
         self.trials: dict = {}
         self.undecided: dict = {}
-        self.unproven: dict = {}
-        self.rows: dict = {}
+        self.looped_forwards: dict = {}
+        self.looped_rows: dict = {}
         self.earlier_plans: dict = {}
         self.generation = 0
-        self.times_changed = self.proofs = self.predictions = 0
+        self.times_replaced = self.immediate_proofs = self.predictions = 0
         self.checked_in_train: dict = {}
-        self.changes = 0
-        self.fixed: dict = {}
+        self.state_changes = 0
+        self.fixed_versions: dict = {}
         self.planning = threading.RLock()
-        self.examined = self.told = False
+        self.coverage_checked = self.missed_warned = False
         self.outputs_seen: set[bool] = set()
         self.samplers = BankSamplers()
 
     def renew(self, seen: Fingerprint) -> None:
-        """Takes a fingerprint for that of this state, which a trial has put back; meanwhile another
-        thread may have attached a bank."""
+        """After a trial has put the model back: its state has this fingerprint, and maybe a bank that
+        another thread has attached."""
         self.samplers = BankSamplers()
-        self.seen = seen
+        self.fingerprint = seen
 
     def restart(self, seen: Fingerprint) -> None:
-        """Takes a fingerprint for that of another state, of which nothing has been found out."""
+        """The model is in another state, of this fingerprint, of which nothing has been found out."""
         self.plans, self.trials, self.undecided = {}, {}, {}
         self.earlier_plans, self.checked_in_train = {}, {}
         self.renew(seen)
 
-    def tell(self, op: str, active: Pass) -> None:
+    def inherit(self, old: ModelCache, names: tuple[str, ...]) -> None:
+        """Takes these attributes over from the cache of an earlier state."""
+        for name in names:
+            setattr(self, name, getattr(old, name))
+
+    def warn_of_missed(self, op: str, active: Pass) -> None:
         """Warns, once, of layers that a forward has called in another thread."""
-        if active.missed and not self.told:
+        if active.missed and not self.missed_warned:
             for remark in active.remarks():
                 warn(f"{op}: {remark}")
-                self.told = True
+                self.missed_warned = True
 
-    def examining(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
+    def checking_coverage(self, op: str, model: nn.Module, layers: dict[str, nn.Module]):
         """Around a forward; around the first one that draws statistics for `layers`,
         it warns of batch norm that is not covered.
 
         Yields what counts there, or None.
         """
-        if self.examined or not any(layer.needs_bank for layer in layers.values()):
+        if self.coverage_checked or not any(layer.needs_bank for layer in layers.values()):
             return nullcontext()
         if torch.jit.is_tracing():  # which compares what two forwards record
             return nullcontext()
-        return self._examining(op, model)
+        return self._checking_coverage(op, model)
 
     @contextmanager
-    def _examining(self, op: str, model: nn.Module):
+    def _checking_coverage(self, op: str, model: nn.Module):
         with count_uncovered(model) as counter:
             yield counter
         if counter.uncovered:
@@ -129,14 +145,16 @@ class ModelCache:
             )
         for remark in counter.remarks():
             warn(f"{op}: {remark}")
-        self.examined = True  # not where the warning is an error, and somebody has caught it
+        self.coverage_checked = (
+            True  # not where the warning is an error, and somebody has caught it
+        )
 
 
 class ChainCache:
     """What is remembered of a chain (`is_chain`), of which all else can be seen at once.
 
     Attributes:
-        seen: which modules it has, with which bank.
+        fingerprint: which modules it has, with which bank.
         samplers: of its bank.
         largest: by the shape of an input, see `Plan`.
         predictions: as of any model.
@@ -145,7 +163,7 @@ class ChainCache:
     outputs_seen = frozenset({False, True})  # no chain ends in a softmax
 
     def __init__(self, seen: list):
-        self.seen, self.samplers = seen, BankSamplers()
+        self.fingerprint, self.samplers = seen, BankSamplers()
         self.largest: dict[torch.Size, int] = {}
         self.predictions = 0
 
@@ -208,37 +226,34 @@ def _stream(device: torch.device) -> int:
 
 @untraced
 def cache_of(model: nn.Module, modules: list[nn.Module]) -> ModelCache:
-    """What is known of a model with these modules: where it has changed since,
-    nothing but what may stand."""
+    """The cache of a model with these modules: a new one where it has changed since, with what
+    outlives such a change."""
     with unrecorded():
         seen = fingerprint(modules)
     with _LOCK:
-        before = _CACHES.get(model)
-        if before is not None and before.seen == seen:
-            return before
+        old = _CACHES.get(model)
+        if old is not None and old.fingerprint == seen:
+            return old
         cache = _CACHES[model] = ModelCache(seen, modules)
-        if before is not None:
-            cache.planning = before.planning
-            if before.modules == cache.modules:
-                cache.examined, cache.changes = before.examined, before.changes
-                cache.told, cache.outputs_seen = before.told, before.outputs_seen
-            if before.seen.structure == seen.structure:
-                cache.earlier_plans, cache.generation = before.earlier_plans, before.generation + 1
-                cache.checked_in_train, cache.samplers = before.checked_in_train, before.samplers
-                cache.proofs, cache.unproven = before.proofs, before.unproven
-                cache.fixed = before.fixed
-            elif before.generation == 0 and before.predictions <= 1:
-                cache.times_changed = before.times_changed + 1
+        if old is not None:
+            cache.planning = old.planning
+            if old.modules == cache.modules:
+                cache.inherit(old, _OF_MODULES)
+            if old.fingerprint.structure == seen.structure:
+                cache.inherit(old, _OF_STRUCTURE)
+                cache.generation = old.generation + 1
+            elif old.generation == 0 and old.predictions <= 1:
+                cache.times_replaced = old.times_replaced + 1
     return cache
 
 
 def chain_cache_of(model: nn.Module, modules: list[nn.Module]) -> ChainCache:
-    """What is known of a chain with these modules."""
+    """The cache of a chain with these modules."""
     banks = [(m.bank_name, id(m.bank)) for m in modules if isinstance(m, Stochastic)]
     seen = [*map(id, modules), *banks]
     with _LOCK:
         cache = _CHAIN_CACHES.get(model)
-        if cache is None or cache.seen != seen:
+        if cache is None or cache.fingerprint != seen:
             cache = _CHAIN_CACHES[model] = ChainCache(seen)
     return cache
 

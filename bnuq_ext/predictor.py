@@ -158,9 +158,9 @@ class Predictor:
         folding = self.fold(self.forward, self.modules, self.request.first, inputs)
         if not isinstance(folding.cache, ModelCache) or self.request.is_loop():
             return folding
-        before, self.before = self.before, folding.place
-        plan = folding.cache.plans.get(folding.place)
-        went_together = before == folding.place and plan is not None and plan.way in WAYS
+        before, self.before = self.before, folding.plan_key
+        plan = folding.cache.plans.get(folding.plan_key)
+        went_together = before == folding.plan_key and plan is not None and plan.way in WAYS
         if before is None or went_together:
             return folding
         # An input that went one after another may have made another model of it.
@@ -212,7 +212,7 @@ class Predictor:
             return LOOP
         folding.cache.predictions += 1
         if strategy == "auto" and not folding.is_planned():
-            folding.see(self.request.count)
+            folding.count_forwards(self.request.count)
             if _waits(folding):
                 return LOOP
         try:
@@ -253,14 +253,14 @@ def _waits(folding: Folding) -> bool:
     """Whether inputs of a third trailing shape and more, or those of a model that is another one in
     each prediction, have not yet had as many forwards as a trial costs."""
     cache = folding.cache
-    tried = max(len(cache.trials) + len(cache.undecided), cache.times_changed)
-    return tried >= AT_ONCE and not folding.has_tried() and folding.seen() <= _COST
+    tried = max(len(cache.trials) + len(cache.undecided), cache.times_replaced)
+    return tried >= AT_ONCE and not folding.has_tried() and folding.looped_forwards() <= _COST
 
 
 def _is_early(folding: Folding, plan: Plan) -> bool:
     """Whether a trial is dear, and the loop has not yet cost as much, and as those before that could
     not tell: then predictions, however many, take some twice what they could at the most."""
-    early = folding.rows_seen() <= _ROWS * (1 + folding.undecided())
+    early = folding.looped_rows() <= _ROWS * (1 + folding.undecided())
     return early and plan.products * _ROWS > _DEAR and not folding.has_tried()
 
 

@@ -70,7 +70,7 @@ class JoiningForward:
         active = JointPass(self.op, self.inner.layers, own)
         with (
             running(active),
-            self.cache.examining(self.op, self.model, self.inner.layers) as active.counter,
+            self.cache.checking_coverage(self.op, self.model, self.inner.layers) as active.counter,
         ):
             output = self.inner.call(self.model, joint)
         if not active.statistics:

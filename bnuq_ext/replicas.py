@@ -190,7 +190,7 @@ class _Session(Pass):
         if active is not None and output is not None:
             active.missed = self.missed
             _or_refuse(active.check_calls)
-            self.forward.cache.tell("replicas", active)
+            self.forward.cache.warn_of_missed("replicas", active)
             made = made_since(self.start, self.forward.model, tensors(output))
             active.follow(made, self.start)
 

@@ -67,27 +67,27 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
 def _skips_proof(folding: StandingFolding) -> bool:
     """Whether a model that is another one all the time, or one whose inputs have other shapes each
     time, has not yet spent on these what a proof takes."""
-    if folding.place in folding.cache.plans or folding.earlier_plan() is not None:
+    if folding.plan_key in folding.cache.plans or folding.earlier_plan() is not None:
         return False
     if _claims_proof(folding):
         return False
-    folding.see(folding.num_samples)
-    if folding.seen() <= _COST:
+    folding.count_forwards(folding.num_samples)
+    if folding.looped_forwards() <= _COST:
         return True
-    folding.cache.unproven.pop(folding.place, None)
+    folding.cache.looped_forwards.pop(folding.plan_key, None)
     return False
 
 
 def _claims_proof(folding: StandingFolding) -> bool:
     """Takes one of the proofs that are made whatever they cost: the first of a model, and where steps
     have to be reproducible that of each shape, and of each change. False where none is left."""
-    if _must_be_reproducible() and not folding.seen():
-        folding.see(1)
+    if _must_be_reproducible() and not folding.looped_forwards():
+        folding.count_forwards(1)
         return True
     cache = folding.cache
-    if cache.times_changed >= AT_ONCE or cache.proofs >= AT_ONCE:
+    if cache.times_replaced >= AT_ONCE or cache.immediate_proofs >= AT_ONCE:
         return False
-    cache.proofs += 1
+    cache.immediate_proofs += 1
     return True
 
 
@@ -124,14 +124,14 @@ def _compared(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
     buffer, has been written since: it may tell forwards to keep state."""
     held = [t for m in folding.modules for t in (*m._buffers.values(), *m._parameters.values())]
     fixed = [version_of(t) for t in held if t is not None and not t.requires_grad]
-    seen = fixed == folding.cache.fixed.get(folding.place) and -1 not in fixed
+    seen = fixed == folding.cache.fixed_versions.get(folding.plan_key) and -1 not in fixed
     state = None if seen else State(folding.modules)
     with folding.gradients_for_hooks():
         alone = folding.alone()
     if state is not None and folding.undo(state):
         folding.refute(plan, CHANGES)
         return LOOP, None
-    folding.remember(folding.cache.fixed, folding.place, fixed)
+    folding.remember(folding.cache.fixed_versions, folding.plan_key, fixed)
     return folding.renewed(plan), alone
 
 
@@ -155,7 +155,7 @@ def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
     if changed and not folding.changes_again():
         # Both: no version tells of a change by way of `.data`, and the plan would count as proven.
         for plans in (folding.cache.earlier_plans, folding.cache.plans):
-            plans.pop(folding.place, None)
+            plans.pop(folding.plan_key, None)
         return LOOP, None
     found = CHANGES if changed else _found(watch, plan, failure)
     if found:

@@ -121,40 +121,41 @@ class Folding:
     def plan(self, wanted: Callable[[Plan], bool] = lambda plan: True) -> Plan:
         """The plan, made at the first sight of the input's signature;
         no trial while `wanted` says no."""
-        plan = self.cache.plans.get(self.place)
+        plan = self.cache.plans.get(self.plan_key)
         if plan is None or (not plan.way and wanted(plan)):
             with self.cache.planning:
-                plan = self.cache.plans.get(self.place)
+                plan = self.cache.plans.get(self.plan_key)
                 if plan is None or not plan.way:
                     plan = self._make(wanted)
-                    self.remember(self.cache.plans, self.place, plan, plan.lasting)
+                    self.remember(self.cache.plans, self.plan_key, plan, plan.lasting)
         return plan
 
-    def see(self, forwards: int) -> None:
-        """Notes that such inputs are to have so many forwards."""
-        self.remember(self.cache.unproven, self.place, self.seen() + forwards)
-        self.remember(self.cache.rows, self.kind, self.rows_seen() + forwards * self._num_rows())
+    def count_forwards(self, forwards: int) -> None:
+        """Counts forwards of such inputs, one replica each, that are about to be made."""
+        rows = self.looped_rows() + forwards * self._num_rows()
+        self.remember(self.cache.looped_forwards, self.plan_key, self.looped_forwards() + forwards)
+        self.remember(self.cache.looped_rows, self.trial_key, rows)
 
-    def seen(self) -> int:
-        """How many they have had, with those that they are to have now."""
-        return self.cache.unproven.get(self.place, 0)
+    def looped_forwards(self) -> int:
+        """How many have been counted."""
+        return self.cache.looped_forwards.get(self.plan_key, 0)
 
-    def rows_seen(self) -> int:
-        """How many rows have gone through the model as it is, whatever their number in an input."""
-        return self.cache.rows.get(self.kind, 0)
+    def looped_rows(self) -> int:
+        """Their rows, whatever the number of rows in an input."""
+        return self.cache.looped_rows.get(self.trial_key, 0)
 
     def is_planned(self) -> bool:
         """Whether it has been decided how such inputs go."""
-        plan = self.cache.plans.get(self.place)
+        plan = self.cache.plans.get(self.plan_key)
         return plan is not None and bool(plan.way)
 
     def has_tried(self) -> bool:
         """Whether there has been a trial on inputs of this trailing shape."""
-        return any((way, self.kind) in self.cache.trials for way in WAYS)
+        return any((way, self.trial_key) in self.cache.trials for way in WAYS)
 
     def undecided(self) -> int:
         """How many trials on such inputs could not tell."""
-        return self.cache.undecided.get(self.kind, 0)
+        return self.cache.undecided.get(self.trial_key, 0)
 
     def give_up(self, plan: Plan, reason: Exception) -> Plan:
         """The next way that passes its trial, after a failure at the actual size."""
@@ -162,16 +163,16 @@ class Folding:
             following = self._next(plan, str(reason))
             if is_out_of_memory(reason):
                 following = following._replace(steady=False)
-            self.remember(self.cache.plans, self.place, following, following.lasting)
+            self.remember(self.cache.plans, self.plan_key, following, following.lasting)
         return following
 
     @cached_property
-    def place(self) -> tuple:
+    def plan_key(self) -> tuple:
         """What the plan is remembered by."""
         return self._key(0)
 
     @cached_property
-    def kind(self) -> tuple:
+    def trial_key(self) -> tuple:
         """What a trial is remembered by: the same whatever the number of rows."""
         return self._key(1)
 
@@ -194,15 +195,15 @@ class Folding:
             autocast_dtypes(),
         )
 
-    def remember(self, memory: dict, place, value, lasting: bool = True) -> None:
+    def remember(self, memory: dict, key, value, lasting: bool = True) -> None:
         if len(memory) >= _MOST:
             memory.clear()
         if lasting:
-            memory[place] = value
+            memory[key] = value
 
     def _make(self, wanted: Callable[[Plan], bool]) -> Plan:
         # A loader's batches before may have changed the state, and this one may change it back.
-        if (seen := fingerprint(self.modules)) != self.cache.seen:
+        if (seen := fingerprint(self.modules)) != self.cache.fingerprint:
             self.cache.restart(seen)
         state, settled = State(self.modules), False
         with uncompiled(), preserved_rng() as generators:
@@ -238,8 +239,8 @@ class Folding:
     def changes_again(self) -> bool:
         """Counts a forward that has changed the model; true from the second on: the first may have
         filled a table that stays."""
-        self.cache.changes += 1
-        return self.cache.changes > 1
+        self.cache.state_changes += 1
+        return self.cache.state_changes > 1
 
     def undo(self, state: State) -> bool:
         """Whether forwards have changed the model's state since; if so it is put back."""
@@ -279,7 +280,7 @@ class Folding:
         return self._next(plan) if wanted(plan) else plan
 
     def _changed(self, state: State) -> bool:
-        return fingerprint(self.modules) != self.cache.seen or state.written()
+        return fingerprint(self.modules) != self.cache.fingerprint or state.written()
 
     def _next(self, plan: Plan, reason: str = "") -> Plan:
         lasting = True
@@ -295,7 +296,7 @@ class Folding:
     def _trial(self, way: str) -> tuple[Proof | str, bool]:
         """What two replicas of three rows have shown, or why not;
         whether for all inputs of the trailing shape."""
-        place = (way, self.kind)
+        place = (way, self.trial_key)
         if place in self.cache.trials:
             return self.cache.trials[place], True
         lasting = True
@@ -304,7 +305,7 @@ class Folding:
             found = trial.prove(self.inputs)
         except Undecided as error:
             found, lasting = str(error), False
-            self.remember(self.cache.undecided, self.kind, self.undecided() + 1)
+            self.remember(self.cache.undecided, self.trial_key, self.undecided() + 1)
         except DoesNotFold as error:
             found = str(error)
         except Exception as error:

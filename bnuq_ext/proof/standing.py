@@ -70,7 +70,7 @@ class StandingFolding(Folding):
 
     def cached_plan(self) -> Plan | None:
         """The plan, if it has been proven in this very state."""
-        plan = self.cache.plans.get(self.place)
+        plan = self.cache.plans.get(self.plan_key)
         return plan if plan is not None and self._is_checked(plan) else None
 
     def _is_checked(self, plan: Plan) -> bool:
@@ -78,11 +78,11 @@ class StandingFolding(Folding):
 
     def earlier_plan(self) -> Plan | None:
         """The plan of an earlier state of the parameters."""
-        return self.cache.earlier_plans.get(self.place)
+        return self.cache.earlier_plans.get(self.plan_key)
 
     def revalidated_plan(self) -> Plan | None:
         """The plan of an earlier state of the parameters, if it holds in this one too."""
-        now = self.cache.plans.get(self.place)
+        now = self.cache.plans.get(self.plan_key)
         decided = now is not None and (now.way == "loop" or self._is_checked(now))
         plan = None if decided else self.earlier_plan()
         if plan is None or plan.way == "loop":
@@ -94,7 +94,7 @@ class StandingFolding(Folding):
         with self.cache.planning, preserved_rng(), flags:
             failure = self.failure_without_dropout(plan)
             if self.undo(state) or failure is not None:
-                self.cache.earlier_plans.pop(self.place, None)
+                self.cache.earlier_plans.pop(self.plan_key, None)
                 return None
         return plan
 
@@ -150,7 +150,7 @@ class StandingFolding(Folding):
         (T, N, ...) that it should be."""
         tolerance = tolerance_of(alone, self.inputs, self.modules)
         check_replica(outputs, self.chosen(), alone, tolerance)
-        self.remember(self.cache.plans, self.place, plan)
+        self.remember(self.cache.plans, self.plan_key, plan)
 
     def keep(self, plan: Plan) -> None:
         """Lets a proven plan stand for other values of the parameters, if it may."""
@@ -160,25 +160,25 @@ class StandingFolding(Folding):
             if before is not None and before.way == plan.way:
                 checked, repeatable = before.checked | checked, before.repeatable
             plan = plan._replace(checked=checked, repeatable=repeatable)
-            self.remember(self.cache.earlier_plans, self.place, plan)
+            self.remember(self.cache.earlier_plans, self.plan_key, plan)
 
     def forget_refusal(self) -> None:
         """Where only one by one will not do, lets other values of the parameters be tried again."""
         plan = self.earlier_plan()
-        if plan is not None and plan.way == "loop" and self.place not in self.cache.plans:
-            self.cache.earlier_plans.pop(self.place, None)
+        if plan is not None and plan.way == "loop" and self.plan_key not in self.cache.plans:
+            self.cache.earlier_plans.pop(self.plan_key, None)
 
     def mark(self, repeatable: bool) -> None:
         """Says of the plan that stands whether outputs of a training step can be compared."""
         plan = self.earlier_plan()
         if plan is not None:
-            self.cache.earlier_plans[self.place] = plan._replace(repeatable=repeatable)
+            self.cache.earlier_plans[self.plan_key] = plan._replace(repeatable=repeatable)
 
     def refute(self, plan: Plan, reason: str) -> None:
         """Sends the replicas one after another, now and with other values of the parameters."""
         loop = plan._replace(way="loop", shared={}, reason=reason)
-        self.remember(self.cache.plans, self.place, loop)
-        self.remember(self.cache.earlier_plans, self.place, loop)
+        self.remember(self.cache.plans, self.plan_key, loop)
+        self.remember(self.cache.earlier_plans, self.plan_key, loop)
 
     @unhooked_saving()
     @uncached()
@@ -187,7 +187,7 @@ class StandingFolding(Folding):
         whether the model has other modules since. One that fails, as a forward that needs gradients
         does, leaves nothing."""
         with self.cache.planning, self.gradients_for_hooks(), uncompiled():
-            if self.place in self.cache.plans or self.earlier_plan() is not None:
+            if self.plan_key in self.cache.plans or self.earlier_plan() is not None:
                 return False
             state, settled = State(self.modules), False
             try:
@@ -220,7 +220,7 @@ class StandingFolding(Folding):
         rows of its own from the start."""
         plan, checked = self.prove(), self.cache.checked_in_train
         while plan.way != "loop" and any(self.training):
-            place = (plan.way, self.place, self.reals, self.num_samples, self.training)
+            place = (plan.way, self.plan_key, self.reals, self.num_samples, self.training)
             if place in checked:
                 break
             state = State(self.modules)
@@ -247,7 +247,7 @@ class StandingFolding(Folding):
     def next_way(self, plan: Plan, reason: Exception) -> Plan:
         """The plan for the next way that passes in eval,
         after one that has failed with the flags as they are."""
-        self.cache.earlier_plans.pop(self.place, None)
+        self.cache.earlier_plans.pop(self.plan_key, None)
         with self.gradients_for_hooks(), evaluating(self.modules, warns=False):
             plan = self._tried(self.give_up(plan, reason))
         self.keep(plan)
