@@ -59,7 +59,7 @@ class ModelCache:
             against the cost of a trial.
         looped_rows: by trial key, their rows.
         earlier_plans: by plan key, the plans of training, which outlive updates of the parameters;
-            see `StandingFolding`.
+            see `TrainingFolding`.
         generation: how many such updates there were.
         times_replaced: how often in a row more than parameters had changed before a plan could be
             kept, or serve a second prediction: a training loop counts something in the model, or
@@ -67,7 +67,7 @@ class ModelCache:
         predictions: how many asked for a plan.
         immediate_proofs: how many were made at first sight of inputs; see `run_together`.
         checked_in_train: where plans have been compared with the training flags as they are;
-            see `StandingFolding`.
+            see `TrainingFolding`.
         state_changes: how often a trial has found that a forward changes the model.
         fixed_versions: by plan key, versions of what is not trained when a forward was last seen to
             change nothing.

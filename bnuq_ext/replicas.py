@@ -23,7 +23,7 @@ from .ops.modes import is_eager
 from .passes import DoesNotFold, Pass, ReplicaPass, current_pass, leave_pass, replayed_pass, running
 from .predict import check_bank_sampler, forward_by_bank, take_model
 from .proof.folding import Plan
-from .proof.standing import StandingFolding
+from .proof.training import TrainingFolding
 from .samplers import check_key
 from .state import is_training, modules_of
 from .structure import OURS
@@ -178,10 +178,10 @@ class _Session(Pass):
             refuse("replicas", "model", requirement, plan.reason)
         return plan
 
-    def _folding(self, inputs: dict) -> StandingFolding:
+    def _folding(self, inputs: dict) -> TrainingFolding:
         modules = modules_of(self.forward.model)
         forward = self.forward._replace(cache=cache_of(self.forward.model, modules))
-        return StandingFolding(forward, modules, self.first, inputs, self.num_samples)
+        return TrainingFolding(forward, modules, self.first, inputs, self.num_samples)
 
     def end(self, output) -> None:
         """Checks that the call of the model was a whole one, and follows its output;

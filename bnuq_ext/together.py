@@ -11,7 +11,7 @@ from .interrupts import raise_interrupt
 from .ops.modes import is_captured
 from .passes import DoesNotFold, Undecided
 from .proof.folding import AT_ONCE, CHANGES, LOOP, Plan
-from .proof.standing import DrawsNumbers, StandingFolding
+from .proof.training import DrawsNumbers, TrainingFolding
 from .proof.watch import Watch
 from .restore import drawn_since, preserved_rng, random_states, uncached
 from .samplers import Draw
@@ -33,7 +33,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
     """
     if is_captured(draw.seed.device):  # nothing can be compared
         return None
-    folding = StandingFolding(forward, modules, 0, inputs, draw.num_samples)
+    folding = TrainingFolding(forward, modules, 0, inputs, draw.num_samples)
     if _skips_proof(folding):
         return None
     try:
@@ -64,7 +64,7 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
 
 
 @untraced
-def _skips_proof(folding: StandingFolding) -> bool:
+def _skips_proof(folding: TrainingFolding) -> bool:
     """Whether a model that is another one all the time, or one whose inputs have other shapes each
     time, has not yet spent on these what a proof takes."""
     if folding.plan_key in folding.cache.plans or folding.earlier_plan() is not None:
@@ -78,7 +78,7 @@ def _skips_proof(folding: StandingFolding) -> bool:
     return False
 
 
-def _claims_proof(folding: StandingFolding) -> bool:
+def _claims_proof(folding: TrainingFolding) -> bool:
     """Takes one of the proofs that are made whatever they cost: the first of a model, and where steps
     have to be reproducible that of each shape, and of each change. False where none is left."""
     if _must_be_reproducible() and not folding.looped_forwards():
@@ -102,10 +102,10 @@ def _reason(error: Exception) -> str:
 
 @untraced
 @uncached()
-def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
+def _decide(folding: TrainingFolding) -> tuple[Plan, Tensor | None]:
     """The plan, and the chosen replica run alone where it has still to be compared."""
     plan = folding.cached_plan()
-    # Without gradients train() and eval() have the same place.
+    # Without gradients train() and eval() have the same key.
     if plan is not None and (folding.flags or not any(folding.training)):
         return plan, None
     plan = folding.earlier_plan()
@@ -119,7 +119,7 @@ def _decide(folding: StandingFolding) -> tuple[Plan, Tensor | None]:
     return _examined(folding, plan)
 
 
-def _compared(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
+def _compared(folding: TrainingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
     """An earlier plan and the chosen replica run alone; that is undone where what is not trained, a
     buffer, has been written since: it may tell forwards to keep state."""
     held = [t for m in folding.modules for t in (*m._buffers.values(), *m._parameters.values())]
@@ -135,7 +135,7 @@ def _compared(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None
     return folding.renewed(plan), alone
 
 
-def _examined(folding: StandingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
+def _examined(folding: TrainingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
     state = State(folding.modules)
     watch = folding.watch(state)

@@ -7,7 +7,7 @@ from test_folding import Plain, prepared
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.proof.standing import StandingFolding
+from bnuq_ext.proof.training import TrainingFolding
 
 
 def in_training(cls):
@@ -98,7 +98,7 @@ def test_chains_need_no_trial(monkeypatch, training):
     model = bnuq.convert(nn.Sequential(*layers, nn.Linear(64, 2))).bfloat16()
     x = torch.randn(40, 3, 6, 6).bfloat16()
     bnuq.collect(model, list(x.split(8)), progress=False)
-    monkeypatch.setattr(StandingFolding, "prove_in_train", None)
+    monkeypatch.setattr(TrainingFolding, "prove_in_train", None)
     model.train(training)
     with bnuq.replicas(model, 3, seed=0):
         rows = model(x[:4]).view(3, 4, 2)

@@ -29,16 +29,16 @@ from training import (
 import bnuq_ext as bnuq
 from bnuq_ext import chain as chains
 from bnuq_ext import vi
-from bnuq_ext.proof import standing
+from bnuq_ext.proof.training import TrainingFolding
 
 
 @pytest.mark.parametrize("num_samples", [3, 5])
 def test_a_step_costs_one_sample_more(num_samples, monkeypatch):
     made, model = proofs(monkeypatch), Net(middle=Residual())
     rows, chosen = counted(model), []
-    choose = standing.StandingFolding.chosen
+    choose = TrainingFolding.chosen
     monkeypatch.setattr(
-        standing.StandingFolding, "chosen", lambda *args: chosen.append(choose(*args)) or chosen[-1]
+        TrainingFolding, "chosen", lambda *args: chosen.append(choose(*args)) or chosen[-1]
     )
     for i in range(num_samples + 1):
         gradients(model, i, num_samples)

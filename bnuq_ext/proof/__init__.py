@@ -10,5 +10,5 @@ watch       what is followed at the actual size in train()
 trial       two replicas of three rows, folded and one after another
 settling    what a first forward leaves in its model, and what each one does
 folding     the plans for an input: a record, the trial, the check at the actual size
-standing    plans that stand while training changes the values of parameters
+training    plans of training steps, which outlive updates of the parameters
 """

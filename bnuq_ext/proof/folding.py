@@ -296,9 +296,9 @@ class Folding:
     def _trial(self, way: str) -> tuple[Proof | str, bool]:
         """What two replicas of three rows have shown, or why not;
         whether for all inputs of the trailing shape."""
-        place = (way, self.trial_key)
-        if place in self.cache.trials:
-            return self.cache.trials[place], True
+        key = (way, self.trial_key)
+        if key in self.cache.trials:
+            return self.cache.trials[key], True
         lasting = True
         try:
             trial = Trial(self.forward, self.modules, self.first_replica, self.flags, way)
@@ -312,7 +312,7 @@ class Folding:
             raise_interrupt(error)
             found = f"{type(error).__name__} in a trial on {ROWS} rows: {error}"
             lasting = not (is_out_of_memory(error) or is_within_transform())
-        self.remember(self.cache.trials, place, found, lasting)
+        self.remember(self.cache.trials, key, found, lasting)
         return found, lasting
 
     def run(self, plan: Plan, first_replica: int, num_samples: int) -> Tensor:

@@ -1,9 +1,10 @@
-"""Plans that stand while training changes the values of parameters, and nothing else.
+"""Plans of training steps, which outlive updates of the parameters.
 
-A plan that has been proven for gradients, and with the parameters moved, is not found out anew in
-every step: one replica run alone must agree with the folded ones, else all is found out again. What
-train() does apart is seen with the training flags as they are and nothing dropped,
-for masks cannot be compared.
+To prove a plan anew in every step would cost more than it saves. One that has been proven with
+gradients, and with the parameters moved, stays: in each step one replica is run alone and must
+equal its rows among the others, else all is found out again. What a model does in train() alone is
+compared with the training flags as they are and with nothing dropped, for no two dropout masks are
+the same.
 """
 
 from __future__ import annotations
@@ -44,9 +45,8 @@ class SharesDropout(DoesNotFold):
     """A dropout in a forward would be the same for all replicas."""
 
 
-class StandingFolding(Folding):
-    """The plans for T replicas of a model that the caller runs itself,
-    where gradients may be taken; see `Folding`.
+class TrainingFolding(Folding):
+    """`Folding` where gradients may be taken, of T replicas that the caller runs itself.
 
     Attributes:
         training: flags of the modules, whether gradients are taken or not.
@@ -220,15 +220,15 @@ class StandingFolding(Folding):
         rows of its own from the start."""
         plan, checked = self.prove(), self.cache.checked_in_train
         while plan.way != "loop" and any(self.training):
-            place = (plan.way, self.plan_key, self.reals, self.num_samples, self.training)
-            if place in checked:
+            key = (plan.way, self.plan_key, self.reals, self.num_samples, self.training)
+            if key in checked:
                 break
             state = State(self.modules)
             with self.gradients_for_hooks(), preserved_rng():
                 failure = self.failure_without_dropout(plan, state)
                 self.undo(state)
             if not _refutes(failure, plan):
-                self.remember(checked, place, True)
+                self.remember(checked, key, True)
                 break
             plan = self.next_way(plan, failure)
         return plan
