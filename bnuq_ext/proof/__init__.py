@@ -8,7 +8,7 @@ moved       parameters moved for a while, so that no gate stands at zero
 carried     what a forward leaves for the next
 watch       what is followed at the actual size in train()
 trial       two replicas of three rows, folded and one after another
-settling    what a first forward leaves in its model, and what each one does
+lazy_setup  what only the first forward of a model does to it, which stays
 folding     the plans for an input: a record, the trial, the check at the actual size
 training    plans of training steps, which outlive updates of the parameters
 """

@@ -44,9 +44,9 @@ from ..samplers import Draw
 from ..state import State, modules_of
 from ..untraced import uncompiled
 from .agreement import check_equal, tolerance_of
+from .lazy_setup import keep_lazy_setup
 from .mixed import Mixed
 from .probe import ROWS
-from .settling import settle
 from .signature import key_of, reals_of, signature
 from .trial import Proof, Trial
 
@@ -112,7 +112,7 @@ class Folding:
 
     flags: tuple[bool, ...] | None = None
     may_draw = False  # random numbers of torch's generators in a forward
-    settles = True  # what a forward leaves when a plan is made, with the flags as they are
+    keeps_lazy_setup = True  # of the forward that a plan begins with
 
     def __init__(self, forward: Forward, modules: list[nn.Module], first_replica: int, inputs):
         self.forward, self.modules, self.first_replica = forward, modules, first_replica
@@ -205,7 +205,7 @@ class Folding:
         # A loader's batches before may have changed the state, and this one may change it back.
         if (seen := fingerprint(self.modules)) != self.cache.fingerprint:
             self.cache.restart(seen)
-        state, settled = State(self.modules), False
+        state, kept = State(self.modules), False
         with uncompiled(), preserved_rng() as generators:
             try:
                 before = random_states()
@@ -215,16 +215,16 @@ class Folding:
                 products = reads.products // reads.num_rows
                 plan = Plan("", record.rows, *sizes, {}, set(), products=products)
                 if self._changed(state):
-                    settled = self.settles and settle(self, state, generators)
+                    kept = self.keeps_lazy_setup and keep_lazy_setup(self, state, generators)
                 elif not self.may_draw and drawn_since(before):
                     # Or another thread has, meanwhile: the next time it may not.
                     plan = plan._replace(way="loop", reason=DRAWS, lasting=reads.draws)
                 else:
                     plan = self._first(plan, reads, wanted)
             finally:
-                changed = not settled and self.undo(state)
-        if settled:
-            self.settles = False  # once
+                changed = not kept and self.undo(state)
+        if kept:
+            self.keeps_lazy_setup = False  # once
             if self.is_whole():
                 return self._make(wanted)
             return plan._replace(way="loop", reason=NEW_MODULES, lasting=False)

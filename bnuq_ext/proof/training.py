@@ -31,8 +31,8 @@ from ..state import State, is_training
 from ..untraced import uncompiled
 from .agreement import check_replica, tolerance_of
 from .folding import Folding, Plan
+from .lazy_setup import keep_lazy_setup
 from .probe import probe_draws
-from .settling import settle
 from .watch import Watch
 
 
@@ -53,7 +53,7 @@ class TrainingFolding(Folding):
     """
 
     may_draw = True  # in train() dropout does; see `DrawsNumbers`
-    settles = False  # plans are made in eval; see `prepare`
+    keeps_lazy_setup = False  # plans are made in eval; see `prepare`
 
     def __init__(
         self,
@@ -183,20 +183,20 @@ class TrainingFolding(Folding):
     @unhooked_saving()
     @uncached()
     def prepare(self) -> bool:
-        """Before a proof: a first forward with the flags as they are, which `settle` may let stay;
-        whether the model has other modules since. One that fails, as a forward that needs gradients
-        does, leaves nothing."""
+        """Makes a first forward with the flags as they are, for `keep_lazy_setup`, before a proof;
+        returns whether the model has other modules since. One that fails, as a forward that needs
+        gradients does, leaves nothing."""
         with self.cache.planning, self.gradients_for_hooks(), uncompiled():
             if self.plan_key in self.cache.plans or self.earlier_plan() is not None:
                 return False
-            state, settled = State(self.modules), False
+            state, kept = State(self.modules), False
             try:
                 with preserved_rng() as generators:
                     try:
                         self.record(state)
-                        settled = self._changed(state) and settle(self, state, generators)
+                        kept = self._changed(state) and keep_lazy_setup(self, state, generators)
                     finally:
-                        if not settled:
+                        if not kept:
                             self.undo(state)
             except Exception as error:
                 raise_interrupt(error)

@@ -1,9 +1,9 @@
-"""What a first forward leaves in its model, which stays, and what each one does, which a trial takes
-back.
+"""What only the first forward of a model does to it, which stays; what every forward does, a trial
+takes back.
 
-Hooks that are installed, submodules that are made, weights that are merged in a first forward come
-once, for the model remembers them: often in an attribute, which can be put back, but it may be
-anywhere. A count of its calls comes each time.
+A model may install hooks, make submodules or merge weights in its first forward, and remember that it
+has: often in an attribute, which can be put back, but it may be anywhere. A count of its calls
+changes in every forward.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from ..restore import drawn_since, preserved_rng, random_states
 from ..state import State, modules_of
 
 
-def settle(folding, first: State, generators: list) -> bool:
-    """After a forward that has changed the model: lets what comes once stay, and says whether.
+def keep_lazy_setup(folding, first: State, generators: list) -> bool:
+    """After a forward that has changed the model: lets what only a first one does stay, and returns
+    whether there was any.
 
     Args:
         folding: whose forward it was.
