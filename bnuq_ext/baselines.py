@@ -227,7 +227,7 @@ class Members(Predictor):
         super().__init__(first.forward, [], request, first.likelihood, first.device)
         self.predictors = predictors
         for predictor in predictors[1:]:
-            predictor.before = ()  # those before may share modules with it
+            predictor.last_key = ()  # those before may share modules with it
 
     def run_one(self, inputs, bar) -> dict[str, Tensor]:
         parts = [predictor.run_one(inputs, bar) for predictor in self.predictors]

@@ -77,14 +77,14 @@ class Undropped(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _LEADING:
-            return self._spare(*args, **kwargs)
+            return self._keep_all(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:  # as a whole: inside, no mode is active
             return self._attend_by_heads(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _spare(
+    def _keep_all(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
         if not training or p == 0:

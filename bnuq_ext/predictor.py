@@ -74,8 +74,8 @@ class Predictor:
     ):
         self.forward, self.modules, self.request = forward, modules, request
         self.likelihood, self.device, self.fold = likelihood, device, fold
-        self.most = request.count  # in a chunk; less once memory did not suffice
-        self.before: tuple | None = None  # what the plan of the input before is remembered by
+        self.max_chunk = request.count  # fewer once memory did not suffice
+        self.last_key: tuple | None = None  # of the plan for the input before
         self.shape: list[int] = []  # of a replica's output for the current input
         if device.type == "cpu":
             keep_freed_pages()
@@ -140,7 +140,7 @@ class Predictor:
                 if is_out_of_memory(error):
                     if size == 1:
                         raise self._out_of_memory(inputs, outputs, samples, error) from error
-                    self.most = size // 2
+                    self.max_chunk = size // 2
                 elif outputs is None and size > 1:
                     plan = self._checked(folding.give_up(plan, error))
                 else:
@@ -149,7 +149,7 @@ class Predictor:
                 done += size
                 if bar is not None:
                     bar.update(size)
-            if self.most < size:
+            if self.max_chunk < size:
                 # The exception is gone here, and with it the tensors of the frames that it held.
                 free_memory(self.device)
         return (summary or moments.summary()) | {"samples": samples}
@@ -158,10 +158,10 @@ class Predictor:
         folding = self.fold(self.forward, self.modules, self.request.first, inputs)
         if not isinstance(folding.cache, ModelCache) or self.request.is_loop():
             return folding
-        before, self.before = self.before, folding.plan_key
+        last_key, self.last_key = self.last_key, folding.plan_key
         plan = folding.cache.plans.get(folding.plan_key)
-        went_together = before == folding.plan_key and plan is not None and plan.way in WAYS
-        if before is None or went_together:
+        went_together = last_key == folding.plan_key and plan is not None and plan.way in WAYS
+        if last_key is None or went_together:
             return folding
         # An input that went one after another may have made another model of it.
         self.forward = self.forward._replace(cache=cache_of(self.forward.model, self.modules))
@@ -175,11 +175,12 @@ class Predictor:
             return no_memory_to_keep(op, outputs, self.request.count)
         return out_of_memory(op, num_rows(op, inputs), error)
 
-    def _size(self, plan: Plan, left: int) -> int:
+    def _size(self, plan: Plan, remaining: int) -> int:
         """Replicas in the next chunk."""
         if plan.way in ("", "loop"):
             return 1
-        return min(chunk_of(plan.largest, self.request.chunk, left, self.device), self.most)
+        size = chunk_of(plan.largest, self.request.chunk, remaining, self.device)
+        return min(size, self.max_chunk)
 
     def _outputs(self, folding: Folding, plan: Plan, done: int, size: int) -> Tensor:
         outputs = folding.run(plan, self.request.first + done, size)

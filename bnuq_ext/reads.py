@@ -63,9 +63,9 @@ class Reads:
         casts: whether floating-point values of rows became integers, which may be indices.
         draws: whether random numbers were drawn by operations of torch.
         finite: whether operations must not be given infinities.
-        largest: bytes of the largest activation since a stochastic layer was called.
-        before: bytes of the largest before, the input's rows included.
-        apart: whether one was called, so that replicas are no longer the same.
+        largest: bytes of the largest activation after the first call of a stochastic layer.
+        largest_before: bytes of the largest before the first such call, the input's rows included.
+        diverged: whether one was called, so that replicas are no longer the same.
         overwritten: copies of parameters and what else is guarded, made before an operation writes into them.
         products: of two numbers, in all operations; see `products_of`.
     """
@@ -78,13 +78,13 @@ class Reads:
         given = [t for t in tensors(inputs) if has_rows(t, num_rows)]
         own = self._parameters.keys() | {storage_of(t) for m in modules for t in m.buffers(False)}
         self.constants = (own | shared) - {storage_of(t) for t in given} - {None}
-        self.kept: dict = {}  # by address, which stands for a tensor as long as that is there
+        self.constant_tensors: dict = {}  # by address, which is theirs for as long as they are kept
         self.num_rows = num_rows
         self.found = ""
         self.casts = self.draws = self.finite = False
         self.selections = 0  # how often values of rows have chosen rows
-        self.largest, self.apart = 0, False
-        self.before = sum([_held_bytes(t) for t in given])
+        self.largest, self.diverged = 0, False
+        self.largest_before = sum([_held_bytes(t) for t in given])
         self.overwritten: dict[Tensor, Tensor] = {}
         self.products = 0
 
@@ -99,12 +99,12 @@ class Reads:
         for tensor in others:
             self._parameters[storage_of(tensor)].append(tensor)
 
-    def look(self, args) -> None:
-        if not self.constant(args):
+    def note_read(self, args) -> None:
+        if not self.is_constant(args):
             self.found = READS
 
-    def spare(self, targets: list[Tensor]) -> None:
-        """Copies what is guarded and lies where an operation is to write."""
+    def copy_guarded(self, targets: list[Tensor]) -> None:
+        """Copies what is guarded and whose memory an operation is about to write into."""
         for tensor in targets:
             for parameter in self._parameters.pop(storage_of(tensor), ()):
                 self.overwritten[parameter] = parameter.detach().clone()
@@ -113,14 +113,14 @@ class Reads:
         """Notes what an operation on rows makes of their values."""
         place = _cast(func, args, kwargs)
         if place is not None:
-            self.casts |= not self.constant(args[place])
+            self.casts |= not self.is_constant(args[place])
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.finite |= func.overloadpacket in _FINITE
         if torch.Tag.dynamic_output_shape in func.tags:
             given = (args, kwargs)
             if func is _aten.index.Tensor:  # integers that index have as many rows as before
                 given = [t for t in tensors((args[1:], kwargs)) if t.dtype in MASKS]
-            self.selections += not self.constant(given)
+            self.selections += not self.is_constant(given)
 
     def follow(self, func, args: tuple, kwargs: dict, result) -> None:
         """What an operation makes of constants, or of no tensor, is one; what it writes another
@@ -129,32 +129,32 @@ class Reads:
         if func is _aten.lift_fresh.default and result.dim() == 0:
             given = ()  # a number; a list may have been one of tensors
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if drawn or func.overloadpacket in _UNWRITTEN or not self.keep(given, result):
+        if drawn or func.overloadpacket in _UNWRITTEN or not self.add_constants(given, result):
             for tensor in (*made_by(func, args, kwargs, result), *written(func, args, kwargs)):
                 self.constants.discard(storage_of(tensor))
-                self.kept.pop(storage_of(tensor), None)
+                self.constant_tensors.pop(storage_of(tensor), None)
 
-    def weigh(self, result) -> None:
+    def note_size(self, result) -> None:
         """Notes how large the result of an operation on rows is. Before the first stochastic layer
         replicas may share it; behind the model there is output_fn, outside of the pass."""
         active = begun_pass()
-        self.apart |= active is not None and bool(active.calls)
-        made = max([_held_bytes(t) for t in tensors(result) if not self.constant(t)], default=0)
-        if self.apart:
+        self.diverged |= active is not None and bool(active.calls)
+        made = max([_held_bytes(t) for t in tensors(result) if not self.is_constant(t)], default=0)
+        if self.diverged:
             self.largest = max(self.largest, made)
         else:
-            self.before = max(self.before, made)
+            self.largest_before = max(self.largest_before, made)
 
-    def keep(self, given, result) -> bool:
+    def add_constants(self, given, result) -> bool:
         """Takes what is made of constants as constant; whether it is made of these alone."""
-        if not self.constant(given):
+        if not self.is_constant(given):
             return False
         made = {storage_of(t): t for t in tensors(result)}
-        self.kept |= made
+        self.constant_tensors |= made
         self.constants |= made.keys() - {None}
         return True
 
-    def constant(self, args) -> bool:
+    def is_constant(self, args) -> bool:
         """Whether tensors are the same whatever the rows are, as far as has been followed."""
         return all(storage_of(t) in self.constants for t in tensors(args))
 
@@ -221,10 +221,10 @@ def num_watchers() -> int:
     return len(_WATCHERS.get(get_ident(), ()))
 
 
-def leave_watchers(before: int) -> None:
-    """Leaves what an interrupt has left of more than so many."""
+def leave_watchers(keep: int) -> None:
+    """Leaves all but the outermost `keep`, which is what an interrupt has left entered."""
     entered = _WATCHERS[get_ident()]
-    while len(entered) > before:
+    while len(entered) > keep:
         with suppress(Exception):  # of one that is left half
             entered.pop().gen.close()
 
@@ -290,13 +290,13 @@ class _Operations(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags:  # bool(t), t.item(), torch.equal
-            self.reads.look(args)
+            self.reads.note_read(args)
         if func._schema.is_mutable:
-            self.reads.spare(written(func, args, kwargs))
+            self.reads.copy_guarded(written(func, args, kwargs))
         result = func(*args, **kwargs)
         self.reads.look_at_operation(func, args, kwargs)
         self.reads.follow(func, args, kwargs, result)
-        self.reads.weigh(result)
+        self.reads.note_size(result)
         self.reads.products += products_of(func, args, result)
         return result
 
@@ -323,13 +323,13 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         sources = self.chosen.among((args, kwargs))
         if func in _ARRAYS:
-            self.reads.look(args)
+            self.reads.note_read(args)
         elif sources and self.chosen.are_counted(func, args, kwargs):
             self.reads.found = COUNTS
         before = self.reads.selections
         result = func(*args, **kwargs)
         if func in _LISTS:
-            self.reads.keep((args, kwargs), result)
+            self.reads.add_constants((args, kwargs), result)
         if sources or self.reads.selections > before:
             self.chosen.follow(func, args, kwargs, sources, result)
         return result

@@ -24,12 +24,12 @@ class Carried(TorchFunctionMode):
 
     Args:
         modules: all modules of the model.
-        constant: whether a tensor is the same whatever the rows are; a cache of such may be used.
+        is_constant: whether a tensor is the same whatever the rows are; a cache of such may be used.
     """
 
-    def __init__(self, modules: list[nn.Module], constant: Callable[[Tensor], bool]):
+    def __init__(self, modules: list[nn.Module], is_constant: Callable[[Tensor], bool]):
         super().__init__()
-        self.constant = constant
+        self.is_constant = is_constant
         self.own = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
         self.earlier, self.made = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         # Of what was made elsewhere, by address: the tensor and its aliases, each with its version.
@@ -52,7 +52,7 @@ class Carried(TorchFunctionMode):
         result = func(*args, **kwargs)
         made = list(tensors(result))
         if made:  # not of a question for a shape
-            self.used |= any(t in self.earlier and not self.constant(t) for t in given)
+            self.used |= any(t in self.earlier and not self.is_constant(t) for t in given)
         if func == _SET_DATA:
             self.used |= id(args[0]) in self.met_earlier
         if func == _DATA and id(args[0]) in self.met:  # an alias that counts versions of its own

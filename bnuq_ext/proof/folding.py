@@ -67,7 +67,7 @@ class Plan(NamedTuple):
         largest: bytes of the largest input of a stochastic call with T = 1, or 1 / `OTHERS` of
             those of the largest activation behind the first, whichever is more; of any activation
             once the input is expanded.
-        before: 1 / `OTHERS` of the bytes of the largest activation before the first.
+        largest_before: 1 / `OTHERS` of the bytes of the largest activation before the first.
         shape: of the output with T = 1.
         shared: which calls share their input between the replicas.
         checked: numbers of replicas that were folded and agreed with the loop, each alone and with
@@ -83,7 +83,7 @@ class Plan(NamedTuple):
     way: str
     rows: dict[str, int]
     largest: int
-    before: int
+    largest_before: int
     shape: tuple[int, ...]
     shared: dict[str, bool]
     checked: set[int | tuple[int, tuple]]
@@ -211,7 +211,7 @@ class Folding:
                 before = random_states()
                 output, record, reads = self.record(state)
                 largest = max(record.largest, reads.largest // OTHERS)
-                sizes = largest, reads.before // OTHERS, tuple(output.shape)
+                sizes = largest, reads.largest_before // OTHERS, tuple(output.shape)
                 products = reads.products // reads.num_rows
                 plan = Plan("", record.rows, *sizes, {}, set(), products=products)
                 if self._changed(state):
@@ -287,9 +287,9 @@ class Folding:
         for way in WAYS[("", *WAYS).index(plan.way) :]:
             found, proven_for_all = self._trial(way)
             if isinstance(found, Proof):
-                largest = plan.largest if way == "folded" else max(plan.largest, plan.before)
-                plan = plan._replace(way=way, largest=largest, reason=reason, checked=set())
-                return plan._replace(**found._asdict())
+                if way != "folded":
+                    plan = plan._replace(largest=max(plan.largest, plan.largest_before))
+                return plan._replace(way=way, reason=reason, checked=set(), **found._asdict())
             reason, lasting = found, lasting and proven_for_all
         return plan._replace(way="loop", shared={}, reason=reason, lasting=lasting)
 
@@ -327,7 +327,7 @@ class Folding:
     def _first_run(self, plan: Plan, draw: Draw, first_replica: int) -> Tensor:
         """The same, held to replicas run alone and to the operations of the first."""
         reads = self._reads()
-        mixed = Mixed(reads.constant, draw.num_samples, in_step=True)
+        mixed = Mixed(reads.is_constant, draw.num_samples, in_step=True)
         # In the order in which plans are made: `reads` takes a lock too, which one thread would hold
         # while another holds this.
         with self.cache.planning, preserved_rng(), reads, mixed:

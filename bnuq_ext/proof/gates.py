@@ -67,7 +67,7 @@ class Gates(DispatchMode):
 
     def _is_mask(self, t: Tensor) -> bool:
         plain = type(t) is Tensor and t.layout is torch.strided and not t.is_nested
-        return plain and t.dtype == torch.bool and not self.reads.constant(t)
+        return plain and t.dtype == torch.bool and not self.reads.is_constant(t)
 
     def _turned(self, given: tuple, masks: list[Tensor]) -> tuple:
         if self.place >= len(self.found):  # a loop over rows

@@ -157,8 +157,8 @@ class Operation(NamedTuple):
         ]
 
 
-class Over:
-    """A draw's `tap` that counts the stochastic calls that are over."""
+class CallCounter:
+    """A draw's `tap` that counts the stochastic calls that have returned."""
 
     calls = 0
 
@@ -178,15 +178,17 @@ class Mixed(DispatchMode):
     What is made of such numbers is such a number too.
 
     Args:
-        constant: whether tensors are the same whatever the rows are.
+        is_constant: whether tensors are the same whatever the rows are.
         num_samples: of the last forward.
         in_step: whether nothing is compared between an operation that the first did not do and the
             next stochastic call. For a single row torch has other ones (a copy less).
     """
 
-    def __init__(self, constant: Callable[[object], bool], num_samples: int, in_step: bool = False):
+    def __init__(
+        self, is_constant: Callable[[object], bool], num_samples: int, in_step: bool = False
+    ):
         super().__init__()
-        self.constant, self.num_samples, self.in_step = constant, num_samples, in_step
+        self.is_constant, self.num_samples, self.in_step = is_constant, num_samples, in_step
         # By the stochastic calls that were over.
         self.operations: dict[int, list[Operation]] = {}
 
@@ -196,12 +198,12 @@ class Mixed(DispatchMode):
         # By place: the memory, which stays as long, and the operation. (Not the tensor: torch makes
         # other calls for one that somebody else holds.)
         self.mixed: dict[object, tuple[torch.UntypedStorage, torch._ops.OpOverload]] = {}
-        self.over = Over()
+        self.finished = CallCounter()
         return super().__enter__()
 
     def watched(self, draw: Draw) -> Draw:
         """The draw for the next forward, which tells when a stochastic call is over."""
-        return draw._replace(tap=self.over)
+        return draw._replace(tap=self.finished)
 
     def check(self, output: Tensor) -> None:
         """Raises DoesNotFold if an output of the last forward is made of such numbers."""
@@ -214,7 +216,7 @@ class Mixed(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = list(tensors((args, kwargs)))
-        sizes = [(self.constant(t), t.numel()) for t in given]
+        sizes = [(self.is_constant(t), t.numel()) for t in given]
         source = self._source_of(func.overloadpacket, args, kwargs)
         result = func(*args, **kwargs)
         made = list(tensors(result)) or written(func, args, kwargs)
@@ -237,7 +239,7 @@ class Mixed(DispatchMode):
         if packet in _NAMES or self._in_a_layer():
             return []
         alone = self._alone(now)
-        chooses = packet in _CHOICES or (packet in _CHOICES_BY and not self.constant(args[1:]))
+        chooses = packet in _CHOICES or (packet in _CHOICES_BY and not self.is_constant(args[1:]))
         if alone is None or chooses or packet in _FACTORIES:
             return []
         mixing = now.mixing(alone, self.num_samples)
@@ -250,7 +252,7 @@ class Mixed(DispatchMode):
 
     def _alone(self, now: Operation) -> Operation | None:
         """The same operation in the forward before, if it is the next there."""
-        part = self.over.calls
+        part = self.finished.calls
         self.operations[part].append(now)
         before, place = self.before.get(part, []), self.places[part]
         if place >= len(before) or now.called is not before[place].called:
@@ -263,7 +265,7 @@ class Mixed(DispatchMode):
     def _in_a_layer(self) -> bool:
         """Whether a stochastic layer computes, which knows the rows of each replica."""
         active = begun_pass()
-        return active is not None and sum(active.calls.values()) > self.over.calls
+        return active is not None and sum(active.calls.values()) > self.finished.calls
 
     def _source_of(self, packet, args: tuple, kwargs: dict):
         """The operation by which what an operation is given is mixed, or None."""

@@ -108,8 +108,8 @@ class Trial(NamedTuple):
         with ExitStack() as guarded:
             checks = guarded.enter_context(checked_indices([probe, *parameters]))
             reads = Reads(self.modules, probe, ROWS)
-            carried = Carried(self.modules, reads.constant)
-            gates, mixed = Gates(reads), Mixed(reads.constant, 2)
+            carried = Carried(self.modules, reads.is_constant)
+            gates, mixed = Gates(reads), Mixed(reads.is_constant, 2)
             rows, shared, folded = self._compare(probe, gates, mixed, carried)
             if not checks.met:  # they take half as long again
                 guarded.close()
@@ -181,7 +181,7 @@ class Trial(NamedTuple):
             for places in gates.choices(value):
                 reads = Reads(self.modules, probe, ROWS)
                 turned = Gates(reads, gates.found, places)
-                trial._try(probe, turned, Mixed(reads.constant, 2))
+                trial._try(probe, turned, Mixed(reads.is_constant, 2))
 
     def _try(self, probe, mode, mixed: Mixed | None = None) -> None:
         """Compares, unless the model does not take such numbers."""

@@ -19,8 +19,8 @@ class Watch:
     made of all replicas (`Mixed`)."""
 
     def __init__(self, modules: list[nn.Module], reads: Reads, num_samples: int):
-        self.reads, self.carried = reads, Carried(modules, reads.constant)
-        self.mixed = Mixed(reads.constant, num_samples, in_step=True)
+        self.reads, self.carried = reads, Carried(modules, reads.is_constant)
+        self.mixed = Mixed(reads.is_constant, num_samples, in_step=True)
 
     def __enter__(self) -> None:
         with ExitStack() as entered:
