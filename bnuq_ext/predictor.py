@@ -188,13 +188,13 @@ class Predictor:
         if done == 0:
             self.shape = shape
             refuse_forward_derivatives(self.forward.op, outputs)
-            self._look_at(outputs)
+            self._warn_of_probabilities(outputs)
         if shape != self.shape:  # boxes of a detector; they might broadcast
             requirement = "have the same shape in all replicas (output_fn can pad it)"
             refuse(self.forward.op, "the output", requirement, f"{shape} after {self.shape}")
         return outputs
 
-    def _look_at(self, outputs: Tensor) -> None:
+    def _warn_of_probabilities(self, outputs: Tensor) -> None:
         seen, other = self.forward.cache.outputs_seen, self.forward.output_fn is not None
         if self.likelihood == "gaussian" or other in seen or is_recorded():
             return
@@ -251,16 +251,16 @@ class Predictor:
 
 
 def _waits(folding: Folding) -> bool:
-    """Whether inputs of a third trailing shape and more, or those of a model that is another one in
-    each prediction, have not yet had as many forwards as a trial costs."""
+    """Whether a trial is to come later: inputs of a third trailing shape and more, and of a model that
+    changes in each prediction, first go one after another for as many forwards as it costs."""
     cache = folding.cache
     tried = max(len(cache.trials) + len(cache.undecided), cache.times_replaced)
     return tried >= AT_ONCE and not folding.has_tried() and folding.looped_forwards() <= _COST
 
 
 def _is_early(folding: Folding, plan: Plan) -> bool:
-    """Whether a trial is dear, and the loop has not yet cost as much, and as those before that could
-    not tell: then predictions, however many, take some twice what they could at the most."""
+    """Whether a trial takes seconds, and the loop has not yet taken as long, and as long again for
+    each that could not tell: so predictions, however many, take at most some twice what they could."""
     early = folding.looped_rows() <= _ROWS * (1 + folding.undecided())
     return early and plan.products * _ROWS > _DEAR and not folding.has_tried()
 

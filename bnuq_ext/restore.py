@@ -20,8 +20,8 @@ from .warn import warn
 
 @dataclass(slots=True)
 class _Held:
-    """Of a module in eval: how many bodies it is so for, and what it had before the first, its flag,
-    and its state where it has a train() of its own."""
+    """A module in eval: for how many bodies, and its flag before the first; also its state, where its
+    class has a train() of its own."""
 
     users: int
     training: bool
@@ -88,15 +88,15 @@ def _held_in_eval(modules: list[nn.Module], own: set[type[nn.Module]]):
         _undo(entered, _leave)
 
 
-def _undo(left: list, undo: Callable) -> None:
-    """`undo(entry)` of each, the last one first, which is taken out then: it is called again after an
-    interrupt, which is raised at the end, or an error if there was none."""
+def _undo(entries: list, undo: Callable) -> None:
+    """Takes entries out, the last one first, after an `undo(entry)` that was not interrupted; raises
+    an interrupt at the end, or an error if there was none."""
     interrupts: list[BaseException] = []
-    while left and len(interrupts) < _INTERRUPTS:
+    while entries and len(interrupts) < _INTERRUPTS:
         try:
-            while left:
-                undo(left[-1])
-                left.pop()
+            while entries:
+                undo(entries[-1])
+                entries.pop()
         except BaseException as error:  # of a signal's handler; it must not cost what is left
             interrupts.append(error)
     if interrupts:

@@ -24,12 +24,12 @@ _COST = 20  # of a proof, some 33 forwards of a few rows, in forwards of a step
 def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw) -> Tensor | None:
     """The outputs (T*N, ...) of a draw's replicas; None where they go one after another.
 
-    A plan is proven in full for new shapes, modules, hooks, flags: twice at first sight, then where
-    as many forwards as a proof takes have gone one after another. When only values of parameters
-    have changed since, one replica is run alone, with the flags as they are and without gradients,
-    and must be the one among the others. Where train() has dropout, or the samples hardly differ,
-    that is done with nothing dropped and a wider posterior; a model that draws other random numbers
-    takes them one after another.
+    New shapes, modules, hooks and flags need a full proof: the first two of a model are made at
+    once, further ones when as many forwards as a proof costs have gone one after another. When only
+    values of parameters have changed since, one replica is run alone, with the flags as they are and
+    without gradients, and must equal its rows among the others. Where train() has dropout, or the
+    samples hardly differ, that is done with nothing dropped and a wider posterior; in a model that
+    draws other random numbers replicas go one after another.
     """
     if is_captured(draw.seed.device):  # nothing can be compared
         return None
@@ -65,8 +65,8 @@ def run_together(forward: Forward, modules: list[nn.Module], inputs, draw: Draw)
 
 @untraced
 def _skips_proof(folding: TrainingFolding) -> bool:
-    """Whether a model that is another one all the time, or one whose inputs have other shapes each
-    time, has not yet spent on these what a proof takes."""
+    """Whether such inputs, with no plan yet, are to go one after another: until as many forwards as a
+    proof costs have been made, once the proofs that are made at first sight are used up."""
     if folding.plan_key in folding.cache.plans or folding.earlier_plan() is not None:
         return False
     if _claims_proof(folding):
@@ -79,8 +79,8 @@ def _skips_proof(folding: TrainingFolding) -> bool:
 
 
 def _claims_proof(folding: TrainingFolding) -> bool:
-    """Takes one of the proofs that are made whatever they cost: the first of a model, and where steps
-    have to be reproducible that of each shape, and of each change. False where none is left."""
+    """Uses up one of the proofs that are made at first sight: two of a model, and where steps have to
+    be reproducible one of each shape, and of each change. False where none is left."""
     if _must_be_reproducible() and not folding.looped_forwards():
         folding.count_forwards(1)
         return True
@@ -120,12 +120,12 @@ def _decide(folding: TrainingFolding) -> tuple[Plan, Tensor | None]:
 
 
 def _compared(folding: TrainingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
-    """An earlier plan and the chosen replica run alone; that is undone where what is not trained, a
-    buffer, has been written since: it may tell forwards to keep state."""
+    """An earlier plan and the chosen replica run alone. Where what is not trained (a buffer) has been
+    written since, it may tell forwards to keep state: then that is undone, if the forward does."""
     held = [t for m in folding.modules for t in (*m._buffers.values(), *m._parameters.values())]
     fixed = [version_of(t) for t in held if t is not None and not t.requires_grad]
-    seen = fixed == folding.cache.fixed_versions.get(folding.plan_key) and -1 not in fixed
-    state = None if seen else State(folding.modules)
+    unchanged = fixed == folding.cache.fixed_versions.get(folding.plan_key) and -1 not in fixed
+    state = None if unchanged else State(folding.modules)
     with folding.gradients_for_hooks():
         alone = folding.alone()
     if state is not None and folding.undo(state):

@@ -1,9 +1,9 @@
 """The proof that T replicas may go through a model as one batch: found out by trial, and remembered.
 
-signature   what a plan for an input is remembered by
+signature   what stands for an input in the key of a plan
 probe       rows and draws that are made up for a trial
 agreement   when outputs of replicas count as equal, and when that says something
-mixed       what operations make of all replicas at once, whatever the values
+mixed       what operations make of several replicas, whatever the values
 moved       parameters moved for a while, so that no gate stands at zero
 carried     what a forward leaves for the next
 watch       what is followed at the actual size in train()

@@ -1,4 +1,4 @@
-"""Truth values that come out alike for all rows of a trial, and hide what they would set off."""
+"""Masks that are the same for all rows of a trial, and hide what a model does with rows it chooses."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from .probe import together_and_alone
 
 
 class Gates(DispatchMode):
-    """Around `reads`, and so outside of other modes: masks that hang on values of rows, where
-    anything but a mask is made with them.
+    """Around forwards, outside of `reads`: boolean tensors that depend on the rows, where an
+    operation makes anything but another mask with them.
 
-    The first forward says what of them is alike for all rows: none of them lacks a value, all pass a
-    threshold, are of one kind or shorter than the window. Of what it has found some can be turned in
-    others. A model that treats rows one by one does so then too, and what it does with the rows that
-    it chooses shows.
+    The first forward notes which of them are the same for all rows (no value is missing, all pass a
+    threshold). In others some can be inverted: a model that treats rows one by one still does so,
+    and what it does with the rows that a mask chooses shows.
 
     Args:
         reads: knows which tensors are the same whatever the rows are.
-        found: of each operation of the first forward with such masks their values, or None where
-            they differ, and nothing of one that makes a mask; by default that of the first forward
-            inside.
-        turned: numbers of operations that are given the opposite of masks that are alike.
+        found: for each operation of the first forward with such masks the value that all rows have
+            in each, or None; nothing for one that makes a mask. By default noted inside.
+        turned: numbers of the operations for which masks that are the same for all rows are inverted.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Whether a forward computes something of all replicas at once, even if its values do not show it."""
+"""Whether a forward computes something from several replicas, even if no value shows it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..reads import DispatchMode, storage_of, written
 from ..samplers import Draw
 
 _aten = torch.ops.aten
-# These give a tensor another name, and come and go with who else holds it.
+# Whether torch calls these, which copy nothing, depends on who else holds the tensor.
 _NAMES = {_aten.alias, _aten.detach, _aten.lift_fresh}
-# Of the tensor that they are given they take the shape, at the most.
+# These take no more than the shape of the tensor that they are given.
 _FACTORIES = {
     *(_aten.new_empty, _aten.new_empty_strided, _aten.new_full, _aten.new_ones, _aten.new_zeros),
     *(_aten.empty_like, _aten.full_like, _aten.ones_like, _aten.zeros_like),
     *(_aten.rand_like, _aten.randn_like),
 }
-# How many numbers these choose hangs on values; those of the second by an argument that does.
+# How many numbers these return depends on values; of the second set on those of an index.
 _CHOICES = {
     _aten.masked_select,
     _aten.nonzero,
@@ -33,7 +33,7 @@ _CHOICES = {
 }
 _CHOICES_BY = {_aten.index, _aten.index_select, _aten.gather, _aten.embedding, _aten.take}
 _SORTS = {_aten.sort, _aten.topk}
-# What each of these makes of a row hangs on others: along dimensions, or on all of them.
+# These compute a number from others along some dimensions, or from all.
 _ALONG = {
     *(_aten.cumsum, _aten.cumsum_, _aten.cumprod, _aten.cumprod_, _aten.logcumsumexp),
     *(_aten.cummax, _aten.cummin, _aten._softmax, _aten._log_softmax),
@@ -45,19 +45,19 @@ _ATTENTION = {
     *(_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention),
     _aten._scaled_dot_product_fused_attention_overrideable,
 }
-# Of one result, the statistics, they make the other; on a GPU running ones are a result too.
+# In training all their results are made of the statistics, which are one of them.
 _BATCH_NORMS = {
     *(_aten.native_batch_norm, _aten._native_batch_norm_legit, _aten._batch_norm_with_update),
     *(_aten.cudnn_batch_norm, _aten.miopen_batch_norm),
 }
-# Counts and their sums say where the rows of a group lie, to what reads or multiplies them there.
+# Counts of rows by group, and their sums, are offsets for what reads or multiplies rows there.
 _PLACES = {_aten.bincount, _aten.histc, _aten.cumsum}
 _AT_PLACES = _CHOICES_BY | {
     _aten._grouped_mm,
     _aten._embedding_bag,
     _aten._embedding_bag_forward_only,
 }
-# What is made of them by these is one no more: a limit drops rows, by all that came before.
+# What these make of counts is no offset: a limit drops rows by how many came before.
 _DECISIONS = {
     *(_aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.eq, _aten.ne, _aten.where),
     *(_aten.clamp, _aten.clamp_, _aten.clamp_min, _aten.clamp_max, _aten.minimum, _aten.maximum),
@@ -81,7 +81,7 @@ def _padded(t: Tensor, pads: list[int], *others) -> list[int]:
     return [t.size(-1 - dim) for dim in dims]
 
 
-# Of how many numbers others make one: of all, of some dimensions, of windows in them.
+# The sizes that an operation computes one number from: of all, of some dimensions, of windows.
 _SPANS: dict[object, Callable[..., list[int]]] = {
     **dict.fromkeys(
         (
@@ -118,14 +118,14 @@ _SPANS: dict[object, Callable[..., list[int]]] = {
 
 
 class Operation(NamedTuple):
-    """One call of the dispatcher, by the sizes of its tensors.
+    """One call of the dispatcher, by the number of elements of its tensors.
 
     Attributes:
         called: the overload.
-        given: numbers in each tensor that hangs on values of rows.
-        fixed: in each other one.
-        made: in each result.
-        along: of how many in each dimension each result is made, where it goes along them.
+        given: of each argument that depends on the rows.
+        fixed: of each other argument.
+        made: of each result.
+        along: the sizes of the dimensions that it goes along.
     """
 
     called: object
@@ -135,11 +135,11 @@ class Operation(NamedTuple):
     along: list[int]
 
     def is_like(self, other: Operation) -> bool:
-        """Whether there are as many tensors."""
+        """Whether both have as many tensors of each kind."""
         return all(len(a) == len(b) for a, b in zip(self[1:4], other[1:4], strict=True))
 
     def mixing(self, alone: Operation, num_samples: int) -> list[int]:
-        """Which of its results are made of several replicas, where `alone` is the same of one."""
+        """Which of its results are made of several replicas; `alone`: the same call for one replica."""
         given = list(zip(alone.given, self.given, strict=True))
         more = any(m != n for m, n in given)
         empty = bool(given) and not any(n for _, n in given)
@@ -167,21 +167,21 @@ class CallCounter:
 
 
 class Mixed(DispatchMode):
-    """Around forwards, entered for each, of one replica and then of `num_samples`: which numbers were
-    computed of all replicas together.
+    """Around forwards, entered for each, of one replica and then of `num_samples`: which tensors of
+    the second are made of several replicas.
 
-    The two do the same operations one by one, but for further turns of a Python loop over the rows,
-    which are not compared: what follows is, where the next operation of the first comes, or behind
-    the next stochastic call. Where the second gives an operation more numbers than the first did and
-    gets as many back, that was a largest value, a mean or another choice of all of them; where it
-    gets more than it gives more, rows were paired with rows; and some operations go along rows.
-    What is made of such numbers is such a number too.
+    The two are compared operation by operation, by the sizes of tensors. One that is given more
+    numbers than for a single replica, and returns as many, was a maximum, a mean or another choice
+    of all of them; one that returns more than in proportion has paired rows with rows; and some go
+    along the rows. What is made of such tensors is one too. Further turns of a Python loop over the
+    rows are left out: the comparison goes on at the first forward's next operation, or behind the
+    next stochastic call.
 
     Args:
         is_constant: whether tensors are the same whatever the rows are.
         num_samples: of the last forward.
-        in_step: whether nothing is compared between an operation that the first did not do and the
-            next stochastic call. For a single row torch has other ones (a copy less).
+        in_step: whether an operation that the first forward did not do ends the comparison until the
+            next stochastic call: for a single row torch calls others (a copy less).
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Mixed(DispatchMode):
         return draw._replace(tap=self.finished)
 
     def check(self, output: Tensor) -> None:
-        """Raises DoesNotFold if an output of the last forward is made of such numbers."""
+        """Raises DoesNotFold if an output of the last forward is made of several replicas."""
         source = self._source(output)
         if source is not None:
             raise DoesNotFold(

@@ -1,4 +1,4 @@
-"""What of a call the plan for it is remembered by."""
+"""What stands for an input and an output_fn in the key of a plan."""
 
 from collections.abc import Callable, Mapping
 from enum import Enum

@@ -1,4 +1,4 @@
-"""What is followed in forwards at the actual size with the training flags as they are."""
+"""What is checked in forwards at the actual size, with the training flags as they are."""
 
 from __future__ import annotations
 
