@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from test_folding import prepared, samples, way
+from folded import prepared, samples, way
 from torch import nn
 
 LIMIT, EXPERTS = 60, 4  # more rows than one replica has, fewer than all

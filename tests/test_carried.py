@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from coupled import ROWS
-from test_folding import prepared, samples, way
+from folded import prepared, samples, way
 from torch import Tensor, nn
 
 import bnuq_ext as bnuq

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from coupled import D, K, Norms
-from test_folding import assert_right_or_refused, prepared, samples, way
+from folded import assert_right_or_refused, prepared, samples, way
 from test_reads import N
 from torch import nn
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from coupled import ROWS, D, Norms
-from test_folding import prepared, samples, way
+from folded import prepared, samples, way
 from torch import nn
 
 import bnuq_ext as bnuq

@@ -20,6 +20,7 @@ from coupled import (
     Norms,
     QueueInPlace,
 )
+from folded import assert_right_or_refused, prepared, samples, way
 from torch import nn
 
 import bnuq_ext as bnuq
@@ -30,41 +31,6 @@ from bnuq_ext.proof import folding
 from bnuq_ext.proof.folding import Folding
 from bnuq_ext.proof.probe import probe_draws, probe_inputs
 from bnuq_ext.samplers import make_sampler
-
-
-def prepared(cls, x, num_batches=8):
-    """A converted model with a bank of batches of six rows."""
-    torch.manual_seed(0)
-    model = bnuq.convert(cls()).eval()
-    batches = [x[6 * i : 6 * i + 6] * (1 + 0.1 * i) + 0.1 * i for i in range(num_batches)]
-    bnuq.collect(model, batches, num_batches, progress=False)
-    return model
-
-
-def samples(model, x, **options):
-    torch.manual_seed(3)
-    options = {"num_samples": 6, "seed": 5, "likelihood": "gaussian", **options}
-    return bnuq.predict(model, x, keep_samples=True, **options).samples
-
-
-def way(model):
-    """How the last plan sends replicas through."""
-    return list(model_cache._CACHES[model].plans.values())[-1].way
-
-
-def assert_right_or_refused(model, x, **options):
-    """Auto gives the loop's answer, and so does folded unless it refuses;
-    each on a model of its own."""
-    loop, auto, folded = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
-    expected = samples(loop, x, strategy="loop", **options)
-    torch.testing.assert_close(samples(auto, x, **options), expected, rtol=1e-5, atol=1e-5)
-    try:
-        actual = samples(folded, x, strategy="folded", **options)
-    except ValueError as error:
-        assert "does not fold" in str(error)
-        return None
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    return way(auto)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 6, 16, 24])

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from coupled import ROWS, D, Norms
-from test_folding import way
-from test_unset_flags import assert_goes_as_the_loop, collected
+from folded import assert_goes_as_the_loop, way
+from test_unset_flags import collected
 from torch import nn
 
 import bnuq_ext as bnuq

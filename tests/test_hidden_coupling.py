@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 from coupled import ROWS, Clipped, Norms, Threshold, ZeroGate
+from folded import assert_goes_as_the_loop, prepared, samples, way
 from predicting import X, make_model
-from test_folding import prepared, samples, way
 from torch import nn
 
 import bnuq_ext as bnuq
@@ -38,8 +38,7 @@ def test_rows_that_meet_on_other_values_than_the_trials(cls):
     for x, gate in ((ROWS[:6], 0.0), (ROWS[6:12] * 30 + 9, 0.5)):
         if issubclass(cls, ZeroGate):
             model.gate.data.fill_(gate)  # of which no version tells
-        expected = samples(copy.deepcopy(model), x, strategy="loop")
-        torch.testing.assert_close(samples(model, x), expected, rtol=1e-5, atol=1e-5)
+        assert_goes_as_the_loop(model, x)
     assert way(model) == "loop"
 
 
@@ -79,8 +78,7 @@ def test_what_is_rare_among_few_rows_and_not_among_many(cls, most):
     model = prepared(cls, ROWS)
     model.most = most
     for N in (2, 3, 6, 64):
-        expected = samples(copy.deepcopy(model), ROWS[:N], strategy="loop")
-        torch.testing.assert_close(samples(model, ROWS[:N]), expected, rtol=1e-5, atol=1e-5)
+        assert_goes_as_the_loop(model, ROWS[:N])
     assert way(model) == "loop"
 
 
@@ -195,8 +193,7 @@ def test_a_coupling_that_is_switched_on_is_found_out_anew(by):
         else:
             del model.act  # the next may lie where this was
             model.act = mixing(on)
-        expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
-        torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
+        assert_goes_as_the_loop(model, ROWS[:6])
         with bnuq.replicas(model.eval(), 5, seed=0), torch.no_grad():
             if on:
                 with pytest.raises(ValueError, match="must give the same folded as one by one"):
@@ -273,8 +270,7 @@ def test_what_becomes_an_index_is_one_though_infinities_are_met(levels):
     model = prepared(partial(Levels, levels), ROWS)
     model.met.clear()
     model.indices.clear()
-    expected = samples(copy.deepcopy(model), ROWS[:6], strategy="loop")
-    torch.testing.assert_close(samples(model, ROWS[:6]), expected, rtol=1e-5, atol=1e-5)
+    assert_goes_as_the_loop(model, ROWS[:6])
     assert way(model) == "folded"
     assert not all(h.isfinite().all() for h in model.met)
     assert len(model.indices) == levels * len(model.met)

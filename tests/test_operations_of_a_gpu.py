@@ -4,7 +4,7 @@ stand-ins for the CPU."""
 import pytest
 import torch
 from coupled import ROWS, D
-from test_folding import prepared, samples, way
+from folded import prepared, samples, way
 from test_mixed import Between, assert_folds
 from torch import nn
 

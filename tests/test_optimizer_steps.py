@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from coupled import ROWS, ZeroGate
-from test_folding import prepared, samples, way
+from folded import prepared, samples, way
 from torch import nn
 from training import Attention, Net, assert_right, ways
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from coupled import ROWS, BatchAttention, Gated
-from test_folding import prepared, samples, way
+from folded import prepared, samples, way
 
 from bnuq_ext import model_cache
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from coupled import D, Norms
-from test_folding import assert_right_or_refused, prepared, samples, way
+from folded import assert_right_or_refused, prepared, samples, way
 from torch import nn
 
 from bnuq_ext.passes import DoesNotFold

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from coupled import ROWS, D, N, Norms
-from test_folding import Plain, prepared
+from folded import prepared
+from test_folding import Plain
 from torch import nn
 
 import bnuq_ext as bnuq

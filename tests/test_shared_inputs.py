@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from coupled import next_rows
-from test_folding import prepared, samples, way
+from folded import assert_goes_as_the_loop, prepared, samples, way
 from torch import nn
 
 import bnuq_ext as bnuq
@@ -62,11 +62,6 @@ class Net(nn.Module):
         return h if rate is None else h * rate
 
 
-def assert_right(model, x, given):
-    expected = samples(copy.deepcopy(model), (x, given), strategy="loop")
-    torch.testing.assert_close(samples(model, (x, given)), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "mode,values",
     [
@@ -87,7 +82,7 @@ def assert_right(model, x, given):
 def test_another_value_is_another_function(mode, values):
     model = prepared(functools.partial(Net, mode), ROWS)
     for given in (*values, *values):
-        assert_right(model, ROWS[:5], given)
+        assert_goes_as_the_loop(model, (ROWS[:5], given))
 
 
 def one_by_one(model, given, y, num_samples=4):
@@ -158,7 +153,7 @@ def test_another_value_where_dropout_is_left_out_of_the_comparison():
 @pytest.mark.parametrize("make", [float, torch.tensor, lambda rate: torch.full((8,), rate)])
 def test_other_real_numbers_need_a_comparison_alone(make):
     model = prepared(functools.partial(Net, "scale"), ROWS)
-    assert_right(model, ROWS[:5], make(0.1))
+    assert_goes_as_the_loop(model, (ROWS[:5], make(0.1)))
     SEEN.clear()
     samples(model, (ROWS[:5], make(0.2)))
     assert sorted(SEEN) == [5] * 4 + [30]  # four of the six replicas alone
@@ -224,9 +219,9 @@ class Share(Net):
 def test_numbers_of_other_types_are_others(values):
     model = prepared(Share, ROWS)
     for given in values:
-        assert_right(model, ROWS[:5], given)
+        assert_goes_as_the_loop(model, (ROWS[:5], given))
     for model.kept in values:
-        assert_right(model, ROWS[:5], None)
+        assert_goes_as_the_loop(model, (ROWS[:5], None))
 
 
 class Table(Net):
@@ -237,7 +232,7 @@ class Table(Net):
 def test_a_large_one_is_known_by_its_version():
     model, table = prepared(functools.partial(Table, "gate"), ROWS), torch.zeros(40_000, 8)
     for table[0] in (0.0, 0.5):
-        assert_right(model, ROWS[:5], table)
+        assert_goes_as_the_loop(model, (ROWS[:5], table))
 
 
 class Peeking(Net):
@@ -253,14 +248,14 @@ def test_a_part_of_the_rows_is_not_the_same_for_all():
     model, x = bnuq.convert(Peeking().eval()), -ROWS[:5].abs()
     bnuq.collect(model, [(ROWS[:20], None)] * 4, input_fn=tuple, progress=False)
     for x[3, 0] in (-1.0, 1.0):
-        assert_right(model, x, x[0])
+        assert_goes_as_the_loop(model, (x, x[0]))
     assert way(model) == "loop"
 
 
 def test_as_long_as_the_batch_by_chance():
     """Such a batch goes one replica after another, and the next ones do not."""
     model, rates = prepared(functools.partial(Net, "scale"), ROWS), torch.linspace(1, 2, 8)
-    assert_right(model, ROWS[:8], rates)
+    assert_goes_as_the_loop(model, (ROWS[:8], rates))
     assert way(model) == "loop"
     for rows in (5, 7):
         with bnuq.replicas(model, 3, 0):

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from coupled import ROWS, D, Graph, K
-from test_folding import Counting, assert_right_or_refused, count_passes, prepared, samples, way
+from folded import assert_right_or_refused, prepared, samples, way
+from test_folding import Counting, count_passes
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from bnuq_ext import chunks, predictor

@@ -1,11 +1,9 @@
 """Rows that meet only where flags are set otherwise than in the rows of the trial."""
 
-import copy
-
 import pytest
 import torch
 from coupled import ROWS, D, Norms
-from test_folding import samples, way
+from folded import assert_goes_as_the_loop, way
 from torch import nn
 
 import bnuq_ext as bnuq
@@ -50,12 +48,6 @@ def collected(model, x):
     batches = [(x * (1 + 0.1 * i) + 0.1 * i, *others) for i in range(6)]
     bnuq.collect(model, batches, input_fn=lambda b: b, progress=False)
     return model
-
-
-def assert_goes_as_the_loop(model, *inputs):
-    for x in inputs:
-        expected = samples(copy.deepcopy(model), x, strategy="loop")
-        torch.testing.assert_close(samples(model, x), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("by_values_alone")
