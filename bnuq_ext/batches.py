@@ -25,8 +25,8 @@ class Source:
     Attributes:
         start: makes what every pass over the data iterates.
         reshuffles: whether a further pass has other batches; None where its first one has to tell.
-        apart: whether the batches of one pass share no row.
-        repeats: whether a batch may have a row twice, drawn with replacement.
+        disjoint: whether the batches of one pass share no row.
+        with_replacement: whether a batch may have a row twice.
         dataset_size: N, or None where nothing tells.
         batch_size: M, or None where nothing tells but the batches.
         in_order: whether the batches are known to follow the order of the data.
@@ -36,8 +36,8 @@ class Source:
 
     start: Callable[[], Iterable]
     reshuffles: bool | None = False
-    apart: bool = True
-    repeats: bool = False
+    disjoint: bool = True
+    with_replacement: bool = False
     dataset_size: int | None = None
     batch_size: int | None = None
     in_order: bool = False
@@ -163,7 +163,10 @@ def _dataset_source(op: str, dataset, batch_size: int) -> Source:
     if batch_size > size:
         refuse(op, "batch_size", f"be at most the data set's size {size}", batch_size)
     return Source(
-        lambda: _draws(dataset, batch_size), apart=False, dataset_size=size, batch_size=batch_size
+        lambda: _draws(dataset, batch_size),
+        disjoint=False,
+        dataset_size=size,
+        batch_size=batch_size,
     )
 
 
@@ -210,8 +213,8 @@ def _loader_source(loader: torch_data.DataLoader) -> Source:
     return Source(
         start,
         reshuffles=_reshuffles(sampler),
-        apart=type(batch_sampler) is torch_data.BatchSampler and _without_replacement(sampler),
-        repeats=getattr(sampler, "replacement", False) is True,
+        disjoint=type(batch_sampler) is torch_data.BatchSampler and _without_replacement(sampler),
+        with_replacement=getattr(sampler, "replacement", False) is True,
         dataset_size=rows,
         batch_size=min(batch_size, rows) if batch_size and rows else None,
         in_order=_in_order(sampler) and not whole,

@@ -143,23 +143,23 @@ def gather(
     input_fn: Callable | None = None,
     progress: bool = False,
     on_nonfinite: str = "raise",
-    most: int | None = None,
+    max_batches: int | None = None,
 ) -> tuple[Bank, list[str]]:
     """The bank of a source's batches, not attached, and what its user should be warned of.
 
-    See `collect` for the arguments; snapshot b is the b-th batch that could be used. With `most`,
-    so many batches are gone through at most until `num_batches` could be used.
+    See `collect` for the arguments; snapshot b is the b-th batch that could be used. With
+    `max_batches` it goes through so many at most, until `num_batches` could be used.
     """
     record = _Record(op, require_stochastic_layers(op, model), input_fn, device, on_nonfinite)
     modules = modules_of(model)
     generators = *source.generators, *generators_in(modules)
     with preserved_rng(*generators), evaluating(modules), without_gradients():
         # Closed with the body, so that a loader's workers end with it.
-        with closing(source.batches(most or num_batches)) as batches:
+        with closing(source.batches(max_batches or num_batches)) as batches:
             shown = progress_bar(batches, op, num_batches, shown=progress)
             for number_of_pass, batch in shown:
                 record.add(model, batch, number_of_pass)
-                if most is not None and len(record.rows) == num_batches:
+                if max_batches is not None and len(record.rows) == num_batches:
                     break
         bank = record.bank(source)
     return bank, list(record.remarks(source, bank))
@@ -343,9 +343,9 @@ class _Record:
         """Fraction of the pairs of snapshots that come from one pass, whose batches share no row;
         see `Bank`."""
         snapshots = len(self.rows)
-        if not (source.apart or source.repeats):
+        if not (source.disjoint or source.with_replacement):
             return 0.0
-        if source.repeats or snapshots == 1:
+        if source.with_replacement or snapshots == 1:
             return 1.0
         return sum(math.comb(n, 2) for n in self.passes.values()) / math.comb(snapshots, 2)
 

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .adapters import is_frozen
 from .attach import remarks_on_gone_layers
+from .bank import Bank
 from .batch_norm_like import listed
 from .calls import call_key
 from .dropout import DROPOUTS
@@ -85,25 +86,29 @@ def warnings_of(model: nn.Module, after_dropout: list[str]) -> Iterator[str]:
         )
     banks = {id(m.bank): m.bank for m in norms.values() if getattr(m, "bank", None) is not None}
     for bank in banks.values():
-        if bank.batch_size <= _SMALL:
-            yield (
-                f"small batches: the bank's have {bank.batch_size} rows. With {_SMALL} or fewer the statistics are "
-                "noisy and predictions were found to be worse (Teye et al. 2018); good if the model was "
-                "trained with such batches"
-            )
-        last, rows = bank.count_last_batches()
-        if last and rows <= bank.batch_size // 2:
-            yield (
-                f"small last batches: {last} of the bank's {len(bank)} snapshots have {rows} rows, the others "
-                f"{bank.batch_size}. Their statistics are noisier, and so are the replicas that use them; "
-                "drop_last=True of the loader leaves them out"
-            )
+        yield from _warnings_of_sizes(bank)
         yield from remarks_on_gone_layers(model, bank)
     far = [name for name, layer in norms.items() if _gap(layer) > _FAR]
     if far:
         yield (
             f"bank far from the running statistics: {listed(far)}. It is of other data, of another training or of "
             "an earlier state of this one (collect again), or weights still moved fast when training ended"
+        )
+
+
+def _warnings_of_sizes(bank: Bank) -> Iterator[str]:
+    if bank.batch_size <= _SMALL:
+        yield (
+            f"small batches: the bank's have {bank.batch_size} rows. With {_SMALL} or fewer the statistics are "
+            "noisy and predictions were found to be worse (Teye et al. 2018); good if the model was "
+            "trained with such batches"
+        )
+    last, rows = bank.count_last_batches()
+    if last and rows <= bank.batch_size // 2:
+        yield (
+            f"small last batches: {last} of the bank's {len(bank)} snapshots have {rows} rows, the others "
+            f"{bank.batch_size}. Their statistics are noisier, and so are the replicas that use them; "
+            "drop_last=True of the loader leaves them out"
         )
 
 

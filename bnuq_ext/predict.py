@@ -298,9 +298,12 @@ def check_x(op: str, x, device: torch.device) -> None:
 
 def _batch_sampler(model: nn.Module, loader, num_batches: int, device: torch.device) -> Sampler:
     source = find_loader("predict", loader)
-    # A loader's last batch may be too small to be used, once a pass.
-    most = 2 * num_batches + 1
-    options = {"device": device, "most": most, "input_fn": lambda b: split_batch("predict", b)[0]}
+    options = {
+        "device": device,
+        # A loader's last batch may be too small to be used, once a pass.
+        "max_batches": 2 * num_batches + 1,
+        "input_fn": lambda batch: split_batch("predict", batch)[0],
+    }
     bank, remarks = gather("predict", model, source, num_batches, **options)
     if len(bank) < num_batches:
         refuse("predict", "loader", f"have {num_batches} batches of use", len(bank))

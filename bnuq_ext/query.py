@@ -126,8 +126,8 @@ def take_batches(op: str, loader, first: int, count: int, device: torch.device) 
     """The batches number `first` to `first + count` - 1 of a loader,
     of those that have two rows."""
     source = find_loader(op, loader)
-    kept, found, seen, most = [], 0, 0, 2 * (first + count) + 1
-    with preserved_rng(*source.generators), closing(source.batches(most)) as batches:
+    kept, found, seen, max_batches = [], 0, 0, 2 * (first + count) + 1
+    with preserved_rng(*source.generators), closing(source.batches(max_batches)) as batches:
         for _, given in batches:
             seen += 1
             batch, _ = split_batch(op, given)
