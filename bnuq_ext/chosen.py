@@ -1,4 +1,4 @@
-"""What values have chosen, as `h[mask]`: how many there are is a value too."""
+"""Tensors whose length depends on values, as `h[mask]`: who asks for it reads a value."""
 
 from __future__ import annotations
 

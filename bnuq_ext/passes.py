@@ -303,8 +303,8 @@ class ReplicaPass(Pass):
         return shared
 
     def follow(self, outputs: list[Tensor], start: int) -> None:
-        """Lets what a backward from these outputs computes again (activation checkpointing)
-        be the same.
+        """Hooks the outputs, so that what a backward from them computes again (activation
+        checkpointing) is drawn as in this forward.
 
         `start` is the number of the first node that may be this forward's. The outputs' grad_fn
         have been asked for, and so brought up to date:

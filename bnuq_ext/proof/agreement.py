@@ -18,7 +18,7 @@ from ..passes import DoesNotFold, Undecided
 from ..samplers import Draw
 from .probe import ROWS
 
-_APART = 3  # tolerances between what is to be told apart
+_APART = 3  # tolerances that outputs must differ by to be told apart
 _LARGE = 1e3  # of what batch norm gives
 _ROUNDED = 4  # times the rounding of large channels that small ones may show
 
@@ -73,11 +73,11 @@ def _check_channels(difference: Tensor, values: Tensor, dim: int, tolerance: flo
 def check_apart(
     run: Callable[[Draw], Tensor], draw: Draw, folded: Tensor, tolerance: float, finite: bool
 ) -> None:
-    """Raises DoesNotFold if one of two replicas reaches the rows of the other.
+    """Raises DoesNotFold if values of one of two replicas show in the rows of the other.
 
-    Infinities that its stochastic calls give do, through a gate at zero, a clip or a threshold too,
-    which the trial's own values may leave shut; a forward that takes none, or must not be given
-    any (`finite`), is given large values. `folded` is what `run` gives without them.
+    Its stochastic calls give infinities, which pass a gate at zero, a clip or a threshold that the
+    trial's own values may leave shut; a forward that takes none, or must not be given any
+    (`finite`), is given large values. `folded` is what `run` gives without them.
     """
     expected = folded.chunk(2)
     for replica, sign in product((0, 1), (1, -1)):
@@ -105,7 +105,7 @@ def check_scaled(
     """Raises DoesNotFold if one of two replicas whose channels are scaled, all up or each by another
     factor, is treated otherwise than alone, or changes what the other is.
 
-    What all rows of a batch decide together does so: whether to leave early, a mask of columns.
+    That shows what all rows of a batch decide together: whether to leave early, a mask of columns.
 
     Args:
         alone: runs a draw of one replica; `run`: one of both together.

@@ -61,10 +61,9 @@ def copies_of_last(probe):
 
 
 def varied_probes(probe) -> Iterator:
-    """Probes of three rows with flags set otherwise: columns that have but one or two values in all
-    of them have others, in some of the rows, and those with one in all rows. The first have them in
-    all tensors, the others in one each of the first ones, for a model may not take those of another,
-    or one may hide another.
+    """Probes of three rows with flags set otherwise: in columns with at most two values these change
+    in some of the rows, and in tensors with equal rows in all of them. Each first in all
+    tensors, then in one of the first tensors at a time, see `together_and_alone`.
     """
     given = leading(probe, ROWS)
     for vary in (_varied, _opposite):
