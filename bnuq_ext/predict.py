@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -157,13 +158,14 @@ def predict(
         elif sampler == "batch":
             count = first_replica + num_samples
             forward = _forward_by_loader(model, modules, loader, count, seed, output_fn)
-        elif together and is_stochastic_chain(modules, x):
-            forward = _forward_of_chain(model, modules, sampler, batch_size, seed)
         else:
             options = sampler, batch_size, seed, output_fn
-            forward = forward_by_bank("predict", model, modules, *options)
+            chain = together and is_stochastic_chain(modules, x)
+            forward = forward_by_bank("predict", model, modules, *options, chain)
+        batches = together and not is_one_input(x)
         with torch.set_grad_enabled(False), evaluating(modules):
-            fold = _folding_of(forward, modules, batches=together and not is_one_input(x))
+            chains = batches and _is_called_once(forward.layers, modules, forward.cache)
+            fold = partial(_fold, chains=chains)
             predictor = Predictor(forward, modules, request, likelihood, device, fold)
             pred = predictor.predict(x, noise_var)
         pred.snapshots = snapshots_of(forward.sampler, forward.key, first_replica, num_samples)
@@ -189,44 +191,34 @@ def require_replicated(op: str, modules: list[nn.Module], name: str) -> None:
 
 @untraced
 def forward_by_bank(
-    op: str, model: nn.Module, modules: list[nn.Module], sampler: str, batch_size, seed, output_fn
+    op: str,
+    model: nn.Module,
+    modules: list[nn.Module],
+    sampler: str,
+    batch_size,
+    seed,
+    output_fn,
+    chain: bool = False,
 ) -> Forward:
-    """How to run a model with replicas from its bank."""
-    cache, device = cache_of(model, modules), device_of(modules)
+    """How to run a model with replicas from its bank; a `chain` as any model where its layers do not
+    have a name and a call each in the bank."""
+    cache = chain_cache_of(model, modules) if chain else cache_of(model, modules)
+    device = device_of(modules)
     drawn = cache.samplers.get(op, model, sampler, batch_size, device)
     layers = _layers_by_name(model, modules)
+    if chain and not _is_called_once(layers, modules, cache):
+        return forward_by_bank(op, model, modules, sampler, batch_size, seed, output_fn)
     return Forward(model, layers, drawn, draw_key(seed, device), output_fn, cache, op)
 
 
-def _forward_of_chain(
-    model: nn.Module, modules: list[nn.Module], sampler: str, batch_size, seed
-) -> Forward:
-    """How to run a chain with replicas from its bank; as any model where its layers do not have a
-    name and a call each in it."""
-    cache, device = chain_cache_of(model, modules), device_of(modules)
-    drawn = cache.samplers.get("predict", model, sampler, batch_size, device)
-    layers = _layers_by_name(model, modules)
-    if not _is_called_once(layers, modules, cache):
-        return forward_by_bank("predict", model, modules, sampler, batch_size, seed, None)
-    return Forward(model, layers, drawn, draw_key(seed, device), None, cache)
-
-
-def _folding_of(
-    forward: Forward, modules: list[nn.Module], batches: bool
-) -> Callable[..., Folding]:
-    """What makes the folding of an input, of a loader's batches with `batches`."""
-    if isinstance(forward.cache, ChainCache):
-        return ChainFolding
-    chains = batches and _is_called_once(forward.layers, modules, forward.cache)
-    return _fold_batch if chains else Folding
-
-
-def _fold_batch(forward: Forward, modules: list[nn.Module], first_replica: int, inputs) -> Folding:
-    """The folding of a loader's batch, for which the model may be a chain."""
-    if not is_stochastic_chain(modules, inputs):
-        return Folding(forward, modules, first_replica, inputs)
-    forward = forward._replace(cache=chain_cache_of(forward.model, modules))
-    return ChainFolding(forward, modules, first_replica, inputs)
+def _fold(
+    forward: Forward, modules: list[nn.Module], first_replica: int, inputs, *, chains: bool
+) -> Folding:
+    """The folding of an input; with `chains` the model may be a chain for some."""
+    if chains and is_stochastic_chain(modules, inputs):
+        forward = forward._replace(cache=chain_cache_of(forward.model, modules))
+    kind = ChainFolding if isinstance(forward.cache, ChainCache) else Folding
+    return kind(forward, modules, first_replica, inputs)
 
 
 def _is_called_once(
