@@ -82,23 +82,19 @@ class Predictor:
 
     def predict(self, x, noise_var: float | Tensor | None) -> Prediction:
         """The prediction for one input, or for the batches of a loader together."""
-        result = self._run(x) if is_one_input(x) else self._run_all(x)
+        single = is_one_input(x)
+        with self._bar(self.request.count if single else None) as bar:
+            result = self.run_one(x, bar) if single else self._run_all(x, bar)
         check_noise_shape(self.forward.op, noise_var, result["mean"])
         return Prediction(self.likelihood, self.request.count, noise_var=noise_var, **result)
 
-    def _run(self, inputs) -> dict[str, Tensor]:
-        with self._bar(self.request.count) as bar:
-            return self.run_one(inputs, bar)
-
-    def _run_all(self, loader: Iterable) -> dict[str, Tensor | list | None]:
+    def _run_all(self, loader: Iterable, bar: tqdm | None) -> dict[str, Tensor | list | None]:
         results, targets = [], []
-        with self._bar() as bar:
-            for batch in loader:
-                inputs, target = split_batch(self.forward.op, batch)
-                results.append(self.run_one(move(inputs, self.device), bar))
-                # A loader may fill the same memory for each batch.
-                targets.append(copied(target))
-                self._check_shapes(results[0]["mean"], results[-1]["mean"])
+        for batch in loader:
+            inputs, target = split_batch(self.forward.op, batch)
+            results.append(self.run_one(move(inputs, self.device), bar))
+            targets.append(copied(target))  # a loader may fill the same memory for each batch
+            self._check_shapes(results[0]["mean"], results[-1]["mean"])
         if not results:
             refuse(self.forward.op, "x", "yield at least 1 batch", "none")
         joined = {
@@ -114,7 +110,7 @@ class Predictor:
             requirement = f"yield batches with outputs of one shape, [N, *{list(first.shape[1:])}]"
             refuse(self.forward.op, "x", requirement, list(mean.shape))
 
-    def _bar(self, total: int | None = None):
+    def _bar(self, total: int | None):
         if not self.request.progress:
             return nullcontext()
         return progress_bar(desc=self.forward.op, unit="replica", total=total, shown=True)
