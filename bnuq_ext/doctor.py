@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from .batch_norm_like import describe, survey
-from .guards import DropoutTrace, warnings_of
 from .inputs import Inputs, call, check_one_input, copied
 from .interrupts import leaving_nothing_behind
 from .nn import check_model, named_stochastic_layers, uncompiled_name
@@ -15,6 +14,7 @@ from .norm_calls import BatchNormCounter, count_uncovered
 from .passes import Pass, running
 from .restore import evaluating, preserved_rng, without_gradients
 from .state import modules_of
+from .traps import DropoutTrace, warnings_of
 from .wrappers import unwrapped
 
 

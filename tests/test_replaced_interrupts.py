@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import bnuq_ext as bnuq
-from bnuq_ext.guards import DropoutTrace
+from bnuq_ext.traps import DropoutTrace
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 BATCHES = list(torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(1)))
