@@ -33,7 +33,7 @@ STRATEGIES = ("auto", "folded", "loop")
 _TRIALS = 16  # that could not tell, two in a prediction: then one more will not
 _COST = 40  # of a trial, in forwards
 _ROWS = 160  # that cost the loop what a trial costs: in a ResNet-50 18 s, at 0.11 s each
-_DEAR = 10**11  # products of two numbers: some two seconds of two cores
+_DEAR = 10**11  # multiply-accumulates: some two seconds of two cores
 
 
 class Request(NamedTuple):
@@ -258,7 +258,7 @@ def _is_early(folding: Folding, plan: Plan) -> bool:
     """Whether a trial takes seconds, and the loop has not yet taken as long, and as long again for
     each that could not tell: so predictions, however many, take at most some twice what they could."""
     early = folding.looped_rows() <= _ROWS * (1 + folding.undecided())
-    return early and plan.products * _ROWS > _DEAR and not folding.has_tried()
+    return early and plan.macs * _ROWS > _DEAR and not folding.has_tried()
 
 
 def _join(targets: list) -> Tensor | list | None:

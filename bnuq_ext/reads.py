@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .chosen import MASKS, Chosen
 from .contents import memory_of
 from .inputs import has_rows, tensors
+from .macs import macs_of
 from .passes import DoesNotFold, begun_pass
-from .products import products_of
 from .untraced import uncompiled
 
 _aten = torch.ops.aten
@@ -67,7 +67,7 @@ class Reads:
         largest_before: bytes of the largest before the first such call, the input's rows included.
         diverged: whether one was called, so that replicas are no longer the same.
         overwritten: copies of parameters and what else is guarded, made before an operation writes into them.
-        products: of two numbers, in all operations; see `products_of`.
+        macs: of all operations; see `macs_of`.
     """
 
     def __init__(self, modules: list[nn.Module], inputs, num_rows: int):
@@ -86,7 +86,7 @@ class Reads:
         self.largest, self.diverged = 0, False
         self.largest_before = sum([_held_bytes(t) for t in given])
         self.overwritten: dict[Tensor, Tensor] = {}
-        self.products = 0
+        self.macs = 0
 
     def __enter__(self) -> None:
         _enter(_Functions(self), _Operations(self))
@@ -297,7 +297,7 @@ class _Operations(DispatchMode):
         self.reads.look_at_operation(func, args, kwargs)
         self.reads.follow(func, args, kwargs, result)
         self.reads.note_size(result)
-        self.reads.products += products_of(func, args, result)
+        self.reads.macs += macs_of(func, args, result)
         return result
 
 

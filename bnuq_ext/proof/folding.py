@@ -77,7 +77,7 @@ class Plan(NamedTuple):
         steady: whether it may stand for other values of the parameters.
         repeatable: whether forwards with the training flags as they are can be compared: they draw
             no random numbers, and replicas differ; None until it has been found out.
-        products: of two numbers that the model takes for a row; see `products_of`.
+        macs: that the model takes for a row; see `macs_of`.
     """
 
     way: str
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
     lasting: bool = True
     steady: bool = True
     repeatable: bool | None = None
-    products: int = 0
+    macs: int = 0
 
 
 LOOP = Plan("loop", {}, 0, 0, (), {}, set())  # of which nothing has been tried
@@ -212,8 +212,8 @@ class Folding:
                 output, record, reads = self.record(state)
                 largest = max(record.largest, reads.largest // OTHERS)
                 sizes = largest, reads.largest_before // OTHERS, tuple(output.shape)
-                products = reads.products // reads.num_rows
-                plan = Plan("", record.rows, *sizes, {}, set(), products=products)
+                macs = reads.macs // reads.num_rows
+                plan = Plan("", record.rows, *sizes, {}, set(), macs=macs)
                 if self._changed(state):
                     kept = self.keeps_lazy_setup and keep_lazy_setup(self, state, generators)
                 elif not self.may_draw and drawn_since(before):

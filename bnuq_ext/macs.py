@@ -1,4 +1,4 @@
-"""How many products of two numbers an operation takes, by the sizes of what it is given."""
+"""How many multiply-accumulates (MACs) an operation takes, by the sizes of what it is given."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TAKEN = {
 }
 
 
-def products_of(func, args: tuple, result) -> int:
+def macs_of(func, args: tuple, result) -> int:
     """Those of a matrix product, a convolution, attention or an LSTM; 0 for other operations, and
     where tensors do not tell their sizes."""
     taken = _TAKEN.get(func.overloadpacket)

@@ -1,11 +1,11 @@
-"""How many products an operation takes: as its definition says."""
+"""How many multiply-accumulates an operation takes: as its definition says."""
 
 import pytest
 import torch
 from torch import nn
 
 import bnuq_ext as bnuq
-from bnuq_ext.products import products_of
+from bnuq_ext.macs import macs_of
 from bnuq_ext.reads import Reads
 
 N = 2
@@ -41,7 +41,7 @@ def counted(run, x):
     reads = Reads([], x, N)
     with torch.no_grad(), reads:
         run(*[x] * (3 if isinstance(run, nn.MultiheadAttention) else 1))
-    return reads.products
+    return reads.macs
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,4 +60,4 @@ def test_a_tensor_without_sizes_counts_nothing():
         def numel(self):
             raise RuntimeError("no sizes")
 
-    assert products_of(torch.ops.aten.mm.default, (Sizeless(), Sizeless()), Sizeless()) == 0
+    assert macs_of(torch.ops.aten.mm.default, (Sizeless(), Sizeless()), Sizeless()) == 0
