@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import bnuq_ext as bnuq
 from bnuq_ext import norm_calls, passes, reads, restore
 from bnuq_ext.passes import current_pass
-from bnuq_ext.proof import carried, gates, mixed
+from bnuq_ext.proof import carried, masks, mixed
 from bnuq_ext.untraced import ONE_MODE
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
@@ -121,7 +121,7 @@ CORRUPTS = pytest.mark.skipif(
     "corrupts Python's heap; 2.11 and later pass",
 )
 MODES = [
-    *(reads.Reads, reads._Operations, reads._Functions, gates.Gates, carried.Carried),
+    *(reads.Reads, reads._Operations, reads._Functions, masks.Masks, carried.Carried),
     pytest.param(mixed.Mixed, marks=CORRUPTS),
     norm_calls.BatchNormCounter,
 ]

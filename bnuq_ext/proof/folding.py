@@ -4,7 +4,7 @@ One replica after another is the definition of the answer. Folding must prove it
 
 1.  A run with T = 1 at the actual size records the rows that each stochastic call sees.
 2.  On three rows, two replicas folded must equal the two one after another, also where flags are set
-    that none of the rows sets, where masks that come out alike for all of them are turned, or one
+    that none of the rows sets, where masks that are the same for all of them are inverted, or one
     replica is scaled; infinities in one must not reach the
     other. Among nine replicas a row that lies far out, and rows that are nearly alike, must be
     treated as in one. No output may be made of what an operation makes of both replicas. This is

@@ -32,8 +32,8 @@ from .agreement import (
     tolerance_of,
 )
 from .carried import CARRIES, Carried
-from .gates import Gates
 from .indices import checked_indices
+from .masks import Masks
 from .mixed import Mixed
 from .moved import Moved
 from .probe import CROWD, ROWS, copies_of_last, probe_draws, probe_inputs, varied_probes
@@ -56,7 +56,7 @@ class Trial(NamedTuple):
         first_replica: from whose statistics those of the trial are made.
         flags: training flags of the modules, if gradients will be taken.
         way: "folded", or "expanded" for inputs with their rows T times over.
-        tells: whether outputs must tell replicas and rows apart.
+        must_tell: whether outputs must tell replicas and rows apart.
     """
 
     forward: Forward
@@ -64,7 +64,7 @@ class Trial(NamedTuple):
     first_replica: int
     flags: tuple[bool, ...] | None
     way: str
-    tells: bool = True
+    must_tell: bool = True
 
     def prove(self, inputs) -> Proof:
         """What the trial on three rows of an input shows; raises DoesNotFold or Undecided."""
@@ -97,7 +97,7 @@ class Trial(NamedTuple):
         except Exception as error:  # 16-bit inputs beside weights of float32
             raise_interrupt(error)
             raise undecided from error
-        self._replace(tells=False)._examine(probe)
+        self._replace(must_tell=False)._examine(probe)
         return proof
 
     def _examine(self, probe) -> Proof:
@@ -109,13 +109,13 @@ class Trial(NamedTuple):
             checks = guarded.enter_context(checked_indices([probe, *parameters]))
             reads = Reads(self.modules, probe, ROWS)
             carried = Carried(self.modules, reads.is_constant)
-            gates, mixed = Gates(reads), Mixed(reads.is_constant, 2)
-            rows, shared, folded = self._compare(probe, gates, mixed, carried)
+            masks, mixed = Masks(reads), Mixed(reads.is_constant, 2)
+            rows, shared, folded = self._compare(probe, masks, mixed, carried)
             if not checks.met:  # they take half as long again
                 guarded.close()
-            self._compare_harder(probe, rows, folded, reads)
-            self._compare_varied(probe)
-            self._compare_turned(probe, gates)
+            self._compare_extremes(probe, rows, folded, reads)
+            self._compare_varied_flags(probe)
+            self._compare_inverted_masks(probe, masks)
             return Proof(shared, self.flags is not None and self._compare_moved(probe))
 
     def _compare(
@@ -134,7 +134,7 @@ class Trial(NamedTuple):
         check_equal(folded, loop, tolerance)
         if mixed is not None:
             mixed.check(folded)
-        if self.tells:
+        if self.must_tell:
             check_informative(torch.stack([output for output, _ in runs]), tolerance)
         return rows, seen.shared, folded
 
@@ -143,7 +143,7 @@ class Trial(NamedTuple):
         with mode, mixed or nullcontext():
             return self.forward.run(arguments, mixed.watched(draw) if mixed else draw, rows)
 
-    def _compare_harder(self, probe, rows: dict[str, int], folded: Tensor, reads: Reads) -> None:
+    def _compare_extremes(self, probe, rows: dict[str, int], folded: Tensor, reads: Reads) -> None:
         """The same with infinities, unless all must be finite, and with rows far out and nearly
         alike, none of which become indices that they would not be; and with gradients if they will
         be taken."""
@@ -168,20 +168,20 @@ class Trial(NamedTuple):
             tolerance = tolerance_of(loop, probe, self.modules)
             check_gradients(parameters, run(both), loop, tolerance)
 
-    def _compare_varied(self, probe) -> None:
+    def _compare_varied_flags(self, probe) -> None:
         """The same where flags are set otherwise."""
         for varied in varied_probes(probe):
             self._try(varied, nullcontext())
 
-    def _compare_turned(self, probe, gates: Gates) -> None:
+    def _compare_inverted_masks(self, probe, masks: Masks) -> None:
         """The same where masks that are alike for all rows are the opposite, of what is false and of
         what is true; outputs need not tell replicas apart then."""
-        trial = self._replace(tells=False)
+        trial = self._replace(must_tell=False)
         for value in (False, True):
-            for places in gates.choices(value):
+            for places in masks.choices(value):
                 reads = Reads(self.modules, probe, ROWS)
-                turned = Gates(reads, gates.found, places)
-                trial._try(probe, turned, Mixed(reads.is_constant, 2))
+                inverted = Masks(reads, masks.found, places)
+                trial._try(probe, inverted, Mixed(reads.is_constant, 2))
 
     def _try(self, probe, mode, mixed: Mixed | None = None) -> None:
         """Compares, unless the model does not take such numbers."""

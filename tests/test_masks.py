@@ -10,7 +10,7 @@ from torch import nn
 
 import bnuq_ext as bnuq
 from bnuq_ext.passes import Undecided
-from bnuq_ext.proof.gates import Gates
+from bnuq_ext.proof.masks import Masks
 from bnuq_ext.reads import Reads
 
 
@@ -142,22 +142,22 @@ def test_what_cannot_be_turned_together_is_turned_by_itself(meet):
 def test_what_is_found_and_turned(value):
     x, model = torch.tensor([1.0, 2.0, 3.0]), nn.ParameterList([torch.ones(3)])
     weight, reads = model[0], Reads([model], x, 3)
-    gates = Gates(reads)
+    masks = Masks(reads)
 
-    def run(gates=gates):
-        with gates:
+    def run(masks=masks):
+        with masks:
             masks = [x > 5, x > 2, x < 9, weight > 5, x[:0] > 5, (x > 5).any(), ~(x > 5)]
             return [mask.long() for mask in masks]
 
     plain = run()
-    assert [found[0] for found in gates.found if found] == [False, None, True, None, False, True]
-    places = [i for i, found in enumerate(gates.found) if found == [value]]
-    assert gates.choices(value) == [{*places}, *({place} for place in places)]
-    turned = run(Gates(reads, gates.found, {*places}))
-    for place, (a, b) in enumerate(zip(turned, plain, strict=True)):
+    assert [found[0] for found in masks.found if found] == [False, None, True, None, False, True]
+    places = [i for i, found in enumerate(masks.found) if found == [value]]
+    assert masks.choices(value) == [{*places}, *({place} for place in places)]
+    inverted = run(Masks(reads, masks.found, {*places}))
+    for place, (a, b) in enumerate(zip(inverted, plain, strict=True)):
         assert torch.equal(a, 1 - b if place in ((2, 6) if value else (0, 5)) else b)
     torch.testing.assert_close(run(), plain)
-    with Gates(reads, gates.found, {*places}), pytest.raises(Undecided, match="have other masks"):
+    with Masks(reads, masks.found, {*places}), pytest.raises(Undecided, match="have other masks"):
         _ = [(x > 9).long() for _ in range(20)]
 
 

@@ -13,7 +13,7 @@ from ..reads import DispatchMode, Reads
 from .probe import together_and_alone
 
 
-class Gates(DispatchMode):
+class Masks(DispatchMode):
     """Around forwards, outside of `reads`: boolean tensors that depend on the rows, where an
     operation makes anything but another mask with them.
 
@@ -25,17 +25,18 @@ class Gates(DispatchMode):
         reads: knows which tensors are the same whatever the rows are.
         found: for each operation of the first forward with such masks the value that all rows have
             in each, or None; nothing for one that makes a mask. By default noted inside.
-        turned: numbers of the operations for which masks that are the same for all rows are inverted.
+        inverted: numbers of the operations that are given the opposite of masks which are the same
+            for all rows.
     """
 
     def __init__(
         self,
         reads: Reads,
         found: list[list[bool | None]] | None = None,
-        turned: Set[int] = frozenset(),
+        inverted: Set[int] = frozenset(),
     ):
         super().__init__()
-        self.reads, self.turned = reads, turned
+        self.reads, self.inverted = reads, inverted
         self.found = [] if found is None else found
         self.recorded = found is not None
 
@@ -55,8 +56,8 @@ class Gates(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = args, kwargs or {}
         masks = list({id(t): t for t in tensors(given) if self._is_mask(t)}.values())
-        if masks and self.recorded and self.turned:
-            given = self._turned(given, masks)
+        if masks and self.recorded and self.inverted:
+            given = self._invert(given, masks)
         result = func(*given[0], **given[1])
         if masks and not self.recorded:
             uses = not any(t.dtype == torch.bool for t in tensors(result))
@@ -67,11 +68,11 @@ class Gates(DispatchMode):
         plain = type(t) is Tensor and t.layout is torch.strided and not t.is_nested
         return plain and t.dtype == torch.bool and not self.reads.is_constant(t)
 
-    def _turned(self, given: tuple, masks: list[Tensor]) -> tuple:
+    def _invert(self, given: tuple, masks: list[Tensor]) -> tuple:
         if self.place >= len(self.found):  # a loop over rows
             raise Undecided("replicas together have other masks than one")
         place, self.place = self.place, self.place + 1
-        if place not in self.turned:
+        if place not in self.inverted:
             return given
         found = zip(masks, self.found[place], strict=True)
         alike = {id(mask) for mask, value in found if value is not None}
