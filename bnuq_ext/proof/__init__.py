@@ -4,6 +4,7 @@ signature   what stands for an input in the key of a plan
 probe       rows and draws that are made up for a trial
 agreement   when outputs of replicas count as equal, and when that says something
 mixed       what operations make of several replicas, whatever the values
+indices     indices out of range, which end the process on a GPU, as errors before
 masks       masks that are the same for all rows of a trial, inverted
 moved       parameters moved for a while, so that no gate stands at zero
 carried     what a forward leaves for the next
