@@ -143,19 +143,16 @@ def leaving_nothing_behind(function: Callable[P, R]) -> Callable[P, R]:
         try:
             result = function(*args, **options)
         except BaseException as error:
-            interrupt = interrupt_within(error) if isinstance(error, Exception) else error
+            interrupted = not isinstance(error, Exception) or interrupt_within(error) is not None
             leave_watchers(watchers)
-            if interrupt is not None:
+            if interrupted:
                 _end_frames(error)
-            _go_to(_without_ours(_modes(), modes) if interrupt is None else modes)
+            _go_to(modes if interrupted else _without_ours(_modes(), modes))
             leave_passes(outer)
             torch.set_grad_enabled(gradients)
-            try:
-                if interrupt is None or interrupt is error:
-                    raise
-                raise interrupt from None
-            finally:
-                del interrupt  # as in raise_interrupt
+            if isinstance(error, Exception):
+                raise_interrupt(error)
+            raise
         finally:
             forget_casts()
             forget_cached(cached)
