@@ -121,6 +121,8 @@ class Trial(NamedTuple):
     def _compare(
         self, probe, mode, mixed: Mixed | None = None, carried: Carried | None = None
     ) -> tuple[dict[str, int], dict[str, bool], Tensor]:
+        """Two replicas one after another and together, in `mode`; raises unless they agree. Rows and
+        sharing of the stochastic calls, and the outputs together."""
         *alone, both = self._draws()
         runs = []
         for draw in alone:
@@ -144,9 +146,9 @@ class Trial(NamedTuple):
             return self.forward.run(arguments, mixed.watched(draw) if mixed else draw, rows)
 
     def _compare_extremes(self, probe, rows: dict[str, int], folded: Tensor, reads: Reads) -> None:
-        """The same with infinities, unless all must be finite, and with rows far out and nearly
-        alike, none of which become indices that they would not be; and with gradients if they will
-        be taken."""
+        """The same with infinities (unless all must be finite), rows far out and rows nearly alike,
+        where floats that become indices are kept in their range; and with gradients if they will be
+        taken."""
         draws, ranges = self._draws(), Ranges() if reads.casts else nullcontext()
         run = self._runner(self._arguments(probe), rows, ranges)
         if reads.casts:  # the first forward has the ranges
@@ -174,8 +176,8 @@ class Trial(NamedTuple):
             self._try(varied, nullcontext())
 
     def _compare_inverted_masks(self, probe, masks: Masks) -> None:
-        """The same where masks that are alike for all rows are the opposite, of what is false and of
-        what is true; outputs need not tell replicas apart then."""
+        """The same with masks inverted that are false for all rows, and with those that are true;
+        outputs need not tell replicas apart then."""
         trial = self._replace(must_tell=False)
         for value in (False, True):
             for places in masks.choices(value):
