@@ -64,16 +64,16 @@ BNUQ_CLONES void forward_rows(
   }
 }
 
-// body(flag...) with the flags known to the compiler.
+// body(flag...) with flags that are constants to the compiler.
 template <typename Body>
-void with_known(const Body& body) {
+void with_constant_flags(const Body& body) {
   body();
 }
 
 template <typename Body, typename... Flags>
-void with_known(const Body& body, bool flag, Flags... flags) {
-  const auto choose = [&](auto known) {
-    with_known([&](auto... others) { body(known, others...); }, flags...);
+void with_constant_flags(const Body& body, bool flag, Flags... flags) {
+  const auto choose = [&](auto constant) {
+    with_constant_flags([&](auto... others) { body(constant, others...); }, flags...);
   };
   flag ? choose(std::true_type()) : choose(std::false_type());
 }
@@ -86,7 +86,7 @@ void forward_loop(
         rows ? forward_rows<scalar_t, acc_t, adds> : forward_planes<scalar_t, acc_t, adds>;
     loop(y, x, residual, range);
   };
-  with_known(run, range.S == 1, residual != nullptr);
+  with_constant_flags(run, range.S == 1, residual != nullptr);
 }
 
 // Through float32 pieces in the first cache: for short planes, for fewer than sixteen elements, and
@@ -195,7 +195,8 @@ void forward_fma(
   const auto loop = [&](auto rows, auto ordered, auto adds, auto stream) {
     forward_fma<scalar_t, rows, ordered, adds, stream>(y, x, residual, range);
   };
-  with_known(loop, range.S == 1, range.ordered, residual != nullptr, range.stream && aligned);
+  with_constant_flags(
+      loop, range.S == 1, range.ordered, residual != nullptr, range.stream && aligned);
 }
 #endif
 
@@ -267,7 +268,7 @@ void forward_avx512(
   const auto loop = [&](auto rows, auto adds, auto stream) {
     forward_avx512<scalar_t, rows, adds, stream>(y, x, residual, range);
   };
-  with_known(loop, range.S == 1, residual != nullptr, range.stream && aligned);
+  with_constant_flags(loop, range.S == 1, residual != nullptr, range.stream && aligned);
 }
 #endif
 
