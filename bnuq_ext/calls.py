@@ -17,13 +17,13 @@ def split_key(key: str) -> tuple[str, int]:
 
 
 def stream_of(number: int) -> int:
-    """Of the first call of a model's n-th layer of its kind, from 0; see `streams_of`."""
+    """The stream of a first call: of a model's n-th layer of its kind, from 0; see `streams_of`."""
     return number << 16
 
 
 def streams_of(layers: dict[str, nn.Module], bank: Iterable[str] = ()) -> dict[str, int]:
-    """Of each layer's first call: batch norm is counted as in the bank, for a part of a model draws
-    what the whole does; other layers, whose noise has tags of its own, as they stand here."""
+    """The stream of each layer's first call. Batch norm is numbered as in the bank, so that a part of
+    a model draws what the whole does; other layers, whose noise has tags of its own, in this order."""
     number = {key: n for n, key in enumerate(bank)}
     others = [name for name, layer in layers.items() if not layer.needs_bank]
     number |= {name: n for n, name in enumerate(others)}

@@ -19,7 +19,7 @@ _REMEMBERED: WeakKeyDictionary[object, object] = WeakKeyDictionary()  # by what 
 
 @untraced
 def reentrant_checkpoints() -> int:
-    """How many this thread is in whose backward makes calls that nothing tells from new ones."""
+    """How many reentrant ones this thread is in, whose second calls nothing tells from new ones."""
     forward = CheckpointFunction.forward.__code__
     inside = [frame for frame in _stack() if frame.f_code is forward]
     return sum(any(frame.f_locals["ctx"].needs_input_grad) for frame in inside)
@@ -38,7 +38,7 @@ def remember_in_checkpoint(value: object) -> None:
 
 
 def remembered_in_checkpoint() -> object | None:
-    """The value of the innermost that the backward in this thread computes again, of those with one."""
+    """The value kept with the innermost checkpoint that this thread's backward computes again."""
     if not _REMEMBERED:
         return None
     unpacked = (f for f in _stack() if f.f_code.co_name == "unpack_hook")

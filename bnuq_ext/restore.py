@@ -212,8 +212,8 @@ def without_gradients():
 
 @contextmanager
 def unhooked_saving():
-    """What is saved for a backward of a trial is no one else's: a checkpoint around the call counts
-    what it is told of, and computes again without a trial."""
+    """Hides what a trial saves for a backward from hooks of the caller: a checkpoint around the call
+    counts saved tensors, and makes no trial when it computes again."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # then there are none
         yield
         return
@@ -223,20 +223,20 @@ def unhooked_saving():
 
 
 def forget_casts() -> None:
-    """Autocast casts weights anew: older torch gives what forwards without gradients have cast to
-    those with them, and the weights get none."""
+    """Empties autocast's cache: in older torch casts of weights that were made without gradients would
+    serve forwards with them, and the weights get none."""
     if torch._C._is_any_autocast_enabled():
         torch.clear_autocast_cache()
 
 
 def cached_weights() -> set:
-    """The places of what torch's `parametrize.cached()` keeps, for `forget_cached`."""
+    """The keys of the cache of torch's `parametrize.cached()`, for `forget_cached`."""
     return set(parametrize._cache) if parametrize._cache_enabled else set()
 
 
 def forget_cached(before: set) -> None:
-    """Where gradients are taken, weights that forwards without have put there since go; others stay,
-    which may be random."""
+    """Where gradients are taken, takes weights out of that cache that forwards without gradients have
+    put there since; others stay, for they may be random."""
     if parametrize._cache_enabled and torch.is_grad_enabled():
         for place, weight in [*parametrize._cache.items()]:
             if place not in before and not getattr(weight, "requires_grad", False):

@@ -29,8 +29,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def unrecorded():
-    """Inside, torch.jit.trace records nothing: what is remembered it would find only once, and at the
-    shape of a parameter it fails, which where it is borne ends the process."""
+    """Inside, torch.jit.trace records nothing: what a cache holds it would find only once, and at the
+    shape of a parameter it fails with an error that ends the process where it is caught."""
     state = torch._C._get_tracing_state()
     return nullcontext() if state is None else _aside(state)
 

@@ -123,8 +123,8 @@ def _divergence(
     The first has nodes of its own: nll and divergence can be differentiated one after the other.
     """
     terms, closed = [], []
-    known = {id(layer) for run in runs for layer in run.layers}
-    others = {name: layer for name, layer in layers.items() if id(layer) not in known}
+    in_runs = {id(layer) for run in runs for layer in run.layers}
+    others = {name: layer for name, layer in layers.items() if id(layer) not in in_runs}
     check_whole("kl_divergence", others)
     for name, layer in others.items():
         _check_dtype(name, layer)
