@@ -173,7 +173,7 @@ class Predictor:
 
     def _size(self, plan: Plan, remaining: int) -> int:
         """Replicas in the next chunk."""
-        if plan.way in ("", "loop"):
+        if plan.way not in WAYS:
             return 1
         size = chunk_of(plan.largest, self.request.chunk, remaining, self.device)
         return min(size, self.max_chunk)
