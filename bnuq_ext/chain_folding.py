@@ -39,7 +39,7 @@ class ChainFolding(Folding):
     def is_planned(self) -> bool:
         return True
 
-    def plan(self, wanted=None) -> Plan:
+    def plan(self, trial_pays=None) -> Plan:
         shape, largest = self.inputs.shape, self.cache.largest
         if shape not in largest:
             sizes: list[int] = []

@@ -223,10 +223,10 @@ class Predictor:
     def _trial_pays(self, folding: Folding, plan: Plan) -> bool:
         """Whether more than one replica would go into a chunk, not all trials of late were undecided,
         and a trial that is dear does not come too early."""
-        wanted = self.request
-        if wanted.strategy == "folded":
+        request = self.request
+        if request.strategy == "folded":
             return True
-        together = chunk_of(plan.largest, wanted.chunk, wanted.count, self.device)
+        together = chunk_of(plan.largest, request.chunk, request.count, self.device)
         if together == 1 or folding.undecided() >= _TRIALS:
             return False
         return self.device.type != "cpu" or not _is_early(folding, plan)

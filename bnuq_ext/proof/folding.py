@@ -118,15 +118,15 @@ class Folding:
         self.forward, self.modules, self.first_replica = forward, modules, first_replica
         self.inputs, self.cache = inputs, forward.cache
 
-    def plan(self, wanted: Callable[[Plan], bool] = lambda plan: True) -> Plan:
+    def plan(self, trial_pays: Callable[[Plan], bool] = lambda plan: True) -> Plan:
         """The plan, made at the first sight of the input's signature;
-        no trial while `wanted` says no."""
+        without a trial while `trial_pays` denies it."""
         plan = self.cache.plans.get(self.plan_key)
-        if plan is None or (not plan.way and wanted(plan)):
+        if plan is None or (not plan.way and trial_pays(plan)):
             with self.cache.planning:
                 plan = self.cache.plans.get(self.plan_key)
                 if plan is None or not plan.way:
-                    plan = self._make(wanted)
+                    plan = self._make(trial_pays)
                     self.remember(self.cache.plans, self.plan_key, plan, plan.lasting)
         return plan
 
@@ -201,7 +201,7 @@ class Folding:
         if lasting:
             memory[key] = value
 
-    def _make(self, wanted: Callable[[Plan], bool]) -> Plan:
+    def _make(self, trial_pays: Callable[[Plan], bool]) -> Plan:
         # A loader's batches before may have changed the state, and this one may change it back.
         if (seen := fingerprint(self.modules)) != self.cache.fingerprint:
             self.cache.restart(seen)
@@ -211,22 +211,22 @@ class Folding:
                 before = random_states()
                 output, record, reads = self.record(state)
                 largest = max(record.largest, reads.largest // OTHERS)
-                sizes = largest, reads.largest_before // OTHERS, tuple(output.shape)
-                macs = reads.macs // reads.num_rows
-                plan = Plan("", record.rows, *sizes, {}, set(), macs=macs)
+                before_first, shape = reads.largest_before // OTHERS, tuple(output.shape)
+                plan = Plan("", record.rows, largest, before_first, shape, {}, set())
+                plan = plan._replace(macs=reads.macs // reads.num_rows)
                 if self._changed(state):
                     kept = self.keeps_lazy_setup and keep_lazy_setup(self, state, generators)
                 elif not self.may_draw and drawn_since(before):
                     # Or another thread has, meanwhile: the next time it may not.
                     plan = plan._replace(way="loop", reason=DRAWS, lasting=reads.draws)
                 else:
-                    plan = self._first(plan, reads, wanted)
+                    plan = self._first(plan, reads, trial_pays)
             finally:
                 changed = not kept and self.undo(state)
         if kept:
             self.keeps_lazy_setup = False  # once
             if self.is_whole():
-                return self._make(wanted)
+                return self._make(trial_pays)
             return plan._replace(way="loop", reason=NEW_MODULES, lasting=False)
         if changed:
             return plan._replace(way="loop", reason=CHANGES, lasting=self.changes_again())
@@ -272,12 +272,12 @@ class Folding:
     def _reads(self) -> Reads:
         return Reads(self.modules, self.inputs, self._num_rows())
 
-    def _first(self, plan: Plan, reads: Reads, wanted: Callable[[Plan], bool]) -> Plan:
+    def _first(self, plan: Plan, reads: Reads, trial_pays: Callable[[Plan], bool]) -> Plan:
         try:
             reads.check(plan.rows)
         except DoesNotFold as error:
             return plan._replace(way="loop", reason=str(error))
-        return self._next(plan) if wanted(plan) else plan
+        return self._next(plan) if trial_pays(plan) else plan
 
     def _changed(self, state: State) -> bool:
         return fingerprint(self.modules) != self.cache.fingerprint or state.written()
