@@ -10,14 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from .bayes import DTYPES, BayesLinear
 from .calls import stream_of
 from .fingerprint import has_hooks
 from .inputs import expand
 from .ops.linear_chain import Link, bayes_linear_chain
+from .ops.modes import other_modes
 from .passes import Replicated
 from .samplers import Draw
 
@@ -52,7 +51,7 @@ def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool
     """Whether a model of these modules, its own first, calls layers that treat the rows of x one by
     one, one after another, each once, and does nothing else than torch's classes; `others` are more
     classes of such layers."""
-    if type(x) not in _TENSORS or x.dim() < 2 or _is_overridden():
+    if type(x) not in _TENSORS or x.dim() < 2 or other_modes():
         return False
     links, dim = 1, x.dim()
     for module in modules:
@@ -70,14 +69,6 @@ def is_chain(modules: list[nn.Module], x, others: Collection[type] = ()) -> bool
         elif not _is_by_row(module, dim):
             return False
     return links == len(modules) and _are_plain(modules) and not has_hooks(modules)
-
-
-def _is_overridden() -> bool:
-    """Whether torch's functions are others, inside a TorchFunctionMode; a default device is one
-    too, and changes nothing here."""
-    if not torch._C._len_torch_function_stack():
-        return False
-    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def _are_plain(modules: list[nn.Module]) -> bool:

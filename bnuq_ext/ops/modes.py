@@ -26,6 +26,21 @@ def is_within_transform() -> bool:
     return modes > 0 or torch._C._are_functorch_transforms_active()
 
 
+def other_modes() -> tuple[type, ...]:
+    """Kinds of the modes around that may make something else of torch's functions and operations: a
+    default device, and others of torch itself, do not."""
+    functions = torch._C._len_torch_function_stack()
+    operations = torch._C._len_torch_dispatch_stack()
+    if not functions and not operations:
+        return ()
+    around = (
+        *map(torch._C._get_function_stack_at, range(functions)),
+        *map(torch._C._get_dispatch_stack_at, range(operations)),
+    )
+    homes = "torch", __package__.partition(".")[0]
+    return tuple(type(m) for m in around if type(m).__module__.partition(".")[0] not in homes)
+
+
 def is_differentiated(*grads: Tensor | None) -> bool:
     """Whether what a backward makes of gradients is differentiated itself: again, or along a tangent
     that one of them has."""
