@@ -82,6 +82,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (lost or any(words in text for words in _SAID))
 
 
+def is_shortage(error: BaseException) -> bool:
+    """Whether an exception says that memory, or the stack of a deep caller, did not suffice: it may
+    the next time."""
+    return isinstance(error, RecursionError) or is_out_of_memory(error)
+
+
 def free_memory(device: torch.device) -> None:
     """Gives memory that torch keeps in reserve back, so that a smaller chunk finds room."""
     if device.type == "cuda":

@@ -60,6 +60,7 @@ class Reads:
 
     Attributes:
         found: what of values is read, in words; empty where nothing is.
+        lasting: whether that would be found the next time too.
         casts: whether floating-point values of rows became integers, which may be indices.
         draws: whether random numbers were drawn by operations of torch.
         finite: whether operations must not be given infinities.
@@ -81,6 +82,7 @@ class Reads:
         self.constant_tensors: dict = {}  # by address, which is theirs for as long as they are kept
         self.num_rows = num_rows
         self.found = ""
+        self.lasting = True
         self.casts = self.draws = self.finite = False
         self.selections = 0  # how often values of rows have chosen rows
         self.largest, self.diverged = 0, False

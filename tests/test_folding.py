@@ -1,6 +1,9 @@
 """Folding never changes an answer: what it gives is the loop's, or an error."""
 
+import contextlib
 import copy
+import sys
+import traceback
 
 import pytest
 import torch
@@ -345,3 +348,23 @@ def test_a_trial_without_memory_says_nothing_of_the_next():
     for rows in (4, 5):
         samples(model, ROWS[:rows])
     assert way(model) == "folded"
+
+
+@pytest.mark.parametrize("left", [30, 45, 55, 65])
+def test_a_deep_caller_leaves_no_verdict(left):
+    def deep(calls, function):
+        return deep(calls - 1, function) if calls else function()
+
+    def predicted(**options):
+        return bnuq.predict(model, x, likelihood="categorical", num_samples=4, seed=0, **options)
+
+    model, x = (
+        bnuq.convert(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))).eval(),
+        torch.randn(5, 6),
+    )
+    model.register_forward_hook(lambda *args: None)  # no chain
+    bnuq.collect(model, list(torch.randn(4, 16, 6)), 4, progress=False)
+    depth = sum(1 for _ in traceback.walk_stack(None))
+    with contextlib.suppress(RecursionError):
+        deep(sys.getrecursionlimit() - depth - left, predicted)
+    predicted(strategy="folded")

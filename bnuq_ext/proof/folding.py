@@ -31,12 +31,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..chunks import OTHERS, is_out_of_memory
+from ..chunks import OTHERS, is_out_of_memory, is_shortage
 from ..fingerprint import fingerprint
 from ..forward import Forward
 from ..inputs import expand, num_rows, tensors
 from ..interrupts import raise_interrupt
-from ..ops.modes import autocast_dtypes, is_within_transform
+from ..ops.modes import autocast_dtypes, is_within_transform, other_modes
 from ..passes import DoesNotFold, ReplicaPass, Undecided
 from ..reads import READS, Reads
 from ..restore import drawn_since, preserved_rng, random_states
@@ -193,6 +193,7 @@ class Folding:
             tuple(self.forward.layers),
             self.flags,
             autocast_dtypes(),
+            other_modes(),
         )
 
     def remember(self, memory: dict, key, value, lasting: bool = True) -> None:
@@ -259,7 +260,7 @@ class Folding:
                 return *self.forward.run(self.inputs, draw), reads
         except Exception as error:  # of torch.cond, which cannot be watched; or the model's own
             raise_interrupt(error)
-            reads.found = READS
+            reads.found, reads.lasting = READS, not is_shortage(error)
         return *self.forward.run(self.inputs, draw), reads
 
     def following(self, state: State) -> Reads:
@@ -276,7 +277,7 @@ class Folding:
         try:
             reads.check(plan.rows)
         except DoesNotFold as error:
-            return plan._replace(way="loop", reason=str(error))
+            return plan._replace(way="loop", reason=str(error), lasting=reads.lasting)
         return self._next(plan) if trial_pays(plan) else plan
 
     def _changed(self, state: State) -> bool:
@@ -311,7 +312,7 @@ class Folding:
         except Exception as error:
             raise_interrupt(error)
             found = f"{type(error).__name__} in a trial on {ROWS} rows: {error}"
-            lasting = not (is_out_of_memory(error) or is_within_transform())
+            lasting = not (is_shortage(error) or is_within_transform())
         self.remember(self.cache.trials, key, found, lasting)
         return found, lasting
 
