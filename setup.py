@@ -40,6 +40,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, include_path
 
 TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # the stable ABI of torch 2.10
 CSRC = Path("csrc")
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 SITE = Path(torch.__file__).parent.parent  # where torch's CUDA packages lie too
 HEADERS = sorted(str(p) for p in [*CSRC.glob("**/*.h"), *CSRC.glob("**/*.cuh")])
 
@@ -168,5 +169,6 @@ def extensions():
 setup(
     ext_modules=extensions(),
     cmdclass={"build_ext": Build.with_options(no_python_abi_suffix=True)},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    # Python without the GIL has no limited API up to 3.14.
+    options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp310"}},
 )

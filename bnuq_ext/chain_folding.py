@@ -41,11 +41,13 @@ class ChainFolding(Folding):
 
     def plan(self, trial_pays=None) -> Plan:
         shape, largest = self.inputs.shape, self.cache.largest
-        if shape not in largest:
+        size = largest.get(shape)
+        if size is None:
             sizes: list[int] = []
             _run(self, self.forward.draw(self.first_replica, 1), sizes)
-            self.remember(largest, shape, max(sizes))
-        return Plan("folded", {}, largest[shape], 0, (), {}, set())
+            size = max(sizes)
+            self.remember(largest, shape, size)
+        return Plan("folded", {}, size, 0, (), {}, set())
 
     def give_up(self, plan: Plan, reason: Exception) -> Plan:
         raise reason  # the model's own

@@ -51,7 +51,7 @@ def evaluating(modules: list[nn.Module], *, warns: bool = True):
             return nullcontext()  # in eval already, and no other body will put flags back
     own = {cls for cls in {type(m) for m in modules} if _has_own_modes(cls)}
     told = own & {type(m) for m in modules if is_training(m)}
-    if warns and (new := told.difference(_WARNED_OF)):
+    if warns and (new := {cls for cls in told if cls not in _WARNED_OF}):  # others may add to it
         _WARNED_OF.update(new)
         names = ", ".join(sorted(cls.__name__ for cls in new))
         warn(

@@ -201,7 +201,7 @@ def _attributes(module: nn.Module) -> dict:
     others = getattr(type(module), "not_by_forwards", ())
     return {
         name: value
-        for name, value in vars(module).items()
+        for name, value in vars(module).copy().items()  # another thread may add some
         if name not in OF_EVERY_MODULE and name not in others
     }
 

@@ -3,14 +3,17 @@
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import nn
 
 import bnuq_ext as bnuq
+from bnuq_ext import restore
+from bnuq_ext.chain_folding import ChainFolding
 from bnuq_ext.fingerprint import fingerprint
-from bnuq_ext.state import modules_of
+from bnuq_ext.state import State, modules_of
 
 TEXT = "called in another thread than the forward's"
 
@@ -157,3 +160,51 @@ def test_a_bank_that_another_thread_attaches_while_a_model_is_tried(forwards):
     assert not torch.allclose(bnuq.predict(model, x, **options).mean, wanted)
     assert AHEAD == []
     torch.testing.assert_close(bnuq.predict(model, x, **options).mean, wanted)
+
+
+class Added(WeakSet):
+    """Other threads add to it whenever it is gone through."""
+
+    def __iter__(self):
+        raise RuntimeError("Set changed size during iteration")
+
+
+class OwnModes(nn.Linear):
+    def train(self, mode=True):
+        return super().train(mode)
+
+
+def test_classes_that_another_thread_warns_of_meanwhile(monkeypatch):
+    monkeypatch.setattr(restore, "_WARNED_OF", Added())
+    model = bnuq.convert(nn.Sequential(OwnModes(4, 3), nn.BatchNorm1d(3)))
+    with pytest.warns(UserWarning, match="of its own: OwnModes;"):
+        bnuq.collect(model, data(), progress=False)
+    bnuq.predict(model, data()[0], likelihood="gaussian", num_samples=2)  # once
+
+
+def test_a_chain_whose_sizes_another_thread_forgets(monkeypatch):
+    monkeypatch.setattr(ChainFolding, "remember", lambda *args: None)
+    model = bnuq.convert(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval())
+    bnuq.collect(model, data(), progress=False)
+    options = {"likelihood": "gaussian", "num_samples": 2, "seed": 0}
+    pred = bnuq.predict(model, data()[0], **options)
+    loop = bnuq.predict(model, data()[0], strategy="loop", **options)
+    torch.testing.assert_close(pred.mean, loop.mean)
+
+
+class AddsOne:
+    """Stands for a thread that sets an attribute while others are looked through."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __contains__(self, name):
+        vars(self.module)["of another"] = 1
+        return False
+
+
+def test_an_attribute_that_another_thread_sets_meanwhile(monkeypatch):
+    module = nn.BatchNorm1d(3)
+    monkeypatch.setattr(nn.BatchNorm1d, "not_by_forwards", AddsOne(module), raising=False)
+    State([module])
+    assert vars(module)["of another"] == 1
