@@ -37,8 +37,9 @@ _FLAGS = {bool, str, type(None)}  # of foreign objects: a trainer counts its ste
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
 _DEEPEST = 8  # of objects in objects
 _LONGEST = 1024  # items of a container that are `SCALARS`; of a dict keys and values
+_SHORTEST = 128  # of others, where nothing else is said
 _LARGEST = 1 << 16  # bytes of an array
-_MOST = 4096  # objects of a model
+_MOST = 4096  # objects of a model, with `_SHORTEST` items of a container; in proportion with more
 _FIELDS_ALONE: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
@@ -65,18 +66,18 @@ class Contents:
     Args:
         seen: what is appended to.
         modules: all modules of the model, which are not looked into.
-        longest: how many items of a container are looked into.
+        longest: how many items of a container are looked into, and with it how many objects.
 
     Attributes:
         visited: by address these modules, and the objects that have been looked into, or None.
         tensors: by address those that have been met.
     """
 
-    def __init__(self, seen: list, modules: list[nn.Module], longest: int = 128):
+    def __init__(self, seen: list, modules: list[nn.Module], longest: int = _SHORTEST):
         self.seen, self.modules, self.longest = seen, modules, longest
         self.visited: dict[int, object] = {id(m): m for m in modules}
         self.tensors: dict[int, Tensor] = {}
-        self.most = len(self.visited) + _MOST
+        self.most = len(self.visited) + _MOST * longest // _SHORTEST
         self.classes: set[type] = set()
         self.packages = {_package(type(m)) for m in modules} - _FOREIGN
         for cls in dict.fromkeys(map(type, modules)):
@@ -175,6 +176,8 @@ class Contents:
             yield items[: self.longest]
             plain = tuple(v for v in items[self.longest :] if type(v) in SCALARS)
             self.seen += (tuple(map(type, plain)), plain)
+            if isinstance(value, ChainMap):
+                yield (value.maps,)
         elif isinstance(value, FunctionType):
             yield _cells(value)
             yield value.__defaults__ or ()

@@ -2,7 +2,8 @@
 
 import pickle
 import random
-from collections import deque
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import CellType, FunctionType
@@ -34,8 +35,9 @@ _GENERATORS: dict[type, tuple[Callable, Callable]] = {
 }
 _HOLDERS = {
     **_GENERATORS,
-    np.ndarray: (np.copy, lambda array, saved: array.__setitem__(..., saved)),
-    bytearray: (bytes, lambda array, saved: array.__setitem__(slice(None), saved)),
+    np.ndarray: (np.copy, lambda held, saved: held.__setitem__(..., saved)),
+    bytearray: (bytes, lambda held, saved: held.__setitem__(slice(None), saved)),
+    array: (array.tobytes, lambda held, saved: _refill(held, saved)),
 }
 _LONGEST = 1024  # items of a container that are put back, each with what it holds
 _LARGE = 1 << 26  # bytes: a tensor of more is copied when an operation writes into it, an array not
@@ -131,8 +133,8 @@ class State:
         owners = [*functions, *(v for v in objects if is_open(v))]
         cells = [cell for function in functions for cell in function.__closure__ or ()]
         self.items = [(v, _items(v)) for v in objects if isinstance(v, CONTAINERS)]
-        self.tables = [(held, dict(held)) for held in map(attributes_of, owners)]
-        self.slots = [(v, slots) for v in (*owners, *cells) if (slots := _slots(v))]
+        self.tables = [(v, dict(attributes_of(v))) for v in owners]
+        self.slots = [(v, _slots(v)) for v in (*owners, *cells)]  # none too: they may be set later
 
     def _keep_values(self, objects: list, tensors: list[Tensor]) -> None:
         self.others = [t for t in tensors if isinstance(t, nn.Parameter) or _is_large(t)]
@@ -170,7 +172,8 @@ class State:
         for module, buffers in self.buffers:
             for name, buffer in buffers.items():
                 module._buffers[name] = buffer
-        for table, fields in self.tables:
+        for owner, fields in self.tables:
+            table = attributes_of(owner)  # which may be another one now
             _restore_table(table, fields, table)
         for owner, slots in self.slots:
             _restore_slots(owner, slots)
@@ -279,8 +282,20 @@ def _put_back(value, saved) -> None:
         value.copy_(saved)
 
 
+def _refill(held: array, saved: bytes) -> None:
+    del held[:]
+    held.frombytes(saved)
+
+
+def _kind(container) -> type:
+    """Whose methods look into a container and fill it, past what a class makes of them: `update` of a
+    Counter counts, and a table may let old items go as new ones come."""
+    return next(kind for kind in (OrderedDict, *CONTAINERS) if isinstance(container, kind))
+
+
 def _items(container) -> list:
-    return [*container.items()] if isinstance(container, dict) else [*container]
+    kind = _kind(container)
+    return [*(kind.items if isinstance(container, dict) else kind.__iter__)(container)]
 
 
 def _restore_items(container, items: list) -> None:
@@ -292,9 +307,15 @@ def _restore_items(container, items: list) -> None:
         same = {*map(id, now)} == {*map(id, items)}
     else:
         same = [*map(id, now)] == [*map(id, items)]
-    if not same:
-        container.clear()
-        container.extend(items) if isinstance(container, (list, deque)) else container.update(items)
+    if same:
+        return
+    kind = _kind(container)
+    kind.clear(container)
+    if isinstance(container, dict):
+        for key, value in items:
+            kind.__setitem__(container, key, value)
+    else:
+        (kind.update if kind is set else kind.extend)(container, items)
 
 
 def _restore_table(table: dict, before: dict, now: dict) -> None:

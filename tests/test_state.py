@@ -3,7 +3,8 @@
 import math
 import operator
 import random
-from collections import deque, namedtuple
+from array import array
+from collections import ChainMap, Counter, OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -241,6 +242,54 @@ class Helper:
         return self.total + 0.01 * self.count + 0.001 * self.calls
 
 
+class Memo:
+    """Has a slot that is filled later."""
+
+    __slots__ = ("calls",)
+
+    def step(self):
+        self.calls = getattr(self, "calls", 0) + 1
+        return 0.1 * self.calls
+
+
+class Newest(OrderedDict):
+    """Has what was set last first."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.move_to_end(key, last=False)
+
+    def step(self):
+        self[len(self)] = 0.1 * len(self)
+        return 0.1 * next(iter(self)) + 0.01 * [*self][-1]
+
+
+class Replaced:
+    """Takes another dict for its fields."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def step(self):
+        self.__dict__ = {"calls": self.calls + 1}
+        return 0.1 * self.calls
+
+
+def unfilled():
+    def step():
+        nonlocal calls
+        try:
+            calls += 1
+        except NameError:
+            calls = 0
+        return 0.1 * calls
+
+    if calls := False:
+        return None
+    del calls
+    return step
+
+
 def closure():
     total, count = torch.zeros(3), 0
 
@@ -292,6 +341,23 @@ HELD = {
         lambda h: float(h[0].standard_normal()),
     ),
     "an array in a tuple": (lambda: (np.zeros(3),), lambda h: float(h[0].__iadd__(0.1)[0])),
+    "an array of Python's": (
+        lambda: (array("d", [0.0]),),
+        lambda h: h[0].append(0.1) or sum(h[0]),
+    ),
+    "a counter": (Counter, lambda h: h.update(["a"]) or 0.1 * h["a"]),
+    "a table of its own kind": (lambda: Newest({1: 0.1, 0: 0.5}), Newest.step),
+    "other fields": (Replaced, Replaced.step),
+    "behind many": (
+        lambda: [[Pair([], []) for _ in range(1024)], [Pair([], []) for _ in range(1024)], []],
+        lambda h: h[2].append(1) or 0.1 * len(h[2]),
+    ),
+    "a chain of maps": (
+        lambda: ChainMap({}, {"n": 0}),
+        lambda h: h.update(n=h["n"] + 1) or 0.1 * h["n"],
+    ),
+    "a slot that is not filled": (Memo, Memo.step),
+    "a cell that is not filled": (unfilled, lambda h: h()),
     "an object with methods": (Helper, lambda h: h.step()),
     "its methods": (lambda: Helper().step, lambda h: h()),
     "a closure": (closure, lambda h: h()),
@@ -360,8 +426,8 @@ def test_a_large_array_is_not_copied(monkeypatch):
     module = nn.Module()
     module.arrays = [np.zeros(8), np.zeros(9)]
     state = State([module])
-    for array in module.arrays:
-        array += 1
+    for held in module.arrays:
+        held += 1
     state.restore()
     assert not module.arrays[0].any() and module.arrays[1].all()
 
