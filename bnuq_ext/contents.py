@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 SCALARS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.Size})
 CONTAINERS = (list, dict, set, deque)
@@ -66,6 +67,7 @@ class Contents:
     Args:
         seen: what is appended to.
         modules: all modules of the model, which are not looked into.
+        around: other modules that are not.
         longest: how many items of a container are looked into, and with it how many objects.
 
     Attributes:
@@ -73,9 +75,15 @@ class Contents:
         tensors: by address those that have been met.
     """
 
-    def __init__(self, seen: list, modules: list[nn.Module], longest: int = _SHORTEST):
+    def __init__(
+        self,
+        seen: list,
+        modules: list[nn.Module],
+        around: Iterable[nn.Module] = (),
+        longest: int = _SHORTEST,
+    ):
         self.seen, self.modules, self.longest = seen, modules, longest
-        self.visited: dict[int, object] = {id(m): m for m in modules}
+        self.visited: dict[int, object] = {id(m): m for m in (*modules, *around)}
         self.tensors: dict[int, Tensor] = {}
         self.most = len(self.visited) + _MOST * longest // _SHORTEST
         self.classes: set[type] = set()
@@ -200,7 +208,10 @@ class Contents:
             yield _flags(fields)
 
     def is_open(self, value) -> bool:
-        """Whether the fields of an object count."""
+        """Whether the fields of an object count. Those of a lazy layer do not: its first call, which
+        makes another object of it, cannot be taken back."""
+        if is_lazy_module(value):
+            return False
         package = _package(type(value))
         return (
             is_record(value)
@@ -208,6 +219,11 @@ class Contents:
             or package in _CONFIGURED_BY
             or (package in self.packages and not isinstance(value, type))
         )
+
+
+def is_lazy_module(value) -> bool:
+    """Whether it is a lazy layer that has never been called."""
+    return isinstance(value, LazyModuleMixin) and value.has_uninitialized_params()
 
 
 def _flags(named: Mapping) -> list[tuple]:
@@ -245,6 +261,23 @@ def memory_of(tensor: Tensor) -> object:
         return tensor.untyped_storage()
     except (RuntimeError, ValueError, NotImplementedError):
         return tensor
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Its numbers, those that it repeats once."""
+    held = tensor.detach()
+    once = each_once(held)
+    return once.clone() if once is held else once.clone().expand(held.shape)
+
+
+def each_once(tensor: Tensor) -> Tensor:
+    """The first numbers along each dimension that repeats them, as expand() does."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def is_freed(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .chosen import MASKS, Chosen
-from .contents import memory_of
+from .contents import copy_of, memory_of
 from .inputs import has_rows, tensors
 from .macs import macs_of
 from .passes import DoesNotFold, begun_pass
@@ -109,7 +109,7 @@ class Reads:
         """Copies what is guarded and whose memory an operation is about to write into."""
         for tensor in targets:
             for parameter in self._parameters.pop(storage_of(tensor), ()):
-                self.overwritten[parameter] = parameter.detach().clone()
+                self.overwritten[parameter] = copy_of(parameter)
 
     def look_at_operation(self, func, args: tuple, kwargs: dict) -> None:
         """Notes what an operation on rows makes of their values."""

@@ -79,7 +79,7 @@ def _held_in_eval(modules: list[nn.Module], own: set[type[nn.Module]]):
         for module in modules:
             with _EVAL_LOCK:
                 entered.append(module)  # first: an interrupt may come after any line
-                held = _EVAL_USERS.get(id(module)) or _first_held(module, own)
+                held = _EVAL_USERS.get(id(module)) or _first_held(module, own, modules)
                 held.users += 1
                 _EVAL_USERS[id(module)] = held
                 module.training = False
@@ -117,9 +117,10 @@ def _leave(module: nn.Module) -> None:
             _EVAL_USERS.pop(id(module), None)
 
 
-def _first_held(module: nn.Module, own: set[type[nn.Module]]) -> _Held:
+def _first_held(module: nn.Module, own: set[type[nn.Module]], modules: list[nn.Module]) -> _Held:
+    """`modules`: of the model, whose state is no part of this one's."""
     changes_more = module.training and type(module) in own
-    state = State([module], modules_of(module)) if changes_more else None
+    state = State([module], modules_of(module), modules, followed=False) if changes_more else None
     return _Held(0, module.training, state)
 
 

@@ -5,17 +5,27 @@ import random
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from .contents import CONTAINERS, Contents, is_freed, memory_of, slots_of
+from .contents import (
+    CONTAINERS,
+    Contents,
+    copy_of,
+    each_once,
+    is_freed,
+    is_lazy_module,
+    memory_of,
+    slots_of,
+)
 from .structure import Structure, is_of_torch
 
 OWN_BANK = "_bnuq_bank"  # attribute of a model that `attach` gave a bank: that of its layers, in copies too
@@ -110,20 +120,36 @@ class State:
         others: large tensors and other modules' parameters, to be copied as parameters are.
     """
 
-    def __init__(self, modules: list[nn.Module], within: list[nn.Module] | None = None):
-        """`within`: modules whose structure counts, if they are others."""
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        within: list[nn.Module] | None = None,
+        around: Iterable[nn.Module] = (),
+        *,
+        followed: bool = True,
+    ):
+        """
+        Args:
+            within: modules whose structure counts, if they are others.
+            around: modules that are let be, wherever they are found.
+            followed: whether `follow` will tell of writes; if not, large tensors are copied now.
+        """
         within = within or modules
         self.structures = [Structure(module) for module in within]
-        self.lazy = [module for module in modules if _is_lazy(module)]
-        own = [module for module in modules if not (_is_lazy(module) and is_of_torch(module))]
+        self.lazy = [module for module in modules if is_lazy_module(module)]
+        own = [module for module in modules if not (is_lazy_module(module) and is_of_torch(module))]
         self.attributes = [(m, _attributes(m)) for m in own]
         self.buffers = [(m, dict(m._buffers.items())) for m in own]
-        contents = Contents([], within, longest=_LONGEST)
+        contents = Contents([], within, around, longest=_LONGEST)
+        first = len(contents.visited)
         for _, named in (*self.attributes, *self.buffers):
             contents.append_all(named.values(), 0)
-        objects = [*contents.visited.values()][len(within) :]
+        objects = [*contents.visited.values()][first:]
+        tensors = [t for t in contents.tensors.values() if _is_filled(t)]
+        large = [t for t in tensors if followed and _is_large(t)]
+        self.others = [*(t for t in tensors if isinstance(t, nn.Parameter)), *large]
         self._keep_fields(objects, contents.is_open)
-        self._keep_values(objects, [t for t in contents.tensors.values() if _is_filled(t)])
+        self._keep_values(objects, tensors)
         parameters = [p for m in modules for p in m._parameters.values()]
         self.memories = [(p, p.detach()) for p in (*parameters, *self.others) if _lies(p)]
         self.overwritten: list[dict[Tensor, Tensor]] = []
@@ -137,7 +163,6 @@ class State:
         self.slots = [(v, _slots(v)) for v in (*owners, *cells)]  # none too: they may be set later
 
     def _keep_values(self, objects: list, tensors: list[Tensor]) -> None:
-        self.others = [t for t in tensors if isinstance(t, nn.Parameter) or _is_large(t)]
         others = {*map(id, self.others)}
         values = [*(t for t in tensors if id(t) not in others), *objects]
         self.values = [(v, _copy(v)) for v in values if _has_content(v)]
@@ -148,7 +173,7 @@ class State:
 
     def completed(self) -> bool:
         """Whether lazy layers have been made since."""
-        return not all(map(_is_lazy, self.lazy))
+        return not all(map(is_lazy_module, self.lazy))
 
     def rebuilt(self) -> bool:
         """Whether the structure has changed, or the content of a parameter."""
@@ -191,12 +216,8 @@ class State:
     def _restore_made(self) -> None:
         """Torch's lazy layers, which a first call has made for good: as it has made them."""
         for module in self.lazy:
-            if isinstance(module, _NormBase) and not _is_lazy(module):
+            if isinstance(module, _NormBase) and not is_lazy_module(module):
                 module.reset_running_stats()
-
-
-def _is_lazy(module: nn.Module) -> bool:
-    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def _attributes(module: nn.Module) -> dict:
@@ -210,12 +231,17 @@ def _attributes(module: nn.Module) -> dict:
 
 
 def _equal(now: Tensor, before: Tensor) -> bool:
+    if now.shape != before.shape:
+        return False
+    once = each_once(now), each_once(before)
+    if once[0].shape == once[1].shape:
+        now, before = once
     try:
         if torch.equal(now, before):
             return True
     except NotImplementedError:  # of sparse tensors only the version tells
         return True
-    if now.shape != before.shape or not (now.is_floating_point() or now.is_complex()):
+    if not (now.is_floating_point() or now.is_complex()):
         return False
     return bool(((now == before) | (now.isnan() & before.isnan())).all())
 
@@ -251,8 +277,11 @@ def _address(tensor: Tensor) -> int | None:
 
 
 def _is_filled(value) -> bool:
-    """Whether it is a tensor, and not that of a lazy layer which has never been called, nor freed."""
-    return isinstance(value, Tensor) and not is_lazy(value) and not is_freed(value)
+    """Whether it is a tensor with numbers to compare: not nested or fake, not that of a lazy layer
+    which has never been called, nor freed."""
+    if not isinstance(value, Tensor) or is_lazy(value) or is_freed(value):
+        return False
+    return not (value.is_nested or isinstance(value, FakeTensor))
 
 
 def _is_large(tensor: Tensor) -> bool:
@@ -268,7 +297,7 @@ def _has_content(value) -> bool:
 
 def _copy(value):
     """The content of a tensor, or of one of `_HOLDERS`."""
-    return value.detach().clone() if isinstance(value, Tensor) else _HOLDERS[type(value)][0](value)
+    return copy_of(value) if isinstance(value, Tensor) else _HOLDERS[type(value)][0](value)
 
 
 def _put_back(value, saved) -> None:
@@ -279,7 +308,7 @@ def _put_back(value, saved) -> None:
     elif value.shape != saved.shape:
         value.data = saved.clone()
     elif not _equal(value, saved):
-        value.copy_(saved)
+        each_once(value).copy_(each_once(saved))
 
 
 def _refill(held: array, saved: bytes) -> None:
@@ -344,4 +373,5 @@ def _restore_slots(owner, before: dict) -> None:
         object.__delattr__(owner, name)
     for name, value in before.items():
         if name not in now or now[name] is not value:
-            object.__setattr__(owner, name, value)
+            with suppress(AttributeError):  # behind a property of a class derived from its own
+                object.__setattr__(owner, name, value)

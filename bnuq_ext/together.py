@@ -125,7 +125,7 @@ def _compared(folding: TrainingFolding, plan: Plan) -> tuple[Plan, Tensor | None
     held = [t for m in folding.modules for t in (*m._buffers.values(), *m._parameters.values())]
     fixed = [version_of(t) for t in held if t is not None and not t.requires_grad]
     unchanged = fixed == folding.cache.fixed_versions.get(folding.plan_key) and -1 not in fixed
-    state = None if unchanged else State(folding.modules)
+    state = None if unchanged else State(folding.modules, followed=False)
     with folding.gradients_for_hooks():
         alone = folding.alone()
     if state is not None and folding.undo(state):

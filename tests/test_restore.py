@@ -93,6 +93,15 @@ def test_modes_that_are_no_methods(attribute):
         pass
 
 
+def test_with_a_module_that_has_a_train_of_its_own_no_others_are_put_back():
+    """One that refers to the model would copy all of it."""
+    model = nn.Sequential(frozen()(4, 4), nn.Linear(4, 4))
+    model[0].root, model[1].calls = [model], 0
+    with pytest.warns(UserWarning, match="of its own"), evaluating(list(model.modules())):
+        model[0].calls = model[1].calls = 1
+    assert model[1].calls == 1 and not hasattr(model[0], "calls")
+
+
 def test_a_package_whose_name_begins_as_torchs_is_another():
     def method(self):
         return self.train(False)

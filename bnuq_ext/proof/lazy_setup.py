@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..contents import copy_of
 from ..fingerprint import fingerprint
 from ..restore import drawn_since, preserved_rng, random_states
 from ..state import State, modules_of
@@ -60,7 +61,7 @@ def _again(folding, state: State, modules: list[nn.Module]) -> tuple[bool, bool]
 def _remembers_elsewhere(folding, first: State, second: State) -> bool:
     """Of a model that was rebuilt once and changes each time: whether it is not rebuilt again where
     all is as before, for what it remembers is not put back. It is left as by its first forward."""
-    second.follow({p: p.detach().clone() for copies in first.overwritten for p in copies})
+    second.follow({p: copy_of(p) for copies in first.overwritten for p in copies})
     first.restore()
     folding.record(first)
     if first.rebuilt():

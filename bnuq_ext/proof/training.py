@@ -90,7 +90,7 @@ class TrainingFolding(Folding):
         plan = self.renewed(plan)
         # With flags that it has been examined with.
         flags = evaluating(self.modules, warns=False) if plan.repeatable is None else nullcontext()
-        state = State(self.modules)
+        state = State(self.modules, followed=False)
         with self.cache.planning, preserved_rng(), flags:
             failure = self.failure_without_dropout(plan)
             if self.undo(state) or failure is not None:
