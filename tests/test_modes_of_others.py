@@ -101,3 +101,22 @@ def test_modes_of_torch_leave_a_chain_one(harmless):
     model, x = prepared()
     with harmless():
         assert is_stochastic_chain(modules_of(model), x)
+
+
+def test_a_plan_that_was_made_in_a_mode_of_the_kind_with_another_flag():
+    class Switched(Operations):
+        def __init__(self, on):
+            super().__init__()
+            self.on = on
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if self.on:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+    model, x = prepared()
+    with Switched(False):
+        samples(model, x, strategy="folded")
+        assert way(model) == "folded"
+    with Switched(True):
+        assert_goes_as_the_loop(model, x)

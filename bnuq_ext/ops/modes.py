@@ -26,9 +26,9 @@ def is_within_transform() -> bool:
     return modes > 0 or torch._C._are_functorch_transforms_active()
 
 
-def other_modes() -> tuple[type, ...]:
-    """Kinds of the modes around that may make something else of torch's functions and operations: a
-    default device, and others of torch itself, do not."""
+def other_modes() -> tuple[tuple, ...]:
+    """Kinds and flags of the modes around that may make something else of torch's functions and
+    operations: a default device, and others of torch itself, do not."""
     functions = torch._C._len_torch_function_stack()
     operations = torch._C._len_torch_dispatch_stack()
     if not functions and not operations:
@@ -38,7 +38,10 @@ def other_modes() -> tuple[type, ...]:
         *map(torch._C._get_dispatch_stack_at, range(operations)),
     )
     homes = "torch", __package__.partition(".")[0]
-    return tuple(type(m) for m in around if type(m).__module__.partition(".")[0] not in homes)
+    others = [m for m in around if type(m).__module__.partition(".")[0] not in homes]
+    # Numbers may be counts.
+    flags = [[pair for pair in vars(m).items() if type(pair[1]) in (bool, str)] for m in others]
+    return tuple((type(m), *sorted(named)) for m, named in zip(others, flags, strict=True))
 
 
 def is_differentiated(*grads: Tensor | None) -> bool:
