@@ -145,9 +145,8 @@ class ModelCache:
             )
         for remark in counter.remarks():
             warn(f"{op}: {remark}")
-        self.coverage_checked = (
-            True  # not where the warning is an error, and somebody has caught it
-        )
+        # Not where the warning is an error, and somebody has caught it.
+        self.coverage_checked = True
 
 
 class ChainCache:
