@@ -37,7 +37,7 @@ _CONFIGURED_BY = {"omegaconf", "ml_collections"}
 _FLAGS = {bool, str, type(None)}  # of foreign objects: a trainer counts its steps in others
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
 _DEEPEST = 8  # of objects in objects
-_LONGEST = 1024  # items of a container that are `SCALARS`; of a dict keys and values
+LONGEST = 1024  # items of a container that are `SCALARS`; of a dict keys and values
 _SHORTEST = 128  # of others, where nothing else is said
 _LARGEST = 1 << 16  # bytes of an array
 _MOST = 4096  # objects of a model, with `_SHORTEST` items of a container; in proportion with more
@@ -180,7 +180,7 @@ class Contents:
         if isinstance(value, (*CONTAINERS, *_VIEWS)):
             self.seen.append(len(value))
             items = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
-            items = list(islice(items, _LONGEST))
+            items = list(islice(items, LONGEST))
             yield items[: self.longest]
             plain = tuple(v for v in items[self.longest :] if type(v) in SCALARS)
             self.seen += (tuple(map(type, plain)), plain)

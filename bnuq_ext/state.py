@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from .contents import (
     CONTAINERS,
+    LONGEST,
     Contents,
     copy_of,
     each_once,
@@ -49,7 +50,6 @@ _HOLDERS = {
     bytearray: (bytes, lambda held, saved: held.__setitem__(slice(None), saved)),
     array: (array.tobytes, lambda held, saved: _refill(held, saved)),
 }
-_LONGEST = 1024  # items of a container that are put back, each with what it holds
 _LARGE = 1 << 26  # bytes: a tensor of more is copied when an operation writes into it, an array not
 
 
@@ -140,7 +140,7 @@ class State:
         own = [module for module in modules if not (is_lazy_module(module) and is_of_torch(module))]
         self.attributes = [(m, _attributes(m)) for m in own]
         self.buffers = [(m, dict(m._buffers.items())) for m in own]
-        contents = Contents([], within, around, longest=_LONGEST)
+        contents = Contents([], within, around, longest=LONGEST)
         first = len(contents.visited)
         for _, named in (*self.attributes, *self.buffers):
             contents.append_all(named.values(), 0)

@@ -12,7 +12,7 @@ from .ops.modes import is_captured
 from .passes import DoesNotFold, Undecided
 from .proof.folding import AT_ONCE, CHANGES, LOOP, Plan
 from .proof.training import DrawsNumbers, TrainingFolding
-from .proof.watch import Watch
+from .reads import Reads
 from .restore import drawn_since, preserved_rng, random_states, uncached
 from .samplers import Draw
 from .state import State
@@ -138,12 +138,12 @@ def _compared(folding: TrainingFolding, plan: Plan) -> tuple[Plan, Tensor | None
 def _examined(folding: TrainingFolding, plan: Plan) -> tuple[Plan, Tensor | None]:
     """The plan after a replica has been run alone with the flags as they are, which is undone."""
     state = State(folding.modules)
-    watch = folding.watch(state)
+    reads = folding.following(state)
     with folding.gradients_for_hooks(), preserved_rng():
         before = random_states()
         changed = False
         try:
-            with watch:
+            with reads:
                 alone = folding.alone()
             repeatable = not drawn_since(before)
             changed = folding.undo(state)
@@ -157,7 +157,7 @@ def _examined(folding: TrainingFolding, plan: Plan) -> tuple[Plan, Tensor | None
         for plans in (folding.cache.earlier_plans, folding.cache.plans):
             plans.pop(folding.plan_key, None)
         return LOOP, None
-    found = CHANGES if changed else _found(watch, plan, failure)
+    found = CHANGES if changed else _found(reads, plan, failure)
     if found:
         folding.refute(plan, found)
         return LOOP, None
@@ -171,10 +171,10 @@ def _examined(folding: TrainingFolding, plan: Plan) -> tuple[Plan, Tensor | None
     return plan, alone if repeatable else None
 
 
-def _found(watch: Watch, plan: Plan, failure: Exception | None) -> str:
+def _found(reads: Reads, plan: Plan, failure: Exception | None) -> str:
     """Why the samples of a model go one after another, whatever the way; empty if they need not."""
     try:
-        watch.check(plan.rows)
+        reads.check(plan.rows)
     except DoesNotFold as error:
         return str(error)
     return str(failure) if isinstance(failure, DrawsNumbers) else ""

@@ -117,7 +117,7 @@ class TrainingFolding(Folding):
             SharesDropout, DrawsNumbers: see there.
         """
         draws = probe_draws(self.forward.draw(self.first_replica, 1), self.num_samples)
-        watch = None if state is None else self.watch(state)
+        watch = state and Watch(self.modules, self.following(state), self.num_samples)
         watched = (lambda draw: draw) if watch is None else watch.draw
         with uncompiled():
             before = random_states()
@@ -257,10 +257,6 @@ class TrainingFolding(Folding):
         """Around forwards of a trial, which take none but where a hook may hook an activation's."""
         hooked = has_hooks(self.modules, ("_forward_hooks",))
         return torch.set_grad_enabled(self.flags is not None and hooked)
-
-    def watch(self, state: State) -> Watch:
-        """Of forwards of which `state` learns, as `following` says."""
-        return Watch(self.modules, self.following(state), self.num_samples)
 
     def chosen(self) -> int:
         """Which of the replicas is run alone: another one in each state of the parameters, and not

@@ -35,11 +35,10 @@ class Watch:
         """The draw for the next forward."""
         return self.mixed.watched(draw)
 
-    def check(self, calls: dict[str, int], outputs: Tensor | None = None) -> None:
+    def check(self, calls: dict[str, int], outputs: Tensor) -> None:
         """Raises DoesNotFold for any of these; `calls`: rows of stochastic calls, `outputs`: of the
-        last forward, if that was of all replicas."""
+        last forward."""
         self.reads.check(calls)
         if self.carried.found():
             raise DoesNotFold(CARRIES)
-        if outputs is not None:
-            self.mixed.check(outputs)
+        self.mixed.check(outputs)
