@@ -20,6 +20,7 @@ from bnuq_ext.experiments import digits, digits_report
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 RECORDED = json.loads((ROOT / "docs" / "digits.json").read_text())
 
@@ -110,12 +111,29 @@ def test_recorded_run_has_the_settings_of_the_demo():
     assert RECORDED["curve"]["noisy"]["mutual_information"][-1] == 0.0
 
 
-def test_links_and_figures_exist():
-    targets = re.findall(r"\]\(([^)]+)\)", TEXT)
-    assert "docs/figures/verdict.png" in targets
-    headings = re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
-    anchors = {"#" + heading.lower().replace(" ", "-") for heading in headings}
-    assert [t for t in targets if t not in anchors and not (ROOT / t).exists()] == []
+def anchors_of(path):
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    kept = [re.sub(r"[^\w -]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+def is_there(target, page):
+    """Whether a link's file exists, and its heading in it."""
+    name, _, anchor = target.partition("#")
+    path = page.parent / name if name else page
+    return path.exists() and (not anchor or anchor in anchors_of(path))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_figures_exist(page):
+    targets = re.findall(r"\]\(([^)]+)\)", page.read_text())
+    assert [t for t in targets if not is_there(t, page)] == []
+
+
+def test_readme_shows_its_figures():
+    shown = set(re.findall(r"^!\[.*\]\((.+)\)$", TEXT, re.MULTILINE))
+    names = ("verdict", "batch_size", "entropy_cdf")
+    assert shown == {f"docs/figures/{name}.png" for name in names}
 
 
 def test_every_op_is_in_the_table():
