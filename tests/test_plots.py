@@ -13,6 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from bnuq_ext import Prediction, plots
+from bnuq_ext.plots import canvas
 
 
 def texts(legend):
@@ -331,6 +332,18 @@ def test_missing_matplotlib_names_the_extra(monkeypatch):
         plots.entropy_cdf({"a": [1.0]})
     assert str(caught.value).startswith(
         "plots: matplotlib must be installed (pip install 'bnuq_ext[demo]'), got "
+    )
+
+
+def test_a_matplotlib_that_is_too_old_is_named(monkeypatch):
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert f'"matplotlib>={".".join(map(str, canvas.OLDEST_MATPLOTLIB))}"' in project
+    monkeypatch.setattr("matplotlib.__version__", "3.6.3")
+    monkeypatch.setattr("matplotlib.__version_info__", (3, 6, 3, "final", 0))
+    with pytest.raises(ImportError) as caught:
+        plots.entropy_cdf({"a": [1.0]})
+    assert str(caught.value) == (
+        "plots: matplotlib must be 3.7 or newer (pip install 'bnuq_ext[demo]'), got 3.6.3"
     )
 
 

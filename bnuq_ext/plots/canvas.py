@@ -13,6 +13,8 @@ from ..ops.checks import refuse
 
 Values = ArrayLike | Tensor
 
+OLDEST_MATPLOTLIB = 3, 7  # before, figures had no legends outside of their axes
+
 BLUE, ORANGE, GREY, LIGHT_GREY = "#0072b2", "#d55e00", "#8a8a8a", "#d9d9d9"
 # Stay apart for most colour-blind readers (after Okabe and Ito).
 COLORS = "#0072b2 #e69f00 #009e73 #cc79a7 #56b4e9 #d55e00 #f0e442 #8a8a8a".split()
@@ -50,13 +52,18 @@ def class_colors(count: int) -> list:
 
 
 def check_matplotlib():
-    """Its class Figure; refused by name where it is not installed,
+    """Its class Figure; refused by name where it is not installed or too old,
     also for runs that draw at their end."""
+    how = "(pip install 'bnuq_ext[demo]')"
     try:
+        import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        requirement = "be installed (pip install 'bnuq_ext[demo]')"
-        refuse("plots", "matplotlib", requirement, error, ModuleNotFoundError)
+        refuse("plots", "matplotlib", f"be installed {how}", error, ModuleNotFoundError)
+    if matplotlib.__version_info__ < OLDEST_MATPLOTLIB:
+        oldest = ".".join(map(str, OLDEST_MATPLOTLIB))
+        found = matplotlib.__version__
+        refuse("plots", "matplotlib", f"be {oldest} or newer {how}", found, ImportError)
     return Figure
 
 
