@@ -113,8 +113,9 @@ def is_training(module: nn.Module) -> bool:
 
 
 class State:
-    """A model's structure, buffers and plain attributes, what `Contents` finds in these, and of
-    parameters and large tensors those that forwards write into, to put back what they have changed.
+    """A model's structure, buffers, plain attributes and those of its classes, what `Contents` finds
+    in the plain ones, and of parameters and large tensors those that forwards write into, to put back
+    what they have changed.
 
     Attributes:
         others: large tensors and other modules' parameters, to be copied as parameters are.
@@ -131,7 +132,7 @@ class State:
         """
         Args:
             within: modules whose structure counts, if they are others.
-            around: modules that are let be, wherever they are found.
+            around: modules that are let be, and their classes, wherever they are found.
             followed: whether `follow` will tell of writes; if not, large tensors are copied now.
         """
         within = within or modules
@@ -141,6 +142,8 @@ class State:
         self.attributes = [(m, _attributes(m)) for m in own]
         self.buffers = [(m, dict(m._buffers.items())) for m in own]
         contents = Contents([], within, around, longest=LONGEST)
+        classes = contents.classes.difference(*(type(module).__mro__ for module in around))
+        self.members = [(cls, _members(cls)) for cls in classes]
         first = len(contents.visited)
         for _, named in (*self.attributes, *self.buffers):
             contents.append_all(named.values(), 0)
@@ -202,6 +205,8 @@ class State:
             _restore_table(table, fields, table)
         for owner, slots in self.slots:
             _restore_slots(owner, slots)
+        for cls, members in self.members:
+            _restore_members(cls, members)
         for container, items in self.items:
             _restore_items(container, items)
         with torch.no_grad():
@@ -228,6 +233,11 @@ def _attributes(module: nn.Module) -> dict:
         for name, value in vars(module).copy().items()  # another thread may add some
         if name not in OF_EVERY_MODULE and name not in others
     }
+
+
+def _members(cls: type) -> dict:
+    """A class's own, but for those that the language keeps there."""
+    return {n: v for n, v in [*vars(cls).items()] if not (n[:2] == n[-2:] == "__")}
 
 
 def _equal(now: Tensor, before: Tensor) -> bool:
@@ -354,6 +364,16 @@ def _restore_table(table: dict, before: dict, now: dict) -> None:
     for name, value in before.items():
         if name not in now or now[name] is not value:
             table[name] = value
+
+
+def _restore_members(cls: type, before: dict) -> None:
+    """As `_restore_table`, past what the class's own class makes of its attributes."""
+    now = _members(cls)
+    for name in now.keys() - before.keys():
+        type.__delattr__(cls, name)
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            type.__setattr__(cls, name, value)
 
 
 def _slots(owner) -> dict:

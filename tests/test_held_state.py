@@ -165,8 +165,20 @@ HELD = {
     "a closure": (closure, lambda h: h()),
     "in a partial": (lambda: partial(closure()), lambda h: h()),
     "of the class": (lambda: None, lambda h: Holding.shared.add_(0.1).clone()),
+    "an attribute of the class": (lambda: setattr(Holding, "calls", 0), lambda h: call()),
+    "one that it gets later": (lambda: forget(), lambda h: call()),
 }
 Pair = namedtuple("Pair", "first second")
+
+
+def forget():
+    if "calls" in vars(Holding):
+        del Holding.calls
+
+
+def call():
+    Holding.calls = getattr(Holding, "calls", 0) + 1
+    return 0.1 * Holding.calls
 
 
 class Holding(nn.Module):
