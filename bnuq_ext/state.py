@@ -196,17 +196,19 @@ class State:
         for structure in self.structures:
             structure.restore()
         for module, attributes in self.attributes:
-            _restore_table(vars(module), attributes, _attributes(module))
+            _restore_names(attributes, _attributes(module), *_in_table(vars(module)))
         for module, buffers in self.buffers:
             for name, buffer in buffers.items():
                 module._buffers[name] = buffer
         for owner, fields in self.tables:
             table = attributes_of(owner)  # which may be another one now
-            _restore_table(table, fields, table)
+            _restore_names(fields, table, *_in_table(table))
         for owner, slots in self.slots:
-            _restore_slots(owner, slots)
-        for cls, members in self.members:
-            _restore_members(cls, members)
+            ways = partial(_set_slot, owner), partial(object.__delattr__, owner)
+            _restore_names(slots, _slots(owner), *ways)
+        for cls, members in self.members:  # past what the class's own class makes of its attributes
+            ways = partial(type.__setattr__, cls), partial(type.__delattr__, cls)
+            _restore_names(members, _members(cls), *ways)
         for container, items in self.items:
             _restore_items(container, items)
         with torch.no_grad():
@@ -357,23 +359,18 @@ def _restore_items(container, items: list) -> None:
         (kind.update if kind is set else kind.extend)(container, items)
 
 
-def _restore_table(table: dict, before: dict, now: dict) -> None:
-    """Item by item: meanwhile another thread may look into an object."""
+def _restore_names(before: dict, now: dict, put: Callable, drop: Callable) -> None:
+    """Name by name: meanwhile another thread may look into an object."""
     for name in now.keys() - before.keys():
-        table.pop(name, None)
+        drop(name)
     for name, value in before.items():
         if name not in now or now[name] is not value:
-            table[name] = value
+            put(name, value)
 
 
-def _restore_members(cls: type, before: dict) -> None:
-    """As `_restore_table`, past what the class's own class makes of its attributes."""
-    now = _members(cls)
-    for name in now.keys() - before.keys():
-        type.__delattr__(cls, name)
-    for name, value in before.items():
-        if name not in now or now[name] is not value:
-            type.__setattr__(cls, name, value)
+def _in_table(table: dict) -> tuple[Callable, Callable]:
+    """How names are put into a dict and dropped from it."""
+    return table.__setitem__, lambda name: table.pop(name, None)
 
 
 def _slots(owner) -> dict:
@@ -386,12 +383,7 @@ def _slots(owner) -> dict:
         return {}
 
 
-def _restore_slots(owner, before: dict) -> None:
+def _set_slot(owner, name: str, value) -> None:
     """Past what a class makes of its attributes: it may refuse that they are set."""
-    now = _slots(owner)
-    for name in now.keys() - before.keys():
-        object.__delattr__(owner, name)
-    for name, value in before.items():
-        if name not in now or now[name] is not value:
-            with suppress(AttributeError):  # behind a property of a class derived from its own
-                object.__setattr__(owner, name, value)
+    with suppress(AttributeError):  # behind a property of a class derived from its own
+        object.__setattr__(owner, name, value)
