@@ -236,6 +236,17 @@ def test_a_container_too_deep_in_others_is_left_as_it_is():
     assert deepest == [1, 3] and held[1] == [deepest, 4] and held[2] == [held[1]]
 
 
+@pytest.mark.parametrize("container", [{"a": 1, "b": 2}, [1, 2], {1, 2}, deque([1, 2])], ids=str)
+def test_a_container_with_its_items_is_let_be(container):
+    """Another thread may go through it."""
+    module = nn.Module()
+    module.held = container
+    state, items = State([module]), iter(container)
+    first = next(items)
+    state.restore()
+    assert [first, *items] == [*container]
+
+
 @pytest.mark.parametrize(
     ("held", "write"),
     [
