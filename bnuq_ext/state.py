@@ -315,7 +315,7 @@ def _copy(value):
 def _put_back(value, saved) -> None:
     """Gives the same object its old content."""
     if not _is_filled(value):
-        if type(value) in _HOLDERS and _differs(value, saved):  # an array may be one to read
+        if _differs(value, saved):  # an array may be one to read
             _HOLDERS[type(value)][1](value, saved)
     elif value.shape != saved.shape:
         value.data = saved.clone()

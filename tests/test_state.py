@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 import bnuq_ext as bnuq
 from bnuq_ext.fingerprint import fingerprint
@@ -45,6 +46,18 @@ def test_nested_and_fake_tensors_are_let_be():
     layer.running_mean.add_(1)
     state.restore()
     assert (layer.running_mean == 0).all()
+
+
+@pytest.mark.parametrize("kind", [UninitializedBuffer, UninitializedParameter])
+def test_tensors_that_have_no_shape_yet_are_let_be(kind):
+    module = nn.Module()
+    module.held = [kind()]
+    module.register_buffer("buffer", UninitializedBuffer())
+    state = State([module])
+    assert not state.written()
+    module.held.clear()
+    state.restore()
+    assert type(module.held[0]) is kind
 
 
 def test_of_a_repeating_tensor_each_number_is_copied_once():
