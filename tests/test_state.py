@@ -81,6 +81,16 @@ def test_content_written_by_way_of_data_shows():
     assert not state.written() and (layer.running_mean == 0).all()
 
 
+def test_a_parameter_of_another_dtype_shows():
+    layer = nn.Linear(3, 3).requires_grad_(False)
+    layer.weight.zero_()
+    state = State([layer])
+    layer.weight.data = layer.weight.double()
+    assert state.rebuilt()
+    state.restore()
+    assert layer.weight.dtype == torch.float32 and not state.rebuilt()
+
+
 WAYS_TO_WRITE = {
     "in place": lambda p: p.mul_(2),
     "by way of .data": lambda p: p.data.add_(1),
