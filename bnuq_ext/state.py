@@ -143,7 +143,7 @@ class State:
         self.buffers = [(m, dict(m._buffers.items())) for m in own]
         contents = Contents([], within, around, longest=LONGEST)
         classes = contents.classes.difference(*(type(module).__mro__ for module in around))
-        self.members = [(cls, _members(cls)) for cls in classes]
+        self.members = [(cls, vars(cls).copy()) for cls in classes]
         first = len(contents.visited)
         for _, named in (*self.attributes, *self.buffers):
             contents.append_all(named.values(), 0)
@@ -208,7 +208,7 @@ class State:
             _restore_names(slots, _slots(owner), *ways)
         for cls, members in self.members:  # past what the class's own class makes of its attributes
             ways = partial(type.__setattr__, cls), partial(type.__delattr__, cls)
-            _restore_names(members, _members(cls), *ways)
+            _restore_names(members, vars(cls).copy(), *ways)
         for container, items in self.items:
             _restore_items(container, items)
         with torch.no_grad():
@@ -235,11 +235,6 @@ def _attributes(module: nn.Module) -> dict:
         for name, value in vars(module).copy().items()  # another thread may add some
         if name not in OF_EVERY_MODULE and name not in others
     }
-
-
-def _members(cls: type) -> dict:
-    """A class's own, but for those that the language keeps there."""
-    return {n: v for n, v in [*vars(cls).items()] if not (n[:2] == n[-2:] == "__")}
 
 
 def _equal(now: Tensor, before: Tensor) -> bool:
@@ -270,7 +265,7 @@ def _differs(value, saved) -> bool:
 
 def _lies(tensor: Tensor | None) -> bool:
     """Whether it is one with memory of its own, which no other package makes of its class."""
-    return type(tensor) in (nn.Parameter, Tensor) and _is_filled(tensor) and not tensor.is_sparse
+    return type(tensor) in (nn.Parameter, Tensor) and _is_filled(tensor)
 
 
 def _has_moved(parameter: Tensor, memory: Tensor) -> bool:
@@ -344,8 +339,6 @@ def _restore_items(container, items: list) -> None:
     now = _items(container)
     if isinstance(container, dict):
         same = [(id(k), id(v)) for k, v in now] == [(id(k), id(v)) for k, v in items]
-    elif isinstance(container, set):
-        same = {*map(id, now)} == {*map(id, items)}
     else:
         same = [*map(id, now)] == [*map(id, items)]
     if same:

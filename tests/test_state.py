@@ -363,7 +363,9 @@ def test_an_array_to_read_is_let_be():
     assert not state.written()
 
 
-def test_a_module_inside_of_itself_has_one_name():
-    module = nn.Module()
-    module.itself = module
-    assert all_names_of(module) == {module: [""]}
+def test_modules_inside_of_themselves_have_one_name():
+    module, part = nn.Module(), nn.Module()
+    module.itself = part.whole = module
+    module.part = part
+    module.register_module("none", None)
+    assert all_names_of(module) == {module: [""], part: ["part"]}
