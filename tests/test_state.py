@@ -363,6 +363,15 @@ def test_an_array_to_read_is_let_be():
     assert not state.written()
 
 
+def test_a_lazy_layer_that_was_made_meanwhile_has_counted_no_batch():
+    layer = nn.LazyBatchNorm1d()
+    state = State([layer])
+    layer(torch.randn(5, 3))
+    state.restore()
+    assert not layer.running_mean.any() and (layer.running_var == 1).all()
+    assert layer.num_batches_tracked == 0 and state.completed()
+
+
 def test_modules_inside_of_themselves_have_one_name():
     module, part = nn.Module(), nn.Module()
     module.itself = part.whole = module
