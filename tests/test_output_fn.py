@@ -108,11 +108,20 @@ def by_method(number):
     return HEAD_OBJECT.take
 
 
+OF_ANOTHER_PACKAGE = type("Foreign", (Head,), {"__module__": "elsewhere.heads"})(0)
+
+
+def by_object_of_another_package(number):
+    OF_ANOTHER_PACKAGE.number = number
+    return OF_ANOTHER_PACKAGE
+
+
 def take(number, outputs):
     return outputs[number]
 
 
 KEPT = [by_global, by_nested, by_item, by_default, by_closure, by_attribute, by_object, by_method]
+KEPT.append(by_object_of_another_package)
 
 
 @pytest.mark.parametrize("by", [*KEPT, operator.itemgetter, partial(partial, take)])
