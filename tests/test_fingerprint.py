@@ -137,6 +137,7 @@ def network() -> nn.Sequential:
     model.part, model.method = partial(Plain.__call__, Plain()), MethodType(Plain.__call__, Plain())
     model.apart, model.frozen = [nn.Dropout(0.1)], frozenset({1})
     model.deep = [{"a": [{"b": [{"c": [False]}]}]}]
+    model.pair = ("a",), type("Kind", (), {"on": False})
     model.function = lambda *, x=(1, [2]): x
     model.function.on = False
     model.chain, model.view = ChainMap({"on": False}), MappingProxyType(model.named)
@@ -163,6 +164,9 @@ CHANGES = {
     "a new attribute": lambda m: setattr(m, "depth", 2),
     "an attribute gone": lambda m: delattr(m[2], "momentum"),
     "a hook": lambda m: m[1].register_forward_hook(lambda *_: None),
+    "the class of an object": lambda m: setattr(m.plain, "__class__", Counter),
+    "a flag of a class that it holds": lambda m: setattr(m.pair[1], "on", True),
+    "where a tuple ends": lambda m: setattr(m, "pair", (("a", m.pair[1]),)),
     "an item of a dict": lambda m: m.options["inner"].update(on=True),
     "an item of a list": lambda m: m.scales.__setitem__(0, 2.0),
     "an item in place": lambda m: m.scales[1].add_(1),
@@ -221,6 +225,8 @@ CLASS_CHANGES = {
     "a flag": lambda patch: patch.setattr(Own, "depth", 2),
     "a forward": lambda patch: patch.setattr(Own, "forward", lambda self, x: x),
     "a new attribute": lambda patch: patch.setattr(Own, "other", 1, raising=False),
+    "a flag of an object's": lambda patch: patch.setattr(Plain, "flag", True),
+    "a method of an object's": lambda patch: patch.setattr(Plain, "__call__", lambda self, *_: 0),
 }
 
 

@@ -68,6 +68,11 @@ def by_global(number):
     return lambda outputs: outputs[HEAD]
 
 
+def by_global_in_a_partial(number):
+    globals()["HEAD"] = number
+    return partial(lambda outputs: outputs[HEAD])
+
+
 def by_nested(number):
     globals()["HEAD"] = number
     return lambda outputs: (lambda: outputs[HEAD])()
@@ -121,7 +126,7 @@ def take(number, outputs):
 
 
 KEPT = [by_global, by_nested, by_item, by_default, by_closure, by_attribute, by_object, by_method]
-KEPT.append(by_object_of_another_package)
+KEPT += [by_object_of_another_package, by_global_in_a_partial]
 
 
 @pytest.mark.parametrize("by", [*KEPT, operator.itemgetter, partial(partial, take)])
