@@ -109,7 +109,7 @@ def closure():
 class Own(nn.ReLU):
     """A class beside `Plain`."""
 
-    depth = 1
+    depth, options = 1, {"on": False}
 
     def forward(self, x):
         return super().forward(x)
@@ -208,6 +208,9 @@ CHANGES = {
     "an attribute of a function": lambda m: setattr(m.function, "on", True),
     "an item of a ChainMap": lambda m: m.chain.update(on=True),
     "what a view shows": lambda m: m.named.update(on=True),
+    "the code of a function": lambda m: setattr(
+        m.function, "__code__", (lambda *, x=1: 0).__code__
+    ),
     "a default": lambda m: m.function.__kwdefaults__["x"][1].append(3),
 }
 
@@ -219,25 +222,6 @@ def test_a_change_shows(change):
     assert fingerprint(modules_of(model)) == before
     CHANGES[change](model)
     assert fingerprint(modules_of(model)) != before
-
-
-CLASS_CHANGES = {
-    "a flag": lambda patch: patch.setattr(Own, "depth", 2),
-    "a forward": lambda patch: patch.setattr(Own, "forward", lambda self, x: x),
-    "a new attribute": lambda patch: patch.setattr(Own, "other", 1, raising=False),
-    "a flag of an object's": lambda patch: patch.setattr(Plain, "flag", True),
-    "a method of an object's": lambda patch: patch.setattr(Plain, "__call__", lambda self, *_: 0),
-}
-
-
-@pytest.mark.parametrize("change", CLASS_CHANGES.values(), ids=CLASS_CHANGES)
-def test_a_change_of_a_class_shows(change, monkeypatch):
-    model = network()
-    before = fingerprint(modules_of(model))
-    change(monkeypatch)
-    assert fingerprint(modules_of(model)) != before
-    monkeypatch.undo()
-    assert fingerprint(modules_of(model)) == before
 
 
 def test_another_object_shows_where_its_address_comes_again():
@@ -302,19 +286,6 @@ def test_a_fingerprint_keeps_nothing_alive_and_is_bounded():
     found, gone = fingerprint(modules_of(model)), weakref.ref(model)
     assert len(found.structure) < 20_000
     del model
-    gc.collect()
-    assert gone() is None
-
-
-def test_classes_are_let_go():
-    def used():
-        class Made(nn.ReLU):
-            pass
-
-        fingerprint([Made()])
-        return weakref.ref(Made)
-
-    gone = used()
     gc.collect()
     assert gone() is None
 
