@@ -139,7 +139,7 @@ def network() -> nn.Sequential:
     model.deep = [{"a": [{"b": [{"c": [False]}]}]}]
     model.pair = ("a",), type("Kind", (), {"on": False})
     model.function = lambda *, x=(1, [2]): x
-    model.function.on = False
+    model.function.on, model.second = False, lambda x=[1]: x
     model.chain, model.view = ChainMap({"on": False}), MappingProxyType(model.named)
     model[1].register_forward_pre_hook(Plain())
     return model
@@ -211,7 +211,8 @@ CHANGES = {
     "the code of a function": lambda m: setattr(
         m.function, "__code__", (lambda *, x=1: 0).__code__
     ),
-    "a default": lambda m: m.function.__kwdefaults__["x"][1].append(3),
+    "a default": lambda m: m.second.__defaults__[0].append(3),
+    "a default of a name": lambda m: m.function.__kwdefaults__["x"][1].append(3),
 }
 
 
