@@ -102,18 +102,12 @@ STYLED.remove(("sure", "fivethirtyeight"))
 
 @pytest.mark.parametrize("name, style", STYLED)
 @pytest.mark.parametrize("layout", [None, "constrained", "tight"])
-def test_nothing_overlaps_at_the_default_size(name, style, layout):
+def test_at_the_default_size_nothing_overlaps_and_all_is_inside(name, style, layout):
     with pyplot.style.context(style):
         ax = FIGURES[name](ax=axis(((6.4, 4.8), layout)))
-        drawn(ax)
+        renderer, page = drawn(ax), ax.figure.bbox
+    boxes = [one.get_tightbbox(renderer) for one in ax.figure.axes]
+    if style == "default":
+        assert all(page.x0 <= box.x0 and box.x1 <= page.x1 for box in boxes)
+        assert all(page.y0 <= box.y0 and box.y1 <= page.y1 for box in boxes)
     assert overlaps(ax.figure) == []
-
-
-@pytest.mark.parametrize("layout", [None, "constrained", "tight"])
-@pytest.mark.parametrize("name", FIGURES)
-def test_all_of_it_is_inside_at_the_default_size(name, layout):
-    ax = FIGURES[name](ax=axis(((6.4, 4.8), layout)))
-    renderer, page = drawn(ax), ax.figure.bbox
-    for box in (one.get_tightbbox(renderer) for one in ax.figure.axes):
-        assert page.x0 <= box.x0 and box.x1 <= page.x1
-        assert page.y0 <= box.y0 and box.y1 <= page.y1
