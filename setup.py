@@ -132,15 +132,9 @@ class Build(BuildExtension):
         if not self.force and obj.exists() and obj.stat().st_mtime > newest:
             return str(obj)
         obj.parent.mkdir(parents=True, exist_ok=True)
-        command = [
-            CUDA_HOME / "bin" / "nvcc",
-            "-std=c++17",
-            "-O3",
-            *self.gencode,
-            TARGET,
-            "-DUSE_CUDA",
-        ]
-        command += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", "--expt-relaxed-constexpr"]
+        command = [CUDA_HOME / "bin" / "nvcc", "-std=c++17", "-O3", *self.gencode]
+        command += [TARGET, "-DUSE_CUDA", "--expt-relaxed-constexpr"]
+        command += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-g0"]
         command += [f"-I{p}" for p in [*include_paths(), *cuda_include_paths()]]
         subprocess.check_call([*command, "-c", source, "-o", str(obj)])
         return str(obj)
