@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -86,23 +87,17 @@ def run(command, limit, env=None, kept=None):
         except subprocess.TimeoutExpired:
             code, status = None, "timed out"
         finally:
-            kill_group(process)
+            kill(process)
+            process.wait()
             RUNNING.discard(process)
         log.seek(0)
         output = log.read().decode(errors="replace")
     return Outcome(status, code, round(time.monotonic() - start, 1), output)
 
 
-def kill_group(process):
-    kill(process)
-    process.wait()
-
-
 def kill(process):
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def end_with_commands(signum, frame):
@@ -158,15 +153,11 @@ def find_tool(name):
     return None if found is None or Path(found).is_dir() else found
 
 
-def first_line(command, marker=""):
-    if command[0] is None:
-        return None
-    lines = run(command, 60).output.splitlines()
-    return next((line.strip() for line in lines if marker in line), None)
-
-
-def missing_packages():
-    return [name for name in PACKAGES if find_spec(name) is None]
+def nvcc_release():
+    """The line of nvcc's version; None where there is none."""
+    nvcc = find_tool("nvcc")
+    lines = run([nvcc, "--version"], 60).output.splitlines() if nvcc else []
+    return next((line.strip() for line in lines if "release" in line), None)
 
 
 def version_of(package):
@@ -186,7 +177,7 @@ def environment():
         "compute_capability": None,
         **last_json(run([sys.executable, "-c", TORCH_QUESTION], 180)),
         "driver": smi.output.strip().splitlines()[0] if smi.status == "passed" else None,
-        "nvcc": first_line([find_tool("nvcc"), "--version"], "release"),
+        "nvcc": nvcc_release(),
         "python": platform.python_version(),
         "setuptools": version_of("setuptools"),
         "platform": platform.platform(),
@@ -194,5 +185,5 @@ def environment():
         "commit": commit(),
         "sources": source_digest(),
         "date": datetime.date.today().isoformat(),
-        "missing_packages": missing_packages(),
+        "missing_packages": [name for name in PACKAGES if find_spec(name) is None],
     }
