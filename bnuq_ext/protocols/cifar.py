@@ -109,11 +109,11 @@ class ResNet(nn.Module):
     Shapes: (N, 3, 32, 32) -> logits (N, 10).
     """
 
-    def __init__(self, num_units: int, slope: float, widths=(16, 32, 64)):
+    def __init__(self, num_units: int, slope: float):
         super().__init__()
-        self.stem = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
-        units, inputs = [], widths[0]
-        for stage, width in enumerate(widths):
+        self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        units, inputs = [], 16
+        for stage, width in enumerate((16, 32, 64)):
             for i in range(num_units):
                 stride = 2 if stage and not i else 1
                 units.append(ResidualUnit(inputs, width, stride, slope, shared=not units))

@@ -172,8 +172,8 @@ def stacks(method: str, settings: Regression, num_rows: int, hidden: int) -> lis
     """The grid in parts that are trained together, each of a size that a core's cache holds."""
     parts = []
     for choices in grid(method, settings, num_rows):
-        most = networks_at_once(choices[0].batch_size, hidden) // settings.folds_used
-        parts += [choices[i : i + max(1, most)] for i in range(0, len(choices), max(1, most))]
+        most = max(1, networks_at_once(choices[0].batch_size, hidden) // settings.folds_used)
+        parts += [choices[i : i + most] for i in range(0, len(choices), most)]
     return parts
 
 
