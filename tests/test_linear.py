@@ -39,7 +39,11 @@ def grads(y, inputs, grad_y):
 @pytest.mark.parametrize("T", [1, 3, 20])
 @pytest.mark.parametrize(
     "N,I,O",
-    [(1, 1, 1), (1, 784, 7), (FEW, 17, 129), (FEW + 1, 129, 1), (7, 7, 16), (33, 130, 31), *LARGE],
+    [
+        *((1, 1, 1), (1, 784, 7), (FEW, 17, 129), (FEW + 1, 129, 1), (7, 7, 16), (33, 130, 31)),
+        *((6, 80, 17), (6, 81, 17)),  # about where rows are wide
+        *LARGE,
+    ],
 )
 def test_matches_reference(N, I, O, T, shared, bias, device, assert_close):  # noqa: E741
     inputs = make(N, I, O, T, shared, torch.float32, device, bias)

@@ -109,7 +109,7 @@ def test_weights_match_reference(shape, device):
 
 
 @pytest.mark.parametrize("form", ["portable", "avx2", "avx512"])
-@pytest.mark.parametrize("tile_o, o, tile, calls", [(0, 0, 0, 8), (3, 5, 16, 64), (2**31, 7, 2**26 - 16, 64)])  # fmt: skip
+@pytest.mark.parametrize("tile_o, o, tile, calls", [(0, 0, 0, 8), (1, 2, 32, 40), (3, 5, 16, 64), (2**31, 7, 2**26 - 16, 64)])  # fmt: skip
 def test_words_of_weights_on_every_processor(tile_o, o, tile, calls, form, philox_driver):
     """Rows o and o + 8 of a band, half a tile after the other."""
     key, replica = -7, 2**40 + 3

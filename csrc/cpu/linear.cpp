@@ -45,7 +45,7 @@ Tensor few_rows(const LinearCall& call, const std::optional<Tensor>& bias) {
       std::vector<acc_t> w(I);
       for (int64_t j = begin; j < end; ++j) {
         const int64_t band = j / T, t = j % T;  // the means of a band stay in the second cache
-        const auto row = [&](int64_t o, const float* z) {
+        const auto row = [&](int64_t o, auto z) {
           sample_row(w.data(), m + o * I, s + o * I, z, I);
           for (int64_t n = 0; n < N; ++n)
             py[(t * N + n) * O + o] =
@@ -233,7 +233,7 @@ void sample_weights(
     using acc_t = decltype(zero);
     const acc_t *m = call.mu.const_data_ptr<acc_t>(), *s = sigma.const_data_ptr<acc_t>();
     acc_t* w = weight.in.mutable_data_ptr<acc_t>() + weight.offset;
-    for_rows(call.noise, replica, O, I, [&](int64_t o, const float* z) {
+    for_rows(call.noise, replica, O, I, [&](int64_t o, auto z) {
       sample_row(w + o * I, m + o * I, s + o * I, z, I);
     });
   });

@@ -74,7 +74,7 @@ Tensor few_rows_x(const LinearCall& call, const Tensor& grad_y) {
         const int64_t stop = std::min(tiles, tile + kColumns), first = tile * kEdge;
         const int64_t width = std::min(I, stop * kEdge) - first;
         for (int64_t t = r; t < T; t += R) {
-          const auto row = [&](int64_t o, const float* z) {
+          const auto row = [&](int64_t o, auto z) {
             sample_row(w.data(), m + o * I + first, s + o * I + first, z, width);
             for (int64_t n = 0; n < N; ++n)
               add_scaled(gx + (r * N + n) * I + first, g[(t * N + n) * O + o], w.data(), width);
@@ -100,11 +100,11 @@ void few_rows_weight(const LinearCall& call, const Tensor& grad_y, Grads& grads)
       std::vector<acc_t> grad(I);
       for (int64_t band = begin; band < end; ++band)
         for (int64_t t = 0; t < T; ++t) {
-          const auto row = [&](int64_t o, const float* z) {
+          const auto row = [&](int64_t o, auto z) {
             std::fill(grad.begin(), grad.end(), acc_t(0));
             for (int64_t n = 0; n < N; ++n)
               add_scaled(grad.data(), g[(t * N + n) * O + o], px + t * call.x_stride() + n * I, I);
-            add_noisy(gm + o * I, gs + o * I, grad.data(), z, I);
+            add_noisy<false, false>(gm + o * I, gs + o * I, grad.data(), z, I);
           };
           for_band_rows(call.noise.sub, call.noise.first + t, band, O, 0, tiles_of(I), row);
         }
@@ -182,12 +182,13 @@ void add_replica(
     const acc_t* g = grad_weight.in.const_data_ptr<acc_t>() + grad_weight.offset;
     acc_t *w = weight.in.mutable_data_ptr<acc_t>() + weight.offset,
           *gm = grads.mu->mutable_data_ptr<acc_t>(), *gs = grads.rho->mutable_data_ptr<acc_t>();
-    for_rows(call.noise, t, call.O, I, [&](int64_t o, const float* z) {
-      if (first)
-        set_product(gs + o * I, g + o * I, z, I);
-      else
-        add_noisy(gm + o * I, gs + o * I, g + o * I, z, I);
-      if (need_x) sample_row(w + o * I, m + o * I, s + o * I, z, I);
+    for_rows(call.noise, t, call.O, I, [&](int64_t o, auto z) {
+      using Z = decltype(z);
+      const auto set = need_x ? add_noisy<true, true, acc_t, Z> : add_noisy<true, false, acc_t, Z>;
+      const auto add =
+          need_x ? add_noisy<false, true, acc_t, Z> : add_noisy<false, false, acc_t, Z>;
+      const int64_t at = o * I;
+      (first ? set : add)(gm + at, gs + at, g + at, z, I, w + at, m + at, s + at);
     });
   });
 }
@@ -287,7 +288,7 @@ void bias_grads(
     std::vector<float> z(O);
     for (int64_t t = 0; t < T; ++t) {
       vector_normals(z.data(), noise.sub, noise.first + t, O);
-      add_noisy(gm, gr, g + t * O, z.data(), O);
+      add_noisy<false, false>(gm, gr, g + t * O, std::as_const(z).data(), O);
     }
     sigmoid_row(gr, rho.const_data_ptr<acc_t>(), O);
   });

@@ -7,11 +7,14 @@
 
 namespace bnuq {
 
-template <typename acc_t>
+// `noise` is what for_normals takes.
+template <typename acc_t, typename Noise>
 BNUQ_CLONES static void sample_row(
-    acc_t* __restrict__ w, const acc_t* mu, const acc_t* sigma, const float* z, int64_t n) {
+    acc_t* __restrict__ w, const acc_t* mu, const acc_t* sigma, Noise noise, int64_t n) {
+  for_normals(noise, n, [&](int64_t i, const float* z, int64_t count) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) w[i] = mu[i] + sigma[i] * acc_t(z[i]);
+    for (int64_t j = 0; j < count; ++j) w[i + j] = mu[i + j] + sigma[i + j] * acc_t(z[j]);
+  });
 }
 
 template <typename acc_t>
@@ -28,22 +31,23 @@ BNUQ_CLONES static void add_scaled(acc_t* __restrict__ y, acc_t a, const acc_t* 
   for (int64_t i = 0; i < n; ++i) y[i] += a * x[i];
 }
 
-template <typename acc_t>
-BNUQ_CLONES static void set_product(
-    acc_t* __restrict__ y, const acc_t* x, const float* z, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) y[i] = x[i] * acc_t(z[i]);
-}
-
-template <typename acc_t>
+// Adds a replica's gradient by its weights to those by mu and sigma; of the first one, whose
+// gradient lies in the place of that by mu, sets that by sigma. If kWeights, writes its weights,
+// where the gradient may lie.
+template <bool kFirst, bool kWeights, typename acc_t, typename Noise>
 BNUQ_CLONES static void add_noisy(
-    acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_sigma, const acc_t* grad, const float* z,
-    int64_t n) {
+    acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_sigma, const acc_t* grad, Noise noise,
+    int64_t n, acc_t* w = nullptr, const acc_t* mu = nullptr, const acc_t* sigma = nullptr) {
+  for_normals(noise, n, [&](int64_t at, const float* z, int64_t count) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    grad_mu[i] += grad[i];
-    grad_sigma[i] += grad[i] * acc_t(z[i]);
-  }
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t i = at + j;
+      const acc_t g = grad[i];
+      if (!kFirst) grad_mu[i] += g;
+      grad_sigma[i] = (kFirst ? acc_t(0) : grad_sigma[i]) + g * acc_t(z[j]);
+      if (kWeights) w[i] = mu[i] + sigma[i] * acc_t(z[j]);
+    }
+  });
 }
 
 template <typename acc_t>
