@@ -188,7 +188,8 @@ void add_replica(
       const auto add =
           need_x ? add_noisy<false, true, acc_t, Z> : add_noisy<false, false, acc_t, Z>;
       const int64_t at = o * I;
-      (first ? set : add)(gm + at, gs + at, g + at, z, I, w + at, m + at, s + at);
+      const acc_t* row = need_x ? s + at : nullptr;  // there is no sigma for nothing
+      (first ? set : add)(gm + at, gs + at, g + at, z, I, w + at, m + at, row);
     });
   });
 }
@@ -288,7 +289,7 @@ void bias_grads(
     std::vector<float> z(O);
     for (int64_t t = 0; t < T; ++t) {
       vector_normals(z.data(), noise.sub, noise.first + t, O);
-      add_noisy<false, false>(gm, gr, g + t * O, std::as_const(z).data(), O);
+      add_noisy<false, false>(gm, gr, g + t * O, z.data(), O);
     }
     sigmoid_row(gr, rho.const_data_ptr<acc_t>(), O);
   });

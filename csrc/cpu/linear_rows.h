@@ -11,10 +11,11 @@ namespace bnuq {
 template <typename acc_t, typename Noise>
 BNUQ_CLONES static void sample_row(
     acc_t* __restrict__ w, const acc_t* mu, const acc_t* sigma, Noise noise, int64_t n) {
-  for_normals(noise, n, [&](int64_t i, const float* z, int64_t count) {
+  const auto use = [&](int64_t i, const float* z, int64_t count) BNUQ_INLINE {
 #pragma omp simd
     for (int64_t j = 0; j < count; ++j) w[i + j] = mu[i + j] + sigma[i + j] * acc_t(z[j]);
-  });
+  };
+  for_normals(noise, n, use);
 }
 
 template <typename acc_t>
@@ -38,16 +39,17 @@ template <bool kFirst, bool kWeights, typename acc_t, typename Noise>
 BNUQ_CLONES static void add_noisy(
     acc_t* __restrict__ grad_mu, acc_t* __restrict__ grad_sigma, const acc_t* grad, Noise noise,
     int64_t n, acc_t* w = nullptr, const acc_t* mu = nullptr, const acc_t* sigma = nullptr) {
-  for_normals(noise, n, [&](int64_t at, const float* z, int64_t count) {
+  const auto use = [&](int64_t at, const float* z, int64_t count) BNUQ_INLINE {
 #pragma omp simd
     for (int64_t j = 0; j < count; ++j) {
       const int64_t i = at + j;
-      const acc_t g = grad[i];
-      if (!kFirst) grad_mu[i] += g;
-      grad_sigma[i] = (kFirst ? acc_t(0) : grad_sigma[i]) + g * acc_t(z[j]);
+      const acc_t by_mu = grad[i], by_sigma = by_mu * acc_t(z[j]);
+      if (!kFirst) grad_mu[i] += by_mu;
+      grad_sigma[i] = kFirst ? by_sigma : grad_sigma[i] + by_sigma;
       if (kWeights) w[i] = mu[i] + sigma[i] * acc_t(z[j]);
     }
-  });
+  };
+  for_normals(noise, n, use);
 }
 
 template <typename acc_t>

@@ -144,7 +144,7 @@ template <typename Use>
 template <typename Use>
 [[gnu::always_inline]] inline void for_normals(const uint32_t* words, int64_t n, const Use& use) {
   alignas(64) float z[32];
-  const auto make = [&](int64_t i, int pairs) __attribute__((always_inline)) {
+  const auto make = [&](int64_t i, int pairs) BNUQ_INLINE {
 #pragma omp simd
     for (int j = 0; j < pairs; ++j) normal_pair(words[i / 2 + j], z[2 * j], z[2 * j + 1]);
   };

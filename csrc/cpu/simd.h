@@ -44,3 +44,6 @@ inline bool has_avx512() {
 #else
 #define BNUQ_CLONES
 #endif
+
+// Of a lambda in a clone, which would be compiled for the baseline by itself.
+#define BNUQ_INLINE __attribute__((always_inline))

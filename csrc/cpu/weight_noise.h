@@ -14,9 +14,9 @@ inline int64_t tiles_of(int64_t n) {
   return ceil_div<int64_t>(n, kEdge);
 }
 
-// Words of the rows o and o + 8 of the band, o = 0..7, for the tiles [tile, stop): 8 a tile and row,
-// and those of one tile more where their number is odd. `tile` is a multiple of 16: the low word of
-// a counter does not overflow within a block.
+// Words of the rows o and o + 8 of the band, o = 0..7, for the tiles [tile, stop): 8 a tile and
+// row, and those of one tile more where their number is odd. `tile` is a multiple of 16: the low
+// word of a counter does not overflow within a block.
 inline void weight_row_pair(
     uint32_t* lo, uint32_t* hi, Key sub, uint64_t replica, int64_t tile_o, int o, int64_t tile,
     int64_t stop) {
@@ -51,8 +51,8 @@ void for_row_pairs(
   const auto hand_out = [&](int64_t o, int64_t at) {
     if (o >= O) return;
     if constexpr (kTakesWords)
-      if (!made) return row(o, static_cast<const uint32_t*>(&words[at]));
-    row(o, static_cast<const float*>(&z[2 * at]));
+      if (!made) return row(o, static_cast<const uint32_t*>(words.data() + at));
+    row(o, static_cast<const float*>(z.data() + 2 * at));
   };
   for (int64_t pair = begin, count; pair < end; pair += count) {
     const int64_t tile_o = pair / 8, o = tile_o * kEdge + pair % 8;
