@@ -127,10 +127,14 @@ inline void philox_words(
   philox_words_portable(lo, hi, sub, first, stride, replica, calls);
 }
 
-BNUQ_CLONES [[gnu::unused]] static void normal_pairs(
+[[gnu::always_inline]] inline void make_pairs(
     float* __restrict__ z, const uint32_t* words, int64_t n) {
 #pragma omp simd
   for (int64_t j = 0; j < n; ++j) normal_pair(words[j], z[2 * j], z[2 * j + 1]);
+}
+
+BNUQ_CLONES [[gnu::unused]] static void normal_pairs(float* z, const uint32_t* words, int64_t n) {
+  make_pairs(z, words, n);
 }
 
 // use(i, z, count) for the normals i .. i + count - 1 of n, which are made already.
@@ -144,14 +148,10 @@ template <typename Use>
 template <typename Use>
 [[gnu::always_inline]] inline void for_normals(const uint32_t* words, int64_t n, const Use& use) {
   alignas(64) float z[32];
-  const auto make = [&](int64_t i, int pairs) BNUQ_INLINE {
-#pragma omp simd
-    for (int j = 0; j < pairs; ++j) normal_pair(words[i / 2 + j], z[2 * j], z[2 * j + 1]);
-  };
   int64_t i = 0;
-  for (; i + 32 <= n; i += 32) make(i, 16), use(i, z, 32);
-  for (; i + 16 <= n; i += 16) make(i, 8), use(i, z, 16);
-  if (i < n) make(i, 8), use(i, z, n - i);
+  for (; i + 32 <= n; i += 32) make_pairs(z, words + i / 2, 16), use(i, z, 32);
+  for (; i + 16 <= n; i += 16) make_pairs(z, words + i / 2, 8), use(i, z, 16);
+  if (i < n) make_pairs(z, words + i / 2, 8), use(i, z, n - i);
 }
 
 }  // namespace bnuq

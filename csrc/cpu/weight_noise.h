@@ -48,22 +48,24 @@ void for_row_pairs(
   const int64_t width = (stop - tile + 1) / 2 * 2 * kWords;
   std::vector<uint32_t> words(2 * width);
   std::vector<float> z(made ? 4 * width : 0);
+  uint32_t *lo = words.data(), *hi = lo + width;
+  const uint32_t* all = lo;
+  const float* noise = z.data();
   const auto hand_out = [&](int64_t o, int64_t at) {
     if (o >= O) return;
     if constexpr (kTakesWords)
-      if (!made) return row(o, static_cast<const uint32_t*>(words.data() + at));
-    row(o, static_cast<const float*>(z.data() + 2 * at));
+      if (!made) return row(o, all + at);
+    row(o, noise + 2 * at);
   };
   for (int64_t pair = begin, count; pair < end; pair += count) {
     const int64_t tile_o = pair / 8, o = tile_o * kEdge + pair % 8;
     count = stop - tile == 1 && pair % 2 == 0 && pair + 1 < end ? 2 : 1;
     if (o >= O) continue;
-    uint32_t *lo = words.data(), *hi = lo + width;
     if (count == 2)
       weight_row_pairs_of_a_tile(lo, hi, sub, replica, tile_o, pair % 8, tile);
     else
       weight_row_pair(lo, hi, sub, replica, tile_o, pair % 8, tile, stop);
-    if (made) normal_pairs(z.data(), words.data(), 2 * width);
+    if (made) normal_pairs(z.data(), all, 2 * width);
     for (int64_t k = 0; k < count; ++k)
       hand_out(o + k, k * kWords), hand_out(o + k + 8, width + k * kWords);
   }
