@@ -155,6 +155,7 @@ def test_predictions_are_exported_for_any_number_of_rows(kind, before):
     for exported in (program, torch.export.load(file)):
         for rows in (torch.randn_like(x), torch.randn(len(x) + 3, *x.shape[1:])):
             assert_same(exported.module()(rows), loop(rows))
+            torch.testing.assert_close(module(rows), loop(rows))
 
 
 @pytest.mark.parametrize("kind", ["mlp", "residual"])
@@ -162,7 +163,9 @@ def test_predictions_are_traced(kind):
     module, x = predictive(kind)
     traced = quietly(lambda: torch.jit.trace(module, x))
     rows = torch.randn_like(x)
-    assert_same(traced(rows), Predictive(module.model, strategy="loop")(rows))
+    expected = Predictive(module.model, strategy="loop")(rows)
+    assert_same(traced(rows), expected)
+    torch.testing.assert_close(module(rows), expected)
 
 
 @pytest.mark.parametrize("how", ["export", "trace"])
