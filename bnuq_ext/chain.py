@@ -117,7 +117,7 @@ class Run(NamedTuple):
 
 def run_chain(op: str, modules: list[nn.Module], x: Tensor, draw: Draw) -> tuple[Tensor, list[Run]]:
     """The outputs (T*N, ...) of a chain of `is_chain`, for what calling its modules gives in twice
-    the time; on the CPU most of its Bayesian layers go as one."""
+    the time; most of its Bayesian layers go as one."""
     layers = layers_of(modules)
     # Autograd takes no tensors of inference mode.
     if x.is_inference() or writes_in_place(layers):
@@ -159,7 +159,7 @@ def _run_links(links: list[Link], x: Tensor, draw: Draw, shared: bool) -> tuple[
 def _links(layers: list[nn.Module], x: Tensor, number: int) -> list[Link]:
     """The layers from the first on that can go as one; `number` of the first Bayesian one."""
     links: list[Link] = []
-    if x.device.type != "cpu" or torch._C._is_any_autocast_enabled():
+    if torch._C._is_any_autocast_enabled():
         return links
     features = x.shape[-1]
     for layer in layers:

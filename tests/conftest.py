@@ -82,6 +82,13 @@ def by_values_alone(monkeypatch):
     monkeypatch.setattr("bnuq_ext.proof.mixed.Mixed.check", lambda *args: None)
 
 
+@pytest.fixture(params=["fused", "apart"])
+def divergence_op(request, monkeypatch):
+    """On the CPU a Bayesian layer and its divergence are one op, on CUDA two."""
+    if request.param == "apart":
+        monkeypatch.setattr("bnuq_ext.ops.linear_chain._has_fused_op", lambda x: False)
+
+
 @pytest.fixture
 def set_threads():
     """torch.set_num_threads, for one test."""

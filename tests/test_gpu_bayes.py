@@ -4,6 +4,7 @@ import pytest
 import torch
 from drawn import layer_noise
 from torch import nn
+from zoo import Wrapped
 
 from benchmarks.timing import in_a_graph
 from bnuq_ext import BayesLinear, ScaleMixturePrior, elbo_loss, ops, reference
@@ -107,6 +108,19 @@ class Scaled(nn.Sequential):
 
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_a_chain_has_the_loss_and_the_gradients_of_any_other_model(T):
+    options = {"rho_init": -1.0, "device": "cuda"}
+    model = nn.Sequential(BayesLinear(64, 48, **options), nn.ReLU(), BayesLinear(48, 10, **options))
+    x, y = made(32, 64), torch.arange(32, device="cuda") % 10
+    results = []
+    for given in (model, Wrapped(model)):
+        out = elbo_loss(given, x, y, num_samples=T, batch_weight=0.1, seed=2)
+        results.append([*out, *torch.autograd.grad(out.loss, list(model.parameters()))])
+    for actual, expected in zip(*results, strict=True):
+        assert_near(actual, expected.double())
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own: gradients are first made on another stream

@@ -11,6 +11,7 @@ from zoo import Wrapped
 import bnuq_ext as bnuq
 from bnuq_ext.ops.linear_chain import Link, bayes_linear_chain
 
+pytestmark = pytest.mark.usefixtures("divergence_op")
 SEED = torch.tensor([5, 2])
 
 

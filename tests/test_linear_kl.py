@@ -9,6 +9,7 @@ from one_link import bayes_linear_kl
 
 from bnuq_ext import ops, reference
 
+pytestmark = pytest.mark.usefixtures("divergence_op")
 STREAM = 5
 RHO = {  # (low, high), of which the one with positive numbers goes another way
     "narrow": (-9.0, 0.0),
