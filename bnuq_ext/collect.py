@@ -234,7 +234,7 @@ class _Record:
             self.small += 1
             return
         # The others may hold what is meant, as a mask of -inf; the statistics are looked at below.
-        if not is_finite(next(tensors(inputs))):
+        if not is_finite(tensors(inputs)[0]):
             self._leave_out("the input")
             return
         active = CollectPass(self.op, self.layers)

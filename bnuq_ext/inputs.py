@@ -1,6 +1,6 @@
 """What a model is given: a tensor, a tuple of arguments or a dict of keyword arguments."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ Inputs = Tensor | Iterable[Any]
 Data = Dataset[Any] | Iterable[Any]
 
 _TARGETS = ("target", "y", "targets", "label", "labels")  # in a dict, the first that it has
+_ATOMS = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout}
 
 
 def model_input(op: str, batch, input_fn: Callable | None):
@@ -96,16 +97,24 @@ def _describe(batch) -> str:
     return kind
 
 
-def tensors(inputs) -> Iterator[Tensor]:
+def tensors(inputs) -> list[Tensor]:
     """The tensors of an input, those inside tuples, lists and dicts too, in order."""
-    if isinstance(inputs, Tensor):
-        yield inputs
-    elif isinstance(inputs, Mapping):
-        for value in inputs.values():
-            yield from tensors(value)
-    elif isinstance(inputs, (tuple, list)):
-        for value in inputs:
-            yield from tensors(value)
+    found: list[Tensor] = []
+    _gather((inputs,), found)
+    return found
+
+
+def _gather(values: Iterable[Any], found: list[Tensor]) -> None:
+    """Called for each operation of a trial: most of what it is given are tensors and numbers."""
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) in _ATOMS:
+            continue
+        elif isinstance(value, (tuple, list)):
+            _gather(value, found)
+        elif isinstance(value, Mapping):  # slow to tell
+            _gather(value.values(), found)
 
 
 def has_rows(t: Tensor, rows: int) -> bool:

@@ -58,7 +58,7 @@ class JoiningForward:
         return self._output(joint, own)[:1].clone()
 
     def _check_rows(self, inputs, batch: Tensor) -> None:
-        given = list(tensors(inputs))
+        given = tensors(inputs)
         if len(given) != 1:
             requirement = 'be one tensor with query "in", as a batch of the loader is'
             refuse(self.op, "x", requirement, f"{len(given)} tensors")

@@ -251,7 +251,7 @@ def written(func, args: tuple, kwargs: dict) -> list[Tensor]:
     """The tensors that an operation writes into."""
     names = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    return list(tensors([given[name] for name in names if name in given]))
+    return tensors([given[name] for name in names if name in given])
 
 
 def made_by(func, args: tuple, kwargs: dict, result) -> list[Tensor]:

@@ -1,3 +1,4 @@
+import gc
 import json
 import multiprocessing
 import os
@@ -162,3 +163,10 @@ def no_trials(monkeypatch):
         raise AssertionError("a trial")
 
     monkeypatch.setattr("bnuq_ext.proof.folding.Trial", refuse)
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays to the last: the collector need not look through it
+    each time."""
+    gc.collect()
+    gc.freeze()

@@ -32,7 +32,8 @@ FILES = [
 SLOW = [
     "gradcheck", "784-270-20", "100-129-131-20", "beyond_the_caches", "long_row", "mixture_mean",
     "moments", "opcheck", "compile", "exports", "fake_tensors", "dynamic_rows", "known_answers",
-    "784-270-3", "100-129-131-3", "9000-",
+    "784-270-3", "100-129-131-3", "33-130-31-20", "9000-", "no_spread", "every_half", "residual-auto",
+    "hardly_spread", "words_are_frozen", "test_export",
     "(large_products_in_float64 and not direct)",  # which go that way whatever is asked
 ]  # fmt: skip
 SLOW_ON_A_GPU = [

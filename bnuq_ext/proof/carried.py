@@ -50,7 +50,7 @@ class Carried(TorchFunctionMode):
             if t not in self.made and t not in self.earlier:
                 self.met.setdefault(id(t), [(t, version_of(t))])
         result = func(*args, **kwargs)
-        made = list(tensors(result))
+        made = tensors(result)
         if made:  # not of a question for a shape
             self.used |= any(t in self.earlier and not self.is_constant(t) for t in given)
         if func == _SET_DATA:

@@ -215,11 +215,11 @@ class Mixed(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = list(tensors((args, kwargs)))
+        given = tensors((args, kwargs))
         sizes = [(self.is_constant(t), t.numel()) for t in given]
         source = self._source_of(func.overloadpacket, args, kwargs)
         result = func(*args, **kwargs)
-        made = list(tensors(result)) or written(func, args, kwargs)
+        made = tensors(result) or written(func, args, kwargs)
         mixing = self._compare(_operation(func, args, kwargs, sizes, made), args, kwargs)
         if source and source.overloadpacket in _PLACES and func.overloadpacket in _DECISIONS:
             source = func
